@@ -20,8 +20,7 @@ from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.plan_choice import experts_of
-from svdpp.cli.request import needs_image, pipeline_config
+from svdpp.cli.request import experts_of, needs_image, pipeline_config
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member

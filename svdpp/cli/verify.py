@@ -19,7 +19,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, end_one, end_several, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -160,10 +160,10 @@ def verify(
         layout=layout,
         experts=experts,
         # `auto` may take the CPU for every model: a proof need not be fast.
-        device=ranks.device_for(DEMO_MODEL),
+        device_as_for=DEMO_MODEL,
         from_image=from_image,
     )
-    config, why = options.config(None if launched else len(requests))
+    config, why = resolve(options, None if launched else len(requests))
     if is_member(launched):
         _serve(console, config, launched, proof.inject_fault)
         return

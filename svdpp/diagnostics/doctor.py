@@ -30,7 +30,6 @@ from svdpp.launch import gpus, process_group
 from svdpp.media import disk_space, output_files, video
 from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 from svdpp.models.free_memory import available_bytes
 
 _GIB = 2**30
@@ -193,7 +192,9 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    num_weights = family_of(examination.checkpoint).check_weights(examination.checkpoint)
+    from svdpp.models.engine.load import check_weights  # imports diffusers: seconds
+
+    num_weights = check_weights(examination.checkpoint)
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 

@@ -47,16 +47,8 @@ def choose_layout(
     If rank r on card r does not fit, ranks that need more get cards that have more. If some card
     has room for both experts of a model, layouts in which a rank holds both count as well.
 
-    Args:
-        num_steps: N, of each clip.
-        world_size: W.
-        num_clips: M.
-        costs: of each kind of work; memory is checked only if they include it.
-        decodes: whether clips are decoded to frames.
-        memory_gib: memory available on each of W cards, GiB; empty if unknown.
-        expert_boundary: as in `Layout`.
-        share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
-            its card is known to have room.
+    `memory_gib` is what each of the W cards has; empty: unknown. Without `share_experts` a rank
+    of a longer replica holds both experts only if its card is known to have room.
     """
     whole = Layout(
         num_steps=num_steps,
@@ -154,11 +146,6 @@ def _named_cards(cards: Sequence[int]) -> str:
 def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
     """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
 
-    Args:
-        layout: the current layout; the other one has the same ranks, steps and costs.
-        num_clips: M.
-        by: the least speedup, such as 1.05.
-
     Returns:
         None if no layout is that much faster, or the costs lack a value for the forecast.
     """
@@ -250,10 +237,6 @@ def assign_cards(needs: Sequence[float], has: Sequence[float]) -> tuple[int, ...
 
     It is rank r on card r if that fits. Otherwise a rank that needs more gets a card that has more;
     if any assignment fits, this one does.
-
-    Args:
-        needs: of each rank.
-        has: of each card, as many as ranks, in the same unit.
 
     Returns:
         The card of each rank, by rank; None if no assignment fits.

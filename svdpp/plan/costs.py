@@ -38,9 +38,6 @@ class Costs:
     """Seconds of each kind of work, and its memory where that is known.
 
     Without measurements the unit is one step: a step takes 1, everything else 0.
-
-    Raises:
-        RequestError: a value that is not a finite number of 0 or more, named by its option.
     """
 
     step_seconds: PerRank = 1.0
@@ -96,11 +93,7 @@ class Costs:
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def transfer(self, source: int, target: int) -> float:
-        """Seconds of one transfer from rank `source` to rank `target`.
-
-        Raises:
-            RequestError: the ranks are on two hosts, and the time between hosts is unknown.
-        """
+        """Seconds of one transfer from rank `source` to rank `target`."""
         if self.host_of(source) == self.host_of(target):
             return self.local_transfer_seconds
         if self.inter_host_transfer_seconds is None:

@@ -12,8 +12,8 @@ from svdpp.cli.trace_outputs import TraceOutputs
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.worker.fault_injection import InjectedFault
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.faults.damage import Damage
 from tests.trace_format import check_trace
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
@@ -86,7 +86,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
         sampling=SvdSampling(num_inference_steps=2),
     )
-    pipeline = Pipeline(config, fault=InjectedFault.parse("raise@rank1.clip1"))
+    pipeline = Pipeline(config, fault=Damage("raise", 1, 1))
     trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
     with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])

@@ -25,8 +25,8 @@ from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import Event, StepDone
+from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
 from tests.gpu.machine import Machine, Report
@@ -56,7 +56,7 @@ def test_three_ranks_on_one_gpu_are_exact(
 
 def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path) -> None:
     config = machine.config(3)
-    run_pipelined(config, machine.requests(2), tmp_path, fault=InjectedFault("ulp", 1, 1))
+    run_pipelined(config, machine.requests(2), tmp_path, fault=Damage("ulp", 1, 1))
     run_sequential(config, machine.requests(2), tmp_path)
     difference = compare(config, 2, tmp_path).first_difference
     assert difference is not None
@@ -72,7 +72,7 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     with Pipeline(config) as pipeline:
         (whole,) = pipeline.run([request])
     kept = replace(request, latents_key=key)
-    stopped = InjectedFault("raise", 2, 0)
+    stopped = Damage("raise", 2, 0)
     pipeline = Pipeline(config, latents_folder=str(tmp_path), fault=stopped)
     with pytest.raises(RankError), pipeline:
         pipeline.run([kept])
