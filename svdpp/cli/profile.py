@@ -6,14 +6,14 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from svdpp.cli import rank_count
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
@@ -35,24 +35,13 @@ if TYPE_CHECKING:
 class MeasureOptions(OverwriteOptions):
     """Inputs, number of repeats, and output file of a measurement."""
 
-    out: Annotated[
-        Path,
-        option(
-            *("--out", "-o"),
-            panel=COSTS,
-            metavar="FILE",
-            help="Output file.",
-        ),
-    ] = Path("costs.json")
-    repeats: Annotated[
-        int,
-        option(
-            "--repeats",
-            panel=COSTS,
-            metavar="N",
-            help="Number of clips to measure after the warm-up; the result is their median.",
-        ),
-    ] = 3
+    out: Path = setting(COSTS, "FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
+    repeats: int = setting(
+        COSTS,
+        "N",
+        "Number of clips to measure after the warm-up; the result is their median.",
+        default=3,
+    )
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

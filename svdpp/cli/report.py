@@ -11,7 +11,7 @@ import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, option
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
@@ -33,16 +33,9 @@ class ReportOptions:
             show_default=False,
         ),
     ]
-    html: Annotated[
-        Path | None,
-        option(
-            "--html",
-            panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Also write the report as one page.",
-            default="write none",
-        ),
-    ] = None
+    html: Path | None = setting(
+        DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
+    )
 
 
 _FORECASTS = {
