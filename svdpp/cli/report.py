@@ -38,13 +38,6 @@ class ReportOptions:
     )
 
 
-_FORECASTS = {
-    "before": "before the start",
-    "after_first_clip": "after the first clip",
-    "afterwards": "by all measured costs",
-}
-
-
 @command(
     examples=(
         "svdpp report out",
@@ -139,9 +132,9 @@ def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
     console.result()
     for line in [*found.device_lines, *filter(None, [str(found.speeds)])]:
         console.result(line)
-    errors = [f"{_FORECASTS[name]} {error:+.0%}" for name, error in found.forecast_errors.items()]
-    if errors:
-        console.result(f"the {what} took, against its forecast: {', '.join(errors)}")
+    if found.forecast_error is not None:
+        error = f"{found.forecast_error:+.0%}"
+        console.result(f"the {what} took, against the forecast by all measured costs: {error}")
 
 
 def _row(rank: RankFigures) -> tuple[str, ...]:

@@ -75,9 +75,6 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     """The most frames that can be decoded at a time, and why.
 
     By the estimate they take at most 80% of the free memory, or else it is one frame.
-
-    Raises:
-        OutOfMemoryError: even one frame at a time exceeds the free memory.
     """
     frames = resolve(config, weights="none")[0].sampling.frames
     last = config.world_size - 1  # it decodes
