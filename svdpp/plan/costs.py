@@ -30,7 +30,6 @@ _ABOVE_ZERO = (
     "transfer_bytes_per_second",
     "inter_host_bytes_per_second",
     "ranks_per_host",
-    "offload_gib_per_second",
 )
 
 
@@ -70,9 +69,6 @@ class Costs:
     denoise_work_gib: float | None = None
     decode_work_gib: float | None = None
     """Peak memory of the part at work, GiB, without any weights."""
-    offload_gib_per_second: float | None = None
-    """Rate at which weights move between host memory and the device, in either direction; None:
-    unknown. Only the forecast of diffusers' model offload uses it."""
     name: str = ""
     """What the costs describe, such as a model."""
     source: str = ""
@@ -216,6 +212,7 @@ class Costs:
         version = values.pop("schema_version", None)
         if not is_version(version, SCHEMA_VERSION):
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+        values.pop("offload_gib_per_second", None)  # of earlier versions
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")

@@ -13,7 +13,6 @@ from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 
 
 def device_of(config: PipelineConfig, world: World) -> str:
@@ -53,7 +52,9 @@ def conditions_of(
     if device.startswith("cuda"):
         found["driver"] = gpus.driver_version()
     if checkpoint is not None:
-        found |= family_of(checkpoint).conditions(checkpoint)
+        from svdpp.models.engine.load import conditions  # imports diffusers: seconds
+
+        found |= conditions(checkpoint)
     return found
 
 

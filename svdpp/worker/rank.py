@@ -18,7 +18,6 @@ from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
-from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.clip_writer import ClipWriter
@@ -221,8 +220,9 @@ def load_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
         return DummyModel(latent, num_steps, torch.device(device), sleeps)
-    family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
-    return family.load_model(checkpoint, config.model, config.sampling, device, roles)
+    from svdpp.models.engine import model  # imports diffusers: seconds, which the dummy avoids
+
+    return model.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
 def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:

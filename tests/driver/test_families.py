@@ -27,7 +27,7 @@ from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
 from svdpp.models import determinism
-from svdpp.models.families import family_of
+from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
@@ -135,7 +135,7 @@ def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_pa
     config, checkpoint = resolve(wan.config)
     assert checkpoint is not None
     both = Roles(encode=True, denoise=True, decode=False, experts=frozenset({0, 1}))
-    model = family_of(checkpoint).load_model(checkpoint, config.model, config.sampling, "cpu", both)
+    model = load_model(checkpoint, config.model, config.sampling, "cpu", both)
     tensors = model.denoise(model.encode({}, wan.requests[1]), 0, 3, nothing)
     assert "scheduler.model_outputs.0" in tensors
     key = hashlib.sha256(b"clip").hexdigest()

@@ -184,8 +184,7 @@ def _latent_after(steps: int, seed: int) -> torch.Tensor:
     latent = model.encode({}, ClipRequest(seed=seed))["latents"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for step in range(steps):
-        latent = model.denoiser({}, 0).forward(latent, step)
+    latent = model.denoise({"latents": latent}, 0, steps, lambda *_: None)["latents"]
     torch.set_num_threads(threads)
     return latent
 

@@ -18,7 +18,6 @@ import torch
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
-from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
@@ -107,12 +106,6 @@ def test_a_rank_that_is_gone_is_named(
     seconds = time.monotonic() - began[0]
     report.add(f"rank 1 by {number.name}", seconds_until_the_run_ended=seconds)
     assert seconds < 30
-
-
-def test_the_rate_of_moving_weights_is_measured(machine: Machine, report: Report) -> None:
-    rate = rank_probe.measure_offload(machine.config(1))
-    report.add("weights to the card and back, pageable memory", gib_per_second=rate)
-    assert rate > 0.1
 
 
 def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The engine's entry in the list of families; see `models.families.Family`."""
+"""The reference: diffusers' unmodified pipeline of any family, on one device."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from collections.abc import Callable
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, Audio, Frames, Tensors
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
-from svdpp.models.engine.checkpoint import RowCheckpoint
-from svdpp.models.engine.load import component_class, dtype_of, set_up
-from svdpp.models.engine.model import audio_of, call_arguments, load_model, request_arguments
+from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
+from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
 from svdpp.models.engine.values import Packer
-from svdpp.models.loading import check_components, library_errors, silence_libraries
-from svdpp.models.svd.decode import stack_frames
-
-__all__ = ["check_weights", "conditions", "load_model", "load_reference"]
+from svdpp.models.loading import library_errors, silence_libraries
 
 
-class EngineReference:
-    """diffusers' unmodified pipeline; see `models.families.Reference`."""
+class Reference:
+    """diffusers' unmodified pipeline, as a user of diffusers loads it.
 
-    def __init__(self, checkpoint: RowCheckpoint, model: ModelConfig, device: str) -> None:
+    Args:
+        checkpoint: found and checked.
+        model: precision and memory options, the same as those of the ranks.
+        device: of all components.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
         self._checkpoint, self._model, self._device = checkpoint, model, device
         self._loaded: tuple[bool, Any] | None = None
         self.audio: Audio | None = None
+        """Of the last clip; None: the model makes no sound."""
 
     def run(
         self,
@@ -42,7 +47,15 @@ class EngineReference:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames]:
-        """See `models.families.Reference`."""
+        """Makes one clip by `__call__`; returns its final latent and its frames.
+
+        Args:
+            request: gives seed and prompts.
+            image: fitted to the frame's size; None for a clip from text alone.
+            sampling: resolved.
+            before_steps: called before the first step.
+            after_step: called after each step, with its index, the latent and the solver's history.
+        """
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(image is not None)
         set_up(pipe, checkpoint, sampling)
@@ -93,7 +106,7 @@ class EngineReference:
     def _load(self, from_image: bool) -> Any:
         silence_libraries()
         checkpoint, dtype = self._checkpoint, self._model.dtype
-        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.fp32_components}
+        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
         cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
         with library_errors("the pipeline"):
             pipe = cls.from_pretrained(
@@ -104,7 +117,10 @@ class EngineReference:
                 local_files_only=True,
             )
         pipe.set_progress_bar_config(disable=True)
-        return pipe.to(self._device)
+        pipe.to(self._device)
+        for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
+            apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
+        return pipe
 
 
 def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
@@ -120,18 +136,6 @@ def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
     scheduler.step = observed
 
 
-def load_reference(checkpoint: RowCheckpoint, model: ModelConfig, device: str) -> EngineReference:
-    """diffusers' pipeline for text, or for an image, by the clip."""
-    return EngineReference(checkpoint, model, device)
-
-
-def check_weights(checkpoint: RowCheckpoint) -> int:
-    """See `models.families.Family`."""
-    classes = {part: component_class(part, name) for part, name in checkpoint.classes}
-    return check_components(checkpoint, classes)
-
-
-def conditions(checkpoint: RowCheckpoint) -> dict[str, Any]:
-    """Nothing: the bits depend on the request, the device and the libraries alone."""
-    del checkpoint
-    return {}
+def stack_frames(images: list[Image.Image]) -> Frames:
+    """Stacks diffusers' list of PIL images to one array (F, H, W, 3) uint8."""
+    return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
