@@ -27,11 +27,11 @@ from pydantic import (
 from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.config.params import params_of
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
 
 _MAX_ROUNDS = 1000
