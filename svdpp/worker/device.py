@@ -47,13 +47,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash.
-
-    Args:
-        config: of the run.
-        checkpoint: None for the dummy model.
-        device: of this rank; if it is a GPU, CUDA is initialised.
-    """
+    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
     found = determinism.conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):
         found["driver"] = gpus.driver_version()

@@ -26,12 +26,12 @@ ALLOWED = {
     },  # finite? image, structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
-    "worker/latent_checkpoints.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},
+    "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
-    "verification/report.py": {"numpy"},
-    "verification/result.py": {"any", "max"},
+    "verification/picture.py": {"numpy"},
+    "verification/result.py": {"any", "max", "numpy"},
 }
 _READS = {"numpy", "cpu", "item", "tolist"}
 _REDUCTIONS = {"all", "any", "max", "min", "sum", "mean", "norm"}

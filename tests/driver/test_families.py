@@ -30,9 +30,9 @@ from svdpp.models import determinism
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.damage import Damage
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
@@ -156,7 +156,7 @@ def test_the_proof_names_what_differs_first(
     wan: Family, tmp_path: Path, fault: Any, what: str
 ) -> None:
     config, requests = replace(wan.config, world_size=3, split="balanced"), wan.requests[:1]
-    run_pipelined(config, requests, tmp_path, fault=InjectedFault(fault, 0, 0))
+    run_pipelined(config, requests, tmp_path, fault=Damage(fault, 0, 0))
     run_sequential(config, requests, tmp_path)
     first = compare(config, len(requests), tmp_path).first_difference
     assert first is not None

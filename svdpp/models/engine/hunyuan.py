@@ -26,7 +26,7 @@ def facts(configs: Configs) -> Facts:
 
 
 def facts_15(configs: Configs) -> Facts:
-    """Prompts have a fixed length, and the pipeline chooses an image's size by its shape."""
+    """The pipeline has a fixed length of prompts, and sizes of its own for an image."""
     unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
     target = configs.of("transformer", target_size=640).count("target_size", 8192)
     return {"unused_parameters": ("max_sequence_length",), "image_sizes": image_sizes(target, unit)}

@@ -31,6 +31,7 @@ _LTX = {
     "vae": ("AutoencoderKLLTXVideo",),
     "transformer": ("LTXVideoTransformer3DModel",),
 }
+_ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -116,8 +117,11 @@ class Row:
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use that tensor. `in_latents`: later steps use parts of it which no step changes,
     so that ranks find them in the latent."""
-    result_in_latents: bool = False
-    """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
+    only_first_step: frozenset[str] = frozenset()
+    """Further records that only the first step uses."""
+    results_in_latents: int = 0
+    """Of how many schedulers, by their first steps, the results are part of the latent; these do
+    not travel."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -159,7 +163,7 @@ ROWS: Mapping[str, Row] = {
         encode=("feature_extractor", "image_encoder"),
         only_decode=("decoder",),
         texts=(),
-        result_in_latents=True,
+        results_in_latents=1,
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
@@ -196,7 +200,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
@@ -211,8 +215,9 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
+        only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
         noise_use="later_steps",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
     ),
@@ -239,8 +244,9 @@ ROWS: Mapping[str, Row] = {
         renamed={"frame_rate": "fps"},
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
+        only_first_step=frozenset({"prepare_audio_latents"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
     ),
@@ -260,7 +266,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
-        result_in_latents=True,
+        results_in_latents=1,
         facts=hunyuan.facts,
     ),
     "framepack": Row(
@@ -348,7 +354,7 @@ ROWS: Mapping[str, Row] = {
         },
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=_ALL,
         check=_one_window,
     ),
     "kandinsky5": Row(
@@ -366,7 +372,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=_kandinsky5,
         check=_kandinsky5_frames,
     ),
@@ -395,6 +401,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        results_in_latents=1,
         facts=_latte,
     ),
 }

@@ -22,9 +22,9 @@ from PIL import Image
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.examples import example_photos
-from svdpp.serve import upload
+from svdpp.serve import photos as photos_module
 from svdpp.serve.job import new_id
-from svdpp.serve.upload import DecodeLimits, DecoderBusyError, PhotoFolder, shown_name
+from svdpp.serve.photos import DecodeLimits, DecoderBusyError, PhotoFolder, shown_name
 from tests.media.pictures import encoded, gradient, png
 
 
@@ -239,7 +239,7 @@ def children_of(pid: int) -> list[int]:
 def test_the_decoder_ends_with_a_killed_server(tmp_path: Path) -> None:
     (tmp_path / "slow").write_bytes(slow_jpeg())
     code = (
-        "import sys; from pathlib import Path; from svdpp.serve.upload import *;"
+        "import sys; from pathlib import Path; from svdpp.serve.photos import *;"
         "from svdpp.serve.job import new_id;"
         "PhotoFolder(Path(sys.argv[1])).keep(Path(sys.argv[2]), new_id(), 'x')"
     )
@@ -296,7 +296,7 @@ def test_what_the_decoder_says_is_not_trusted(
 
 def test_the_decoder_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert "secret" not in str(upload._environment())
+    assert "secret" not in str(photos_module._environment())
 
 
 def test_a_module_in_the_working_folder_is_not_run(

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
+from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
-from svdpp.serve.helper_process import helper_command
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -93,8 +93,8 @@ class PhotoFolder:
         final = None
         try:
             with self._errors(), self._place():
-                found = _decode(upload, name, self.limits)
-                final = self._folder / f"{id}{found['suffix']}"
+                decoded = _decode(upload, name, self.limits)
+                final = self._folder / f"{id}{decoded['suffix']}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)
@@ -102,7 +102,7 @@ class PhotoFolder:
             for path in filter(None, (upload, final)):
                 output_files.remove(path)
             raise
-        return Photo(final, found["sha256"], found["width"], found["height"])
+        return Photo(final, decoded["sha256"], decoded["width"], decoded["height"])
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
@@ -170,24 +170,21 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     text = b""
-    while len(text) <= _MAX_ANSWER:
-        left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(1000 * left):
-            return None
+    while len(text) <= _MAX_ANSWER and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
         chunk = os.read(process.stdout.fileno(), _MAX_ANSWER)
-        if chunk:
-            text += chunk
-            continue
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, left))
-            return text
-        return None
+        text += chunk
+        if not chunk:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+                return text
+            return None
     return None
 
 
 def _parsed(
     text: bytes | None, code: int, upload: Path, name: str, limits: DecodeLimits
 ) -> dict[str, Any]:
+    """What the decoder found; it is checked, as a hostile file could have taken it over."""
     if text is None or code == -signal.SIGXCPU:
         raise InputError(
             f"{name!r} takes too long to decode",
@@ -195,25 +192,22 @@ def _parsed(
             details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
         )
     try:
-        return _checked(json.loads(text))
-    except InputError as error:
-        message = error.message.replace(repr(str(upload)), repr(name))
-        raise InputError(message, error.hint) from None
+        answer = json.loads(text)
+        if "error" not in answer:
+            return _checked(answer["photo"])
+        error = error_from_dict(answer["error"])
+        message, hint = str(error.message), str(error.hint)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise InputError(
             f"{name!r} cannot be decoded: the decoder ended with {how}",
             "save it again as PNG or JPEG",
         ) from error
+    raise InputError(message.replace(repr(str(upload)), repr(name)), hint)
 
 
-def _checked(answer: Any) -> dict[str, Any]:
-    """What the decoder found; it is checked, as a hostile file could have taken it over."""
-    if "error" in answer:
-        error = error_from_dict(answer["error"])
-        raise InputError(str(error.message), str(error.hint))
-    found = answer["photo"]
+def _checked(photo: Any) -> dict[str, Any]:
     for name, pattern in (("sha256", _SHA256), ("suffix", _SUFFIX)):
-        if pattern.fullmatch(found[name]) is None:
+        if pattern.fullmatch(photo[name]) is None:
             raise ValueError(f"the decoder's {name} is wrong")
-    return {**found, "width": int(found["width"]), "height": int(found["height"])}
+    return {**photo, "width": int(photo["width"]), "height": int(photo["height"])}

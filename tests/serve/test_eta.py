@@ -11,7 +11,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, build_schedule
-from svdpp.serve.estimate import MAX_REPLAYED, ClipAhead, Estimate, Layouts, estimate
+from svdpp.serve.eta import MAX_REPLAYED, ClipAhead, Estimate, Layouts, estimate
 
 COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
 LAYOUTS = [
