@@ -113,7 +113,7 @@ def simulate(
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, traces)
     _show(console, pipeline, recorder)
@@ -153,14 +153,14 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
-    from svdpp.diagnostics.time_breakdown import overrun
+    from svdpp.diagnostics.report import overrun
     from svdpp.diagnostics.utilisation import speeds_of
 
-    measured, forecast = pipeline.trace.summary(), pipeline.forecast()
-    reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
+    measured, forecast, figures = pipeline.trace.summary(), pipeline.forecast(), recorder.figures()
+    reason = "" if figures is None else overrun(figures, forecast.makespan)
     if reason:
         console.info(f"warning: {reason}")
-    speeds = speeds_of(recorder.figures())
+    speeds = speeds_of(figures)
     if console.as_json:
         content = _to_json(pipeline, measured, forecast, speeds)
         console.json({**content, "overrun": reason or None})

@@ -30,11 +30,11 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, recorded_path
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
@@ -250,9 +250,7 @@ def parse_clip_json(path: Path) -> Any:
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     """`values` as a clip's metadata, with types checked and defaults for missing fields.
 
-    Args:
-        values: parsed JSON.
-        fault: how the error message begins.
+    The error message begins with `fault`.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
@@ -287,9 +285,7 @@ def weights_identity(checkpoint: Checkpoint) -> object:
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    Args:
-        metadata: of the clip: its parameters, and the libraries' versions.
-        weights: from `weights_identity`.
+    `weights` is from `weights_identity`.
     """
     return _sha256(
         {

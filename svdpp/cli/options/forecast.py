@@ -108,14 +108,6 @@ class SecondsOptions:
         "needs it, here or in the costs.",
         shown="that of --costs",
     )
-    offload_gib_per_second: float | None = setting(
-        COSTS,
-        "RATE",
-        "GiB of weights that move per second between host memory and each device, in "
-        "either direction. --layout auto and --compare then forecast diffusers' model "
-        "offload too, which svdpp does not run.",
-        shown="that of --costs",
-    )
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
         """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""
