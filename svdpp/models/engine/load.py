@@ -179,6 +179,8 @@ def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
     """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    if not checkpoint.row.memory_options:
+        return
     is_denoiser = part in checkpoint.row.denoisers
     if model.memory_opt and is_denoiser:
         module.enable_forward_chunking()

@@ -122,6 +122,8 @@ class Row:
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
+    memory_options: bool = False
+    """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -164,6 +166,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
+        memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
