@@ -35,7 +35,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     without=(
         *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
-        *("max_guidance_scale", "allow_mixed_devices"),
+        *("max_guidance_scale", "allow_mixed_devices", "lora"),
         *PROMPT_FIELDS,
         "param",
     ),

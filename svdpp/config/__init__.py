@@ -13,6 +13,7 @@ from svdpp.config.model import (
     DUMMY_MODEL,
     Dtype,
     LatentSpec,
+    Lora,
     ModelConfig,
 )
 from svdpp.config.pipeline import DraftConfig, PipelineConfig
@@ -44,6 +45,7 @@ __all__ = [
     "Dtype",
     "Fit",
     "LatentSpec",
+    "Lora",
     "LtxSampling",
     "ModelConfig",
     "OutputConfig",

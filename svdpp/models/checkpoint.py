@@ -30,6 +30,7 @@ from svdpp.models import hub
 from svdpp.models.class_check import check_no_code
 from svdpp.models.engine.rows import FAMILIES as ROW_FAMILIES
 from svdpp.models.fingerprint import fingerprint
+from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
@@ -53,6 +54,8 @@ class Checkpoint:
     fingerprint: str | None = None
     """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
+    loras: tuple[LoraFile, ...] = ()
+    """Those of the model, if it was found with its weights."""
 
     @property
     def label(self) -> str:
@@ -63,6 +66,16 @@ class Checkpoint:
     def family(self) -> str:
         """The family's name, as in its sampling parameters."""
         raise NotImplementedError
+
+    @property
+    def num_experts(self) -> int:
+        """1, or 2 with one denoiser for each half of the steps."""
+        return 1
+
+    @property
+    def takes_loras(self) -> bool:
+        """Whether diffusers' pipeline can load a LoRA."""
+        return False
 
     @property
     def fp32_components(self) -> frozenset[str]:
@@ -199,6 +212,8 @@ def with_weights(
     Raises:
         ModelError: a file is missing, incomplete or damaged, or cannot be downloaded.
     """
+    loras = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
+    checkpoint = replace(checkpoint, loras=tuple(loras))
     local = _local_folder(model.name)
     if local is not None:
         with _model_named(model, local):
@@ -209,7 +224,7 @@ def with_weights(
         # The default model's configs have not been downloaded before.
         checkpoint = _check_configs(model, folder, hub.commit_of(folder))
         _weight_files(checkpoint, components)
-        return checkpoint
+        return replace(checkpoint, loras=tuple(loras))
 
 
 def _find_configs(model: ModelConfig) -> Checkpoint:
@@ -292,6 +307,12 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     rules = importlib.import_module(f"{package_of(family)}.checkpoint")
     checkpoint: Checkpoint = rules.check(
         index, name=model.name, folder=folder, revision=revision, variant=model.variant
+    )
+    check_loras(
+        model,
+        checkpoint.label,
+        takes_loras=checkpoint.takes_loras,
+        num_experts=checkpoint.num_experts,
     )
     return checkpoint
 

@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from svdpp.models.checkpoint import Checkpoint, package_of
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.loading import fp32_parameters, silence_libraries, torch_dtype
+from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
 
 
@@ -116,7 +117,8 @@ def estimate(
         silence_libraries()
         family: Any = importlib.import_module(f"{package_of(checkpoint.family)}.memory")
         found: MemoryEstimate = family.estimate_parts(fake_run, checkpoint, model, sampling)
-        return found
+        with_loras = found.denoise.weight_bytes + lora_bytes(model)
+        return replace(found, denoise=found.denoise._replace(weight_bytes=with_loras))
 
 
 @torch.no_grad()

@@ -188,6 +188,8 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
         name, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
     elif checkpoint is not None and checkpoint.revision is not None:
         weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
+    if checkpoint is not None:
+        weights = ".".join(filter(None, (weights, *(file.identity for file in checkpoint.loras))))
     return Offer(
         model=name,
         weights=weights,

@@ -56,8 +56,13 @@ class RowCheckpoint(Checkpoint):
 
     @property
     def num_experts(self) -> int:
-        """2 for Wan 2.2 A14B, otherwise 1."""
+        """See `Checkpoint`."""
         return 1 if self.boundary_ratio is None else 2
+
+    @property
+    def takes_loras(self) -> bool:
+        """See `Checkpoint`."""
+        return self.row.loras
 
     @property
     def weighted(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, Frames, Tensors
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.checkpoint import RowCheckpoint
-from svdpp.models.engine.load import component_class, dtype_of, set_up
+from svdpp.models.engine.load import component_class, dtype_of, load_loras, set_up
 from svdpp.models.engine.model import call_arguments, load_model, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import check_components, library_errors, silence_libraries
@@ -100,7 +100,9 @@ class EngineReference:
                 local_files_only=True,
             )
         pipe.set_progress_bar_config(disable=True)
-        return pipe.to(self._device)
+        pipe.to(self._device)
+        load_loras(pipe, checkpoint)
+        return pipe
 
 
 def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:

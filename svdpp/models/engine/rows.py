@@ -77,6 +77,8 @@ class Row:
     """Arguments of `__call__` by the sampling parameter they have; others have its name."""
     texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
+    loras: bool = True
+    """Whether diffusers' pipeline loads LoRAs."""
     unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
     """Records that steps and decode do not use."""
     noise: str = "prepare_latents"
@@ -200,6 +202,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        loras=False,
         facts=_no_length,
     ),
     "cogvideox": Row(
@@ -270,6 +273,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        loras=False,
         facts=_latte,
     ),
 }
