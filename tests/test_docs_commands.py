@@ -36,6 +36,7 @@ NOT_RUN = {
     "svdpp profile": "takes a minute; tests/cli/test_tools.py and test_draft_command.py",
     "svdpp verify --model path/to/checkpoint": "any checkpoint",
     "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
+    "svdpp run --model Wan-AI/": "downloads weights from the hub",
     "svdpp plan --memory --model Wan-AI/": "downloads configs from the hub",
     "svdpp plan --costs tight.json": "the file is on the page; tests/cli/test_cli_plan.py",
     "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",
