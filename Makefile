@@ -24,7 +24,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve \
-  lint format types imports docs check-docs clean
+  lint format types imports docs check-docs files clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -90,6 +90,10 @@ docs: $(STAMP) ## Generate docs/cli.md and the table in docs/models.md
 
 check-docs: $(STAMP) ## Check that both are up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
+
+files: ## List every module with its first line; IN=serve: of one package
+	@find svdpp/$(IN) -name '*.py' ! -empty | sort | while read -r file; do \
+	  printf '%-42s%s\n' "$$file" "$$(sed -n '1s/"""//gp' "$$file")"; done
 
 clean: ## Remove caches, builds and the demos' clips; the virtual environment stays
 	rm -rf $(DEMO) $(SERVED) build dist \

@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path for pattern in ("*.md", "docs/*.md", ".github/**/*.md") for path in ROOT.glob(pattern)
 )
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -46,23 +45,3 @@ def test_source_files_exist(page: Path) -> None:
     named = _SOURCE_FILE.findall(page.read_text(encoding="utf-8"))
 
     assert [n for n in named if not ((ROOT / n).exists() or (ROOT / "svdpp" / n).exists())] == []
-
-
-def test_the_tree_has_every_file() -> None:
-    tree = ARCHITECTURE.partition("## Every file\n\n```\n")[2].partition("```")[0]
-    listed: set[str] = set()
-    folders: list[str] = []
-    for line in filter(None, tree.splitlines()):
-        depth = (len(line) - len(line.lstrip())) // 2
-        names = line.split("  ")[depth].split(", ")
-        if names[0].endswith("/"):
-            folders = [*folders[:depth], names[0]]
-        else:
-            listed |= {"".join(folders[:depth]) + name for name in names}
-
-    assert listed == {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "svdpp").rglob("*")
-        if path.suffix in (".py", ".j2")
-        and (path.name != "__init__.py" or path.parent == ROOT / "svdpp")
-    }

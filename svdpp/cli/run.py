@@ -118,7 +118,7 @@ def run(
         show_dry_run(console, asked, config, found, remarks)
         return
     outputs = traces.checked()
-    with locked(asked.policy.manifest) as why_not:
+    with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, outputs)
         console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
         options = given_options(context, output.place().folder)

@@ -123,7 +123,7 @@ def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
         if ended:
             if ended[0] == -9:
                 raise OutOfMemoryError(f"{what} was killed, probably for lack of memory", _HINT)
-            raise RankError(f"{what} ended with {ended[0]}", trace=group.output_tail(0))
+            raise RankError(f"{what} ended with {ended[0]}", trace=group.output_tail(0) or "")
     raise RankError(f"{what} did not end within {seconds:.0f} s", "raise --timeout")
 
 

@@ -51,10 +51,14 @@ class OutputPolicy:
         return self.resume or self.is_restarted
 
     @property
+    def single_clip(self) -> str:
+        """The name of the run's only clip; empty if it makes a folder of clips."""
+        return "" if "{" in self.template else self.template
+
+    @property
     def manifest(self) -> Path:
         """The path of the run's manifest: one for a folder of clips, or for a single clip."""
-        name = NAME if "{" in self.template else f"{self.template}.{NAME}"
-        return self.folder / name
+        return self.folder / (f"{self.single_clip}.{NAME}" if self.single_clip else NAME)
 
 
 @dataclass

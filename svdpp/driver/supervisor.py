@@ -221,13 +221,12 @@ class Supervisor:
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
-            # Code of svdpp would have left a traceback.
-            if not (self._group.output_tail(rank) or self._liveness.is_finished(rank)):
+            if self._group.output_tail(rank) is None:
                 cause = f"could not import your script: {GUARD}"
             return self._rank_error(rank, cause, "", "died here")
         hint = ""
         if -code == signal.SIGKILL:
-            hint = "the kernel kills processes when memory runs out: fewer ranks, or --dtype fp16"
+            hint = "the kernel kills processes when memory runs out: fewer ranks need less"
         cause = f"was killed by {signal.Signals(-code).name}"
         return self._rank_error(rank, cause, hint, "died here")
 
@@ -237,7 +236,7 @@ class Supervisor:
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
-            trace=self._group.output_tail(rank),
+            trace=self._group.output_tail(rank) or "",
             details={"rank": rank},
         )
 

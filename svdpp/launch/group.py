@@ -152,8 +152,8 @@ class Group(Protocol):
         their end was noticed.
         """
 
-    def output_tail(self, rank: int) -> str:
-        """The end of the output of `rank` and its libraries."""
+    def output_tail(self, rank: int) -> str | None:
+        """The end of the output of `rank` and its libraries; None if it ended before its entry."""
 
     def end(self, timeout: float) -> bool:
         """Waits for ranks that were commanded to stop; returns whether all ended without error."""

@@ -144,12 +144,12 @@ class StartedGroup:
             if process.exitcode is not None
         }
 
-    def output_tail(self, rank: int) -> str:
+    def output_tail(self, rank: int) -> str | None:
         """See `Group`."""
         try:
             return _output_file(self._folder, rank).read_text(errors="replace")[-_TAIL_CHARS:]
-        except OSError:
-            return ""
+        except FileNotFoundError:  # the rank makes the file as soon as it has imported the script
+            return None
 
     def end(self, timeout: float) -> bool:
         """See `Group`."""

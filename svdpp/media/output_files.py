@@ -22,6 +22,8 @@ from pathlib import Path
 
 from svdpp.errors import OutputError, RequestError, SvdppError
 
+_LOCK = ".svdpp-lock"
+
 
 @contextlib.contextmanager
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
@@ -61,35 +63,32 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[str]:
-    """Let no other process into the block that also names `path`, from this host or another.
+def locked(folder: Path, clip: str = "") -> Iterator[str]:
+    """Let no other process that writes the same files into the block, from this host or another.
 
-    Missing folders of `path` are created; if the last one is empty after the block, it is removed.
+    Without `clip`, that is every process that writes into `folder`; with it, those that write the
+    same clip, or the whole folder. A missing folder is created, and removed if it stays empty.
 
     Yields:
-        Why the file system cannot lock; "" if `path` is locked.
+        Why the file system cannot lock; "" if it can.
 
     Raises:
         RequestError: another process is in the block.
-        OutputError: its folder cannot be written.
+        OutputError: the folder cannot be written.
     """
-    folder = path.parent
     check_writable(folder)
     is_new = not folder.exists()
-    lock = folder / f".svdpp-lock-{_checksum(path.name)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, why_not = _lock(lock)
-    except OSError as error:
-        raise OutputError(f"{str(lock)!r} cannot be written: {reason(error)}") from error
-    try:
-        yield why_not
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
+    with contextlib.ExitStack() as locks:
         if is_new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            locks.callback(_remove_if_empty, folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            why_not = locks.enter_context(_lock(folder / _LOCK, is_shared=bool(clip)))
+            if clip:
+                locks.enter_context(_lock(folder / f"{_LOCK}-{_checksum(clip)}"))
+        except OSError as error:
+            raise OutputError(f"{str(folder)!r} cannot be written: {reason(error)}") from error
+        yield why_not
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -172,25 +171,43 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _lock(lock: Path) -> tuple[int, str]:
-    """A descriptor of the file `lock`, and why it is not locked; "" if it is."""
+@contextlib.contextmanager
+def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
+    """Why the file `path` cannot be locked during the block; "" if it is."""
+    descriptor, why_not = _open_locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+    try:
+        yield why_not
+    finally:
+        with contextlib.suppress(OSError):
+            if not why_not:  # fails while others share the lock: the last of them removes the file
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_locked(path: Path, lock: int) -> tuple[int, str]:
     while True:
         # NFS locks only files that are open for writing.
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
             # Not a file that the run before has just removed.
-            if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor, ""
         except BlockingIOError:
             os.close(descriptor)
             raise RequestError(
-                f"another svdpp run is writing into {str(lock.parent)!r}",
+                f"another svdpp run is writing into {str(path.parent)!r}",
                 "wait until it has ended, or name another --out",
             ) from None
         except OSError as error:
             return descriptor, reason(error)
         os.close(descriptor)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _probe(folder: Path) -> None:

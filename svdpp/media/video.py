@@ -17,6 +17,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from svdpp.media.output_files import atomic_output, check_free, reason, sync
 from svdpp.redaction import without_controls
 
 Frames = npt.NDArray[np.uint8]
+
+#: Samples (N, channels), and how many there are in a second.
+Sound = tuple[npt.NDArray[np.int16], int]
 
 SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
 MAX_NAME_BYTES = 200
@@ -52,7 +56,12 @@ class _MediaFailure(RuntimeError):
 
 
 def write_clip(
-    frames: Frames, output: OutputConfig, *, fps: int, metadata: Mapping[str, object]
+    frames: Frames,
+    output: OutputConfig,
+    *,
+    fps: int,
+    metadata: Mapping[str, object],
+    sound: Sound | None = None,
 ) -> str:
     """Write one clip completely or not at all; an existing clip stays until then.
 
@@ -63,6 +72,7 @@ def write_clip(
             so on, which replaces a folder only if that has no other files.
         fps: frames a second.
         metadata: JSON values, stored in the file; `read_metadata` returns them.
+        sound: of an mp4, as AAC; the other formats are silent.
 
     Returns:
         `file_sha256` of the clip.
@@ -77,12 +87,14 @@ def write_clip(
     suffix = SUFFIXES[output.format]
     with atomic_output(output.path, suffix, files) as temporary:
         if output.format == "mp4":
-            _encode_mp4(temporary, frames, fps, output.crf, text)
+            _encode_mp4(temporary, frames, fps, output.crf, text, sound)
         elif output.format == "frames":
             _write_folder(temporary, frames, text)
         else:
             temporary.write_bytes(_encode_animation(frames, output.format, fps, text))
         _check_whole(temporary, output.format, frames, fps)
+        if output.format == "mp4" and sound is not None:
+            _check_sound(temporary, sound)
         return file_sha256(temporary)
 
 
@@ -236,8 +248,17 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> N
         raise _MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
 
 
-def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: float) -> bytes:
-    """Run ffmpeg with `frames` as stdin and return its stdout; _MediaFailure if it fails."""
+def _ffmpeg(
+    arguments: list[str],
+    frames: Frames | None = None,
+    *,
+    seconds: float,
+    files: tuple[int, ...] = (),
+) -> bytes:
+    """Run ffmpeg with `frames` as stdin and return its stdout; _MediaFailure if it fails.
+
+    It inherits the open `files`.
+    """
     # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
     # terminal's Ctrl-C, so the run can end it in order.
     process = subprocess.Popen(
@@ -246,6 +267,7 @@ def _ffmpeg(arguments: list[str], frames: Frames | None = None, *, seconds: floa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=files,
     )
     data: Any = None if frames is None else frames.data.cast("B")  # a view: no copy of the clip
     with process:
@@ -277,7 +299,9 @@ def _source(path: Path) -> list[str]:
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 
 
-def _encode_mp4(path: Path, frames: Frames, fps: int, crf: int, text: str) -> None:
+def _encode_mp4(
+    path: Path, frames: Frames, fps: int, crf: int, text: str, sound: Sound | None
+) -> None:
     count, height, width, _ = frames.shape
     if height % 2 or width % 2:
         raise _MediaFailure(f"mp4 needs even sides, not {width}x{height}")
@@ -286,8 +310,39 @@ def _encode_mp4(path: Path, frames: Frames, fps: int, crf: int, text: str) -> No
     filters = f"{_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
-    arguments = ["-y", *source, *codec, *tags, "-f", "mp4", f"file:{path}"]
-    _ffmpeg(arguments, frames, seconds=_WRITE_SECONDS + count)
+    target = [*codec, *tags, "-f", "mp4", f"file:{path}"]
+    seconds = _WRITE_SECONDS + count
+    if sound is None:
+        _ffmpeg(["-y", *source, *target], frames, seconds=seconds)
+        return
+    with tempfile.TemporaryFile() as file:  # because stdin has the frames
+        samples, rate = sound
+        file.write(np.ascontiguousarray(samples, "<i2").data)
+        file.seek(0)
+        source += ["-f", "s16le", "-ar", str(rate), "-ac", str(samples.shape[1])]
+        source += ["-i", f"pipe:{file.fileno()}", "-c:a", "aac", "-b:a", "192k"]
+        _ffmpeg(["-y", *source, *target], frames, seconds=seconds, files=(file.fileno(),))
+
+
+def read_sound(path: Path) -> Sound:
+    """The sound of an mp4, in the two channels of a loudspeaker pair.
+
+    Raises:
+        InputError: the file is missing or damaged, or has no sound.
+    """
+    rate = 48000
+    output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]
+    with _reading(path, "mp4"):
+        data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
+    return np.frombuffer(data, "<i2").reshape(-1, 2), rate
+
+
+def _check_sound(path: Path, sound: Sound) -> None:
+    samples, rate = sound
+    (back, back_rate), block = read_sound(path), 1024  # an AAC encoder fills the last block
+    short, long = len(samples) / rate, (len(samples) + 2 * block) / rate
+    if not short - 1e-3 <= len(back) / back_rate <= long:
+        raise _MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
 
 
 def _decode_mp4(path: Path) -> Frames:

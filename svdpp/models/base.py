@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,16 @@ Tensors = dict[str, torch.Tensor]
 
 #: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
 Frames = NDArray[np.uint8]
+
+
+class Audio(NamedTuple):
+    """The sound of a clip."""
+
+    samples: torch.Tensor
+    """(N, channels), int16."""
+    rate: int
+    """Samples a second."""
+
 
 #: Called after each step with the step's index and the new latent. What it raises ends the steps.
 AfterStep = Callable[[int, torch.Tensor], None]
@@ -63,6 +73,8 @@ class VideoModel(Protocol):
     """The model of one rank: the components that its actions need, on its device."""
 
     device: torch.device
+    audio: Audio | None
+    """Of the clip that was decoded last; None: the model makes no sound."""
 
     def with_sampling(self, sampling: SamplingConfig) -> VideoModel:
         """Returns the same loaded components with other sampling parameters."""

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Denoiser, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Denoiser, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
 
@@ -154,6 +154,8 @@ class DummyModel:
     def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         """See `run_steps`."""
         return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+
+    audio: Audio | None = None
 
     def decode(self, tensors: Tensors) -> torch.Tensor:  # noqa: ARG002
         """Black frames, one for each of the latent's, in the time of a decode."""

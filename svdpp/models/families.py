@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import Frames, Tensors, VideoModel
+from svdpp.models.base import Audio, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, package_of
 from svdpp.plan.layout import Roles
 
@@ -25,6 +25,9 @@ AfterReferenceStep = Callable[[int, Tensors], None]
 
 class Reference(Protocol):
     """diffusers' own pipeline of a family, unmodified, with all components on one device."""
+
+    audio: Audio | None
+    """Of the last clip; None: the model makes no sound."""
 
     def run(
         self,

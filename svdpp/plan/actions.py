@@ -18,8 +18,12 @@ class Kind(StrEnum):
     """Post the receive of the clip's packet; the action that uses the latent waits for it."""
     DENOISE = "DENOISE"
     """Run steps `start` to `end` (exclusive) of the clip."""
+    SHARE = "SHARE"
+    """Send the clip's packet to `peer`, the other rank of the pair, and go on with it."""
     SEND = "SEND"
     """Send the clip's packet to `peer` in the background."""
+    DROP = "DROP"
+    """Forget the clip: the other rank of the pair has the same latent and finishes it."""
     DECODE = "DECODE"
     """Turn the final latent into frames."""
     FINISH = "FINISH"
@@ -51,7 +55,8 @@ class Action(NamedTuple):
             the state that it uses.
         end: steps done when the action ends; equals `start` except for DENOISE, SEND_START and
             CORRECT.
-        peer: the other rank of a transfer or comparison; -1 for other actions.
+        peer: the other rank of a transfer or comparison; of a DENOISE, the other rank of the pair,
+            which does the same steps; -1 for other actions.
     """
 
     kind: Kind
@@ -62,7 +67,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         place = f"{self.start}:{self.end}" if self.kind in _RANGES else f"@{self.start}"
-        arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.kind in _ARROWS else ""
+        arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.peer >= 0 else ""
         return f"{self.kind} c{self.clip} {place}{arrow}"
 
     @staticmethod
@@ -82,8 +87,9 @@ class Action(NamedTuple):
             raise ValueError(f"not an action: {text!r}")
         kind = Kind(match["kind"])
         has_range = kind in _RANGES
-        forms = match["end"] is not None, match["at"] is None, match["arrow"]
-        if forms != (has_range, has_range, _ARROWS.get(kind)):
+        forms = match["end"] is not None, match["at"] is None
+        arrows = (_ARROWS.get(kind), None if kind is Kind.DENOISE else _ARROWS.get(kind))
+        if forms != (has_range, has_range) or match["arrow"] not in arrows:
             raise ValueError(f"not an action: {text!r}")
         start = int(match["start"])
         end = int(match["end"]) if has_range else start
@@ -96,16 +102,17 @@ class Action(NamedTuple):
 
 
 #: Actions that send a packet, and actions that post the receive of one.
-SENDS = (Kind.SEND, Kind.SEND_START, Kind.SEND_STATE, Kind.SEND_RESULT)
+SENDS = (Kind.SEND, Kind.SHARE, Kind.SEND_START, Kind.SEND_STATE, Kind.SEND_RESULT)
 RECEIVES = (Kind.RECV, Kind.RECV_STATE, Kind.RECV_RESULT)
 
 _RANGES = (Kind.DENOISE, Kind.SEND_START, Kind.CORRECT)
 _ARROWS = {
     **dict.fromkeys(SENDS, ">"),
     **dict.fromkeys((*RECEIVES, Kind.CORRECT, Kind.COMPARE), "<"),
+    Kind.DENOISE: "=",
 }
 _ACTION = re.compile(
     rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
-    r"(?: (?P<arrow>[<>])(?P<peer>\d+))?",
+    r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?",
     re.ASCII,
 )

@@ -141,10 +141,19 @@ class Costs:
         """Seconds of one clip's decode on `rank`."""
         return _on(self.decode_seconds, rank)
 
+    def pair_step(self, rank: int, other: int) -> float:
+        """Seconds of one step on a pair of ranks: the slower half, then one transfer.
+
+        The transfer counts a whole packet, so it is an upper bound for a prediction.
+        """
+        return max(self.step_on(rank), self.step_on(other)) / 2 + self.transfer(rank, other)
+
     def of(self, action: Action, rank: int) -> float:
         """Seconds for which `action` keeps the device of `rank` busy."""
         if action.kind is Kind.DENOISE:
-            return (action.end - action.start) * self.step_on(rank)
+            paired = action.peer >= 0
+            step = self.pair_step(rank, action.peer) if paired else self.step_on(rank)
+            return (action.end - action.start) * step
         if action.kind is Kind.ENCODE:
             return self.encode_on(rank)
         return self.decode_on(rank) if action.kind is Kind.DECODE else 0.0

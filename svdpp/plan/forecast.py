@@ -58,7 +58,8 @@ class DeadlockError(ValueError):
     """Every rank with work left waits for another: the action lists cannot be performed."""
 
 
-#: From rank, to rank, and the number of earlier transfers on that link.
+#: From rank, to rank, and the number of earlier transfers on that link; below 0 for a DENOISE of
+#: the pair of these ranks.
 Transfer = tuple[int, int, int]
 
 
@@ -113,8 +114,13 @@ class _Replay:
             self.clock[rank] = max(self.clock[rank], self.transfer_ends[pending])
         if action.kind in SENDS:
             return self._send(rank, action, ready)
-        if action.kind in (Kind.FINISH, Kind.CORRECT, Kind.COMPARE):
+        if action.kind in (Kind.FINISH, Kind.DROP, Kind.CORRECT, Kind.COMPARE):
             return None  # in the background, or of negligible duration
+        if action.kind is Kind.DENOISE and action.peer >= 0:
+            meeting = min(rank, action.peer), max(rank, action.peer), -1 - action.clip
+            if meeting not in self.transfer_ends and not self._joined(meeting, rank, action, ready):
+                return meeting
+            self.clock[rank] = self.transfer_ends[meeting]
         start = self.clock[rank]
         if action.kind in (Kind.ENCODE, Kind.LOAD):
             start = max(start, self.clip_arrivals.get(action.clip, 0.0))
@@ -137,6 +143,18 @@ class _Replay:
         transfer = self._next_transfer(self.sends_begun, rank, action.peer)
         self._meet(transfer, action, self.clock[rank], ready)
         return None
+
+    def _joined(self, meeting: Transfer, rank: int, action: Action, ready: list[int]) -> bool:
+        """Register a half of a pair's DENOISE; whether both are there, so that it begins."""
+        other = self.half_open.pop(meeting, None)
+        if other is None:
+            self.half_open[meeting] = action, self.clock[rank]
+            return False
+        if other[0][:4] != action[:4]:
+            raise DeadlockError(f"ranks {meeting[:2]}: {other[0]} does not match {action}")
+        self.transfer_ends[meeting] = max(other[1], self.clock[rank])
+        ready.extend(self.sleepers.pop(meeting, []))
+        return True
 
     @staticmethod
     def _next_transfer(counts: dict[tuple[int, int], int], source: int, target: int) -> Transfer:

@@ -43,15 +43,15 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     """
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)
-    known: dict[tuple[int, int, Cuts], Way] = {}
+    known: dict[tuple[int, int, Cuts], tuple[Way, float]] = {}
     clips = [(0.0, 0.0)] * num_clips
     times: list[tuple[float, float]] = []
     busy = 0.0
     for replica in range(min(layout.replicas, num_clips)):
         own = range(replica, num_clips, layout.replicas)
         if arrivals or not alike or len(own) != len(times):
-            ways = list(_ways(layout, own, 0 if alike else replica, known))
-            seconds = sum(work for way in ways for _, work in way)
+            pairs = list(_ways(layout, own, 0 if alike else replica, known))
+            ways, seconds = [way for way, _ in pairs], sum(work for _, work in pairs)
             own_arrivals = arrivals[replica :: layout.replicas]
             times = list(clip_times(ways, layout.costs.transfer, own_arrivals))
         clips[replica :: layout.replicas] = times
@@ -91,25 +91,49 @@ def _check_size(layout: Layout, num_clips: int, *, all_replicas: bool) -> None:
 
 
 def _ways(
-    layout: Layout, clips: Iterable[int], replica: int, known: dict[tuple[int, int, Cuts], Way]
-) -> Iterator[Way]:
-    """The paths of one replica's clips; equal paths are computed once."""
+    layout: Layout,
+    clips: Iterable[int],
+    replica: int,
+    known: dict[tuple[int, int, Cuts], tuple[Way, float]],
+) -> Iterator[tuple[Way, float]]:
+    """The path and the work of all ranks for each clip of one replica; equal ones computed once."""
     for clip in clips:
         kind = replica, clip // layout.replicas % layout.decoders, layout.cuts(clip)
         way = known.get(kind)
         if way is None:
-            way = known[kind] = way_of(layout.route(clip), layout.costs)
+            route = layout.route(clip)
+            way = known[kind] = way_of(route, layout.costs), _busy(route, layout.costs)
         yield way
 
 
 def way_of(route: Route, costs: Costs) -> Way:
-    """The ranks of a route, each with the seconds of work on the clip."""
-    seconds = [part.num_steps * costs.step_on(part.rank) for part in route.ranges]
+    """The ranks of a route, each with the seconds of work on the clip.
+
+    Of a pair it is the first rank; before its steps it waits until the second has the packet.
+    """
+    seconds = _step_seconds(route, costs)
     if not route.start:
         seconds[0] += costs.encode_on(route.ranges[0].rank)
     if route.decodes:
         seconds[-1] += costs.decode_on(route.ranges[-1].rank)
-    return tuple(zip((part.rank for part in route.ranges), seconds, strict=True))
+    ranks = [part.rank for part in route.ranges]
+    first = next((at for at, part in enumerate(route.ranges) if part.num_steps), None)
+    if route.paired and first is not None:
+        seconds[first] += costs.transfer(ranks[first], ranks[first] + 1)
+    return tuple(zip(ranks, seconds, strict=True))
+
+
+def _step_seconds(route: Route, costs: Costs) -> list[float]:
+    if not route.paired:
+        return [part.num_steps * costs.step_on(part.rank) for part in route.ranges]
+    return [part.num_steps * costs.pair_step(part.rank, part.rank + 1) for part in route.ranges]
+
+
+def _busy(route: Route, costs: Costs) -> float:
+    """Seconds of work of all ranks."""
+    ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
+    ends += costs.decode_on(route.ranges[-1].rank) if route.decodes else 0.0
+    return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
 
 
 def clip_times(

@@ -112,9 +112,13 @@ class Layout:
     """Number of steps that the first of two experts does, 1 to N - 1; None: the model has one."""
     share_experts: bool = False
     """Whether one rank of a longer replica can hold both experts; the boundary is then no cut."""
+    cfg_parallel: int = 1
+    """2: ranks 2u and 2u + 1 are a pair. Both do the same steps, each one branch of the guidance,
+    so that a pair stands where a single rank would."""
 
     def __post_init__(self) -> None:
         check_counts(self.num_steps, self.world_size)
+        self._check_pairs()
         self._check_replicas()
         self._check_experts()
         if self.split not in SPLITS:
@@ -123,11 +127,20 @@ class Layout:
         if self.split == "uniform":
             self._check_uniform()
 
+    def _check_pairs(self) -> None:
+        if self.cfg_parallel not in (1, 2):
+            raise RequestError(f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel}")
+        for count, place in ((self.world_size, ""), (self.costs.ranks_per_host, " on each host")):
+            if count is not None and count % self.cfg_parallel:
+                raise RequestError(f"--cfg-parallel 2 needs pairs of ranks, got {count}{place}")
+
     def _check_replicas(self) -> None:
-        if self.replicas < 1 or self.world_size % self.replicas:
-            near = sorted(divisors(self.world_size), key=lambda n: abs(n - self.replicas))[:2]
+        units = self.world_size // self.cfg_parallel
+        if self.replicas < 1 or units % self.replicas:
+            near = sorted(divisors(units), key=lambda n: abs(n - self.replicas))[:2]
+            what = f"{units} pairs of ranks" if self.cfg_parallel == 2 else f"{units} ranks"
             raise RequestError(
-                f"{self.world_size} ranks cannot form {self.replicas} replicas of equal size",
+                f"{what} cannot form {self.replicas} replicas of equal size",
                 f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
             )
         if not 1 <= self.decoders <= self.replica_size:
@@ -156,7 +169,9 @@ class Layout:
                 self.num_steps,
                 self.num_stages,
                 self.expert_boundary,
-                world_of=lambda stages: (stages + self.decoders - 1) * self.replicas,
+                world_of=lambda stages: (
+                    (stages + self.decoders - 1) * self.replicas * self.cfg_parallel
+                ),
             )
             return
         if self.num_stages != self.world_size and self.num_steps % self.num_stages:
@@ -172,22 +187,40 @@ class Layout:
             raise RequestError(error.message, hint, details=error.details) from None
 
     def __str__(self) -> str:
+        pairs = self.cfg_parallel == 2
         if self.replica_size == 1:
-            return "data parallel" if self.replicas > 1 else "one rank"
+            if self.replicas > 1:
+                return "data parallel of pairs" if pairs else "data parallel"
+            return "one pair of ranks" if pairs else "one rank"
         count = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
         decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
         shared = ", shared experts" if self.share_experts and self.expert_boundary else ""
-        return f"{count} of {self.replica_size} ranks, {self.split}{decoders}{shared}"
+        unit = "pairs" if pairs else "ranks"
+        return f"{count} of {self.replica_size} {unit}, {self.split}{decoders}{shared}"
 
     @property
     def replica_size(self) -> int:
-        """Ranks of each replica."""
-        return self.world_size // self.replicas
+        """Ranks of each replica; a pair counts as one."""
+        return self.world_size // self.cfg_parallel // self.replicas
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica, in the order in which clips visit them."""
-        return assign_replicas(self.world_size, self.replica_size, self.costs.ranks_per_host)
+        """The ranks of each replica, in the order in which clips visit them; the first of pairs."""
+        size, per_host = self.cfg_parallel, self.costs.ranks_per_host
+        of_units = assign_replicas(
+            self.world_size // size, self.replica_size, per_host and per_host // size
+        )
+        return tuple(tuple(unit * size for unit in units) for units in of_units)
+
+    def is_second(self, rank: int) -> bool:
+        """Whether `rank` is the second of a pair."""
+        return rank % self.cfg_parallel == 1
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The ranks that exchange predictions at each step."""
+        seconds = filter(self.is_second, range(self.world_size))
+        return tuple((rank - 1, rank) for rank in seconds)
 
     @property
     def replicas_are_alike(self) -> bool:
@@ -237,15 +270,7 @@ class Layout:
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
-        return tuple(
-            sorted(
-                {
-                    (part.rank, after.rank)
-                    for route in self._all_kinds_of_route()
-                    for part, after in pairwise(route.ranges)
-                }
-            )
-        )
+        return tuple(sorted({link for route in self._all_kinds_of_route() for link in route.links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
@@ -257,7 +282,8 @@ class Layout:
             encode.add(route.ranges[0].rank)
             decode.update([route.ranges[-1].rank] if route.decodes else [])
             for part in route.ranges:
-                experts[part.rank] |= self.experts_of(part)
+                for rank in range(part.rank, part.rank + self.cfg_parallel):
+                    experts[rank] |= self.experts_of(part)
         return tuple(
             Roles(encode=rank in encode, denoise=bool(held), decode=rank in decode, experts=held)
             for rank, held in enumerate(experts)
@@ -271,7 +297,7 @@ class Layout:
         )
 
     def shares(self, replica: int) -> list[StepShare]:
-        """The steps of each rank of replica `replica`, in order."""
+        """The steps of each rank of replica `replica`, in order; each second of a pair included."""
         ranges: dict[int, list[StepRange]] = {}
         for route in self._kinds_of_route(replica):
             for part in route.ranges:
@@ -282,7 +308,10 @@ class Layout:
                 parts = ranges.get(rank, [StepRange(rank, 0, 0)])
                 start, end = min(part.start for part in parts), max(part.end for part in parts)
                 mean = self._cuts_of(replica).mean_steps(place, turn, len(stage.ranks))
-                shares.append(StepShare(rank=rank, start=start, end=end, mean_steps=mean))
+                shares += [
+                    StepShare(rank=each, start=start, end=end, mean_steps=mean)
+                    for each in range(rank, rank + self.cfg_parallel)
+                ]
         return shares
 
     @cached_property
@@ -303,13 +332,18 @@ class Layout:
         costs = self.costs
         return Stage(
             ranks,
-            tuple(costs.step_on(rank) for rank in ranks),
+            tuple(self._step_on(rank) for rank in ranks),
             tuple(
                 (costs.encode_on(rank) if is_first else 0.0)
                 + (costs.decode_on(rank) if is_last and self.decodes else 0.0)
                 for rank in ranks
             ),
         )
+
+    def _step_on(self, rank: int) -> float:
+        """Seconds of a step on `rank`, or on the pair of which it is the first."""
+        paired = self.cfg_parallel == 2
+        return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
 
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
@@ -325,7 +359,7 @@ class Layout:
             if all_stages or index == 0 or cuts[index] < cuts[index + 1]
         ]
         last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
-        return Route(clip, (*ranges, last), self.decodes)
+        return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2)
 
     def _cuts_of(self, replica: int) -> FixedCuts | DitheredCuts:
         return self._cuts[replica % len(self._cuts)]

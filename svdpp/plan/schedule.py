@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.split import StepRange
@@ -25,11 +26,14 @@ class Route:
             encodes (first) or only decodes (last). A route that starts after step 0 starts from
             the latent checkpoint of an earlier run.
         decodes: whether the last rank also decodes.
+        paired: whether rank r + 1 does the same steps as each rank r of the route. The first rank
+            of the pair encodes, decodes and finishes; the second starts from its packet.
     """
 
     clip: int
     ranges: tuple[StepRange, ...]
     decodes: bool = True
+    paired: bool = False
 
     def __post_init__(self) -> None:
         done = self.start
@@ -47,6 +51,13 @@ class Route:
     def start(self) -> int:
         """Steps done before the route starts; above 0 if an earlier run did them."""
         return self.ranges[0].start if self.ranges else 0
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """All pairs of ranks (from, to) between which its packets travel, also if it is resumed."""
+        seconds = [part.rank + 1 for part in self.ranges if part.num_steps and self.paired]
+        between = pairwise(part.rank for part in self.ranges)
+        return {*between, *pairwise(seconds), *((rank - 1, rank) for rank in seconds)}
 
     def resumed(self, at: int) -> Route:
         """The rest of the route after `at` steps, without the ranks that have no steps left.
@@ -88,6 +99,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     for route in routes:
         for index, part in enumerate(route.ranges):
             visits[part.rank].append(_visit(route, index))
+        for rank, visit in _second_visits(route):
+            visits[rank].append(visit)
     return tuple(_post_receives_ahead(rank_visits) for rank_visits in visits)
 
 
@@ -97,8 +110,11 @@ def _visit(route: Route, index: int) -> _Visit:
     work: list[Action] = []
     if first:
         work = [Action.at(Kind.LOAD if part.start else Kind.ENCODE, clip, part.start)]
+    second = part.rank + 1 if route.paired else -1
+    if part.num_steps and route.paired and part.start == route.start:
+        work.append(Action.at(Kind.SHARE, clip, part.start, second))
     if part.num_steps:
-        work.append(Action(Kind.DENOISE, clip, part.start, part.end))
+        work.append(Action(Kind.DENOISE, clip, part.start, part.end, second))
     if not last:
         work.append(Action.at(Kind.SEND, clip, part.end, route.ranges[index + 1].rank))
     else:
@@ -108,6 +124,21 @@ def _visit(route: Route, index: int) -> _Visit:
         None if first else Action.at(Kind.RECV, clip, part.start, route.ranges[index - 1].rank)
     )
     return _Visit(pending, tuple(work))
+
+
+def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
+    """The second ranks of the pairs, each with its visit; none where there are no steps."""
+    parts = [part for part in route.ranges if part.num_steps] if route.paired else []
+    for index, part in enumerate(parts):
+        source = parts[index - 1].rank + 1 if index else part.rank
+        end = Action.at(Kind.DROP, route.clip, part.end)
+        if part is not parts[-1]:
+            end = Action.at(Kind.SEND, route.clip, part.end, parts[index + 1].rank + 1)
+        denoise = Action(Kind.DENOISE, route.clip, part.start, part.end, part.rank)
+        yield (
+            part.rank + 1,
+            _Visit(Action.at(Kind.RECV, route.clip, part.start, source), (denoise, end)),
+        )
 
 
 def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
@@ -147,7 +178,7 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
     rank can work only on a clip that it holds, and only at the current step of that clip. It no
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
-    skipped or repeated.
+    skipped or repeated. Both ranks of a pair do the same steps.
 
     Raises:
         ValueError: it names the first action that cannot be done, or what is missing at the end.
@@ -155,6 +186,7 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     transfers: Counter[tuple[int, int, int, int]] = Counter()
     started: Counter[int] = Counter()
     finished: Counter[int] = Counter()
+    halves: Counter[tuple[int, int, int, int]] = Counter()
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
@@ -165,8 +197,11 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
                 raise ValueError(f"rank {rank} cannot do {action} of {steps} with {before}")
             if action.kind is Kind.RECV:
                 transfers[action.peer, rank, action.clip, action.start] -= 1
-            elif action.kind is Kind.SEND:
+            elif action.kind in (Kind.SEND, Kind.SHARE):
                 transfers[rank, action.peer, action.clip, action.start] += 1
+            elif action.kind is Kind.DENOISE:
+                pair = max(rank, action.peer) if action.peer >= 0 else -1
+                halves[pair, *action[1:4]] += 1 if pair >= 0 else 2
             elif action.kind in _BEGINNINGS:
                 started[action.clip] += 1
             elif action.kind is Kind.FINISH:
@@ -176,6 +211,8 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     odd = sorted(transfer for transfer, count in transfers.items() if count)
     if odd:
         raise ValueError(f"unmatched transfers (from, to, clip, step): {odd[:3]}")
+    if halved := sorted(half for half, count in halves.items() if count != 2):
+        raise ValueError(f"not done once, or by both of a pair (rank, clip, steps): {halved[:3]}")
     for what, clips in (("started", started), ("finished", finished)):
         if wrong := sorted(clip for clip, count in clips.items() if count != 1):
             raise ValueError(f"{what} more than once: clips {wrong[:3]}")
@@ -199,6 +236,8 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
         first = clip not in decoded
         decoded.add(clip)
         return first and action.start == num_steps
+    if action.kind is Kind.SHARE:
+        return True
     del held[clip]
     return action.kind is Kind.SEND or action.start == num_steps
 

@@ -96,7 +96,10 @@ def list_models(service: Served, request: Request) -> ModelList:
     """The model of this server, with its defaults and limits."""
     limits: Limits = request.app.state.limits
     model = service.offer.to_json(
-        max_upload_bytes=limits.upload_bytes, max_open=service.max_open, priority=[0, 9]
+        max_upload_bytes=limits.upload_bytes,
+        max_megapixels=service.photos.limits.max_pixels // 10**6,
+        max_open=service.max_open,
+        priority=[0, 9],
     )
     return ModelList(data=[model])
 

@@ -117,7 +117,7 @@ class ClipFeed:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._running:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            if not self._store.counts()[JobState.QUEUED]:  # also no held ones, which may go on
+            if not self._store.counts(with_held=True)[JobState.QUEUED]:  # held ones may go on
                 self._orders.forget_all()
             self._has_latents = False
 

@@ -221,7 +221,7 @@ class _AtScrape(Collector):
         jobs = self._sources.jobs()
         yield _gauge(
             "svdpp_jobs",
-            "Stored jobs by state.",
+            "Stored jobs by state; held ones do not count.",
             "state",
             ((str(state), number) for state, number in jobs.items()),
         )

@@ -199,10 +199,12 @@ class JobStore:
             query = f"DELETE FROM jobs WHERE id = ? AND state IN ({marks})"
             return database.execute(query, (id, *_FINAL)).rowcount == 1
 
-    def counts(self) -> dict[JobState, int]:
-        """The number of jobs in each state."""
+    def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
+        """The number of jobs in each state; without queued ones that this server cannot make."""
+        where = "" if with_held else "WHERE state != 'queued' OR held IS NULL"
         with self._file.read() as database:
-            found = dict(database.execute("SELECT state, count(*) FROM jobs GROUP BY state"))
+            query = f"SELECT state, count(*) FROM jobs {where} GROUP BY state"
+            found = dict(database.execute(query))
         return {state: found.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:

@@ -70,8 +70,8 @@ class PhotoFolder:
 
     def __init__(self, folder: Path, limits: DecodeLimits | None = None) -> None:
         self._folder = folder.absolute()
-        self._limits = limits or DecodeLimits()
-        self._places = threading.BoundedSemaphore(self._limits.at_once)
+        self.limits = limits or DecodeLimits()
+        self._places = threading.BoundedSemaphore(self.limits.at_once)
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -93,7 +93,7 @@ class PhotoFolder:
         final = None
         try:
             with self._errors(), self._place():
-                found = _decode(upload, name, self._limits)
+                found = _decode(upload, name, self.limits)
                 final = self._folder / f"{id}{found['suffix']}"
                 output_files.sync(upload)
                 os.rename(upload, final)
@@ -106,7 +106,7 @@ class PhotoFolder:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        if not self._places.acquire(timeout=self._limits.wait_seconds):
+        if not self._places.acquire(timeout=self.limits.wait_seconds):
             raise DecoderBusyError("too many photographs are being checked", "try again later")
         try:
             yield

@@ -252,7 +252,7 @@ class ClipCheck:
         detail: what is wrong; if nothing is, what the check shows.
     """
 
-    what: Literal["latent", "frames", "file"]
+    what: Literal["latent", "frames", "audio", "file"]
     equal: bool
     recorded: str | None
     found: str | None

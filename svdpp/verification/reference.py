@@ -25,7 +25,7 @@ from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.models.base import LATENTS, Frames, Tensors, solver_history
+from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.families import family_of
 from svdpp.plan.actions import Action, Kind
@@ -34,7 +34,7 @@ from svdpp.worker.memory import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +114,11 @@ def _compute_all(
     for clip, request in enumerate(setup.requests):
         with out_of_memory_named("reference"):
             latent, frames = model.compute(request, _Hooks(clip, setup, device, reporter, kept))
-        kept.frames(clip, frames)
+        audio = kept.frames_and_audio(clip, frames, model.audio)
         metadata = {
             "latents_sha256": tensor_sha256(kept.on_host(latent)),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            **audio_hashes(audio),
         }
         reporter.send(ClipDone(clip=clip, metadata=metadata))
 
@@ -138,9 +139,15 @@ class _Kept:
             on_host = {name: self.on_host(tensor) for name, tensor in tensors.items()}
             self._store.keep_latent(clip, step, on_host[LATENTS], solver_history(on_host))
 
-    def frames(self, clip: int, frames: Frames | None) -> None:
+    def frames_and_audio(
+        self, clip: int, frames: Frames | None, audio: Audio | None
+    ) -> Audio | None:
+        """Returns the audio in host memory."""
+        audio = audio and Audio(self.on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
             self._store.keep_frames(clip, frames)
+            self._store.keep_audio(clip, audio)
+        return audio
 
 
 class _Hooks:
@@ -205,6 +212,10 @@ class _Diffusers:
         hooks.after_decode()
         return latent, frames
 
+    @property
+    def audio(self) -> Audio | None:
+        return self._reference.audio
+
     def _photo(self, request: ClipRequest) -> Image.Image | None:
         if request.image is None:
             return None
@@ -215,6 +226,8 @@ class _Diffusers:
 
 class _Dummy:
     """The plain loop over the dummy network."""
+
+    audio = None
 
     def __init__(self, setup: _Setup, device: str) -> None:
         self._setup = setup

@@ -16,7 +16,8 @@ from svdpp.worker.tensor_store import tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = 255
-_AXES = {"F": "frame", "C": "channel", "H": "row", "W": "column"}
+_LOUDEST = 32767
+_AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 _FRAME_AXES = "FHWC"
 _SVD_AXES = "BFCHW"
 
@@ -38,8 +39,8 @@ class Check:
 
     Args:
         clip: index of the clip.
-        what: `latent` at a transfer, `final_latent`, `frames`, or `solver_history`, which is what a
-            multistep solver keeps of earlier steps, listed only if it differs.
+        what: `latent` at a transfer, `final_latent`, `frames`, `audio`, or `solver_history`, which
+            is what a multistep solver keeps of earlier steps, listed only if it differs.
         step: number of steps done.
         rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
@@ -53,7 +54,7 @@ class Check:
     """
 
     clip: int
-    what: Literal["latent", "final_latent", "frames", "solver_history"]
+    what: Literal["latent", "final_latent", "frames", "audio", "solver_history"]
     step: int
     rank: int
     equal: bool
@@ -69,6 +70,8 @@ class Check:
         """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
         if self.what == "frames":
             return f"{self.max_ulp} of {_LEVELS} levels"
+        if self.what == "audio":
+            return f"{self.max_ulp} of {_LOUDEST}"
         return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
 
     @property
@@ -82,6 +85,7 @@ class Check:
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
             "frames": "the frames",
+            "audio": "the sound",
             "solver_history": f"the solver's history after step {self.step - 1}",
         }[self.what]
         return (
@@ -228,6 +232,33 @@ def compare_frames(
         first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
         sha256=video.frames_sha256(ours),
         axes=_FRAME_AXES,
+    )
+
+
+def compare_audio(
+    ours: torch.Tensor, theirs: torch.Tensor, *, clip: int, step: int, rank: int, tolerance: float
+) -> Check:
+    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if ours.shape != theirs.shape:
+        raise ValueError(f"samples {ours.shape} against {theirs.shape}")
+    difference = (ours.int() - theirs.int()).abs()
+    largest = int(difference.max())
+    return Check(
+        clip=clip,
+        what="audio",
+        step=step,
+        rank=rank,
+        equal=largest / _LOUDEST <= tolerance,
+        bitwise=largest == 0,
+        max_abs_diff=largest / _LOUDEST,
+        max_ulp=largest,
+        first_index=tuple(int(i) for i in difference.nonzero()[0]) if largest else None,
+        sha256=tensor_sha256(ours),
+        axes="SC",
     )
 
 

@@ -23,6 +23,7 @@ from svdpp.verification.result import (
     Check,
     DraftResult,
     VerificationResult,
+    compare_audio,
     compare_frames,
     compare_latents,
 )
@@ -182,16 +183,13 @@ def _compare_all(
             )
             checks += _compare_histories(ours, theirs, clip, end, rank)
         if config.decodes:
-            checks.append(
-                compare_frames(
-                    our_frames(config, ours, clip),
-                    theirs.frames(clip),
-                    clip=clip,
-                    step=num_steps,
-                    rank=0 if config.draft else config.layout.route(clip).ranges[-1].rank,
-                    tolerance=tolerance,
-                )
-            )
+            rank = 0 if config.draft else config.layout.route(clip).ranges[-1].rank
+            place = {"clip": clip, "step": num_steps, "rank": rank}
+            frames = our_frames(config, ours, clip)
+            checks.append(compare_frames(frames, theirs.frames(clip), **place, tolerance=tolerance))
+            if theirs.has_audio(clip):
+                audio, expected = ours.audio(clip), theirs.audio(clip)
+                checks.append(compare_audio(audio, expected, **place, tolerance=tolerance))
     return checks
 
 

@@ -209,6 +209,7 @@ class _ClipMetadata(BaseModel):
     draft: dict[str, Any] | None = None
     latents_sha256: _Sha256
     frames_sha256: _Sha256
+    audio_sha256: _Sha256 | None = None  # of a clip with sound
     file_sha256: _Sha256 | None = None
 
     @field_validator("output")
@@ -280,7 +281,8 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
     try:
         found = model.model_validate(values)
-        return found.model_dump(exclude={"draft", "lora"} - found.model_fields_set)
+        unset = {"draft", "lora", "audio_sha256"} - found.model_fields_set
+        return found.model_dump(exclude=unset)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -16,11 +16,11 @@ from svdpp.comm.streams import Mark, SideStream
 from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
-from svdpp.models.base import Frames
+from svdpp.models.base import Audio, Frames
 from svdpp.worker.bounded_executor import BoundedExecutor
 from svdpp.worker.clip_metadata import read_draft
 from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class FinishedClip:
         job: the clip; its output says where files go.
         latent: the final latent.
         frames: (F, H, W, 3) uint8; None if there are none to write.
+        audio: None if the clip has no sound.
         ready: the point in the device's queue after which latent and frames are complete.
         begun_at: unix time in seconds at which the clip's encode began.
         memory_pressure: see `Packet`.
@@ -46,6 +47,7 @@ class FinishedClip:
     begun_at: float
     memory_pressure: bool = False
     compute_seconds: float = 0.0
+    audio: Audio | None = None
     is_draft: bool = False
     replaces: OutputConfig | None = None
 
@@ -133,14 +135,17 @@ class ClipWriter:
     def _write(self, finished: FinishedClip) -> None:
         begun = time.monotonic()
         job, frames = finished.job, self._frames_on_host(finished)
+        audio = self._audio_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
+            self._tensor_store.keep_audio(job.clip, audio)
         latent = self._stream.to_host(finished.latent, finished.ready)
         metadata = {
             **job.metadata,
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            **audio_hashes(audio),
             **({"memory_pressure": True} if finished.memory_pressure else {}),
             "compute_seconds": round(finished.compute_seconds, 3),
             "wall_seconds": round(time.time() - finished.begun_at, 3),
@@ -153,7 +158,8 @@ class ClipWriter:
             # the hash of the video file.
             sampling = job.request.sampling
             fps = self._fps if sampling is None else sampling.fps
-            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata)
+            sound = None if audio is None else (audio.samples.numpy(), audio.rate)
+            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
             metadata = {**metadata, "file_sha256": sha256}
             if finished.is_draft:
                 self._drafts.add(output.path)
@@ -170,6 +176,12 @@ class ClipWriter:
             return None
         frames: Frames = self._stream.to_host(finished.frames, finished.ready).numpy()
         return frames
+
+    def _audio_on_host(self, finished: FinishedClip) -> Audio | None:
+        if finished.audio is None:
+            return None
+        samples = self._stream.to_host(finished.audio.samples, finished.ready)
+        return Audio(samples, finished.audio.rate)
 
     def _remove_draft(self, draft: OutputConfig | None) -> None:
         """Removes a draft that svdpp wrote, and no other file of that name."""

@@ -120,7 +120,10 @@ _PARTS = {
     ),
     Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size, or auto, lowers it"),
 }
-_LOADING = ("loading the model", "--dtype fp16, or fewer ranks on this device, lower it")
+_LOADING = (
+    "loading the model",
+    "fewer ranks on this device, or half precision in place of --dtype fp32, lower it",
+)
 _REFERENCE = (
     "computing a clip in one process",
     "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",

@@ -15,7 +15,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, AfterStep, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault
@@ -115,6 +115,7 @@ class PipelineStage:
         self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
+        self._audio: dict[int, Audio] = {}
         self._pending: dict[int, PendingPacket] = {}
         self._waits: dict[WaitCause, float] = {}
 
@@ -273,7 +274,10 @@ class PipelineStage:
         if packet.tombstone:
             return
         with self._isolated(packet), self._timed(action):
-            self._frames[action.clip] = self._model_of(action.clip).decode(packet.tensors)
+            model = self._model_of(action.clip)
+            self._frames[action.clip] = model.decode(packet.tensors)
+            if model.audio is not None:
+                self._audio[action.clip] = model.audio
             streams.wait_for_queue(self._device)
             packet.memory_pressure |= self._memory_pressure.rose()
 
@@ -286,6 +290,7 @@ class PipelineStage:
                         job=self._jobs[action.clip],
                         latent=packet.tensors[LATENTS],
                         frames=self._frames.pop(action.clip, None),
+                        audio=self._audio.pop(action.clip, None),
                         ready=streams.mark(self._device),
                         begun_at=packet.begun_at,
                         memory_pressure=packet.memory_pressure,

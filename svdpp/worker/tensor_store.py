@@ -7,20 +7,28 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
-from svdpp.models.base import LATENTS, Frames, Tensors, solver_history
+from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
 
-_NAME = re.compile(r"clip\d+(_rank\d+)?_(step\d+\.safetensors|frames\.npy)", re.ASCII)
+_NAME = re.compile(r"clip\d+(_rank\d+)?_((step\d+|audio)\.safetensors|frames\.npy)", re.ASCII)
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def audio_hashes(audio: Audio | None) -> dict[str, Any]:
+    """What a clip's metadata say of its sound, in host memory; nothing if it has none."""
+    if audio is None:
+        return {}
+    return {"audio_sha256": tensor_sha256(audio.samples), "audio_sample_rate": audio.rate}
 
 
 class TensorStore:
@@ -90,9 +98,25 @@ class TensorStore:
         frames: Frames = np.load(path, allow_pickle=False)
         return frames
 
+    def keep_audio(self, clip: int, audio: Audio | None) -> None:
+        """Keeps the sound of `clip`, in host memory, if it has any."""
+        if audio is not None:
+            data = save({"samples": audio.samples})
+            self._keep(self._path(clip, None, "audio.safetensors").name, data)
+
+    def has_audio(self, clip: int) -> bool:
+        """Whether the clip has sound."""
+        return self._path(clip, None, "audio.safetensors").exists()
+
+    def audio(self, clip: int) -> torch.Tensor:
+        """The kept samples, (N, channels); FileNotFoundError if there are none."""
+        samples: torch.Tensor = load_file(self._path(clip, None, "audio.safetensors"))["samples"]
+        return samples
+
     def forget_frames(self, clip: int) -> None:
-        """Removes the kept frames of `clip`, if there are any."""
-        self._path(clip, None, "frames.npy").unlink(missing_ok=True)
+        """Removes the kept frames and sound of `clip`, if there are any."""
+        for what in ("frames.npy", "audio.safetensors"):
+            self._path(clip, None, what).unlink(missing_ok=True)
 
     def _path(self, clip: int, draft_rank: int | None, what: str) -> Path:
         whose = "" if draft_rank is None else f"_rank{draft_rank}"

@@ -11,8 +11,8 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
-from svdpp.worker.tensor_store import tensor_sha256
-from tests.models.diffusers_pipeline import latents_and_frames
+from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
+from tests.models.diffusers_pipeline import whole_clip
 from tests.models.test_rows import CASES
 from tests.models.tiny_rows import save_tiny
 
@@ -31,7 +31,7 @@ def test_ranks_give_the_bits_of_diffusers(tmp_path: Path, name: str) -> None:
     image = None
     if case.image:
         image = fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
-    latents, frames = latents_and_frames(model, sampling, request, image)
+    latents, frames, audio = whole_clip(model, sampling, request, image)
     config = PipelineConfig(
         world_size=3 if name in THREE else 2, model=model, sampling=sampling, split="balanced"
     )
@@ -39,3 +39,5 @@ def test_ranks_give_the_bits_of_diffusers(tmp_path: Path, name: str) -> None:
         metadata = pipeline.run([request])[0].metadata
     assert metadata["latents_sha256"] == tensor_sha256(latents[-1])
     assert metadata["frames_sha256"] == frames_sha256(frames)
+    hashes = audio_hashes(audio)
+    assert {name: metadata.get(name) for name in hashes} == hashes

@@ -40,6 +40,7 @@ class Group:
         self._exited = exited
         self.sent: list[tuple[int, int]] = []
         """The rank of each message sent, and how many messages of the ranks were unread then."""
+        self.output: str | None = "its last output"
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:  # noqa: ARG002
         said, self._said = self._said, []
@@ -54,8 +55,8 @@ class Group:
     def send(self, rank: int, message: bytes) -> None:  # noqa: ARG002
         self.sent.append((rank, len(self._said)))
 
-    def output_tail(self, rank: int) -> str:  # noqa: ARG002
-        return "its last output"
+    def output_tail(self, rank: int) -> str | None:  # noqa: ARG002
+        return self.output
 
     def end(self, timeout: float) -> bool:  # noqa: ARG002
         return True
@@ -145,6 +146,26 @@ def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
     said: list[tuple[int, Event]] = [(rank, Finished()) for rank in (0, 1)]
     with pytest.raises(RankError, match=r"rank 1 .* ended with exit code 1"):
         _supervisor(said, {0: 0, 1: 1}).stop(1)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (
+            None,
+            r'could not import your script: put what it does under `if __name__ == "__main__":`',
+        ),
+        ("", "ended with exit code 1 without a report"),
+    ],
+)
+def test_only_a_rank_that_never_began_could_not_import_the_script(
+    output: str | None, words: str
+) -> None:
+    group = Group([], {1: 1})
+    group.output = output
+    with pytest.raises(RankError, match=f"rank 1 .* {words}") as told:
+        _of(group).step()
+    assert told.value.trace == ""
 
 
 def test_before_it_joins_a_rank_is_named_by_the_device_of_the_order() -> None:

@@ -100,7 +100,7 @@ def _print_and_fail(context: RankContext, _argument: object) -> None:
 def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     group = StartedGroup(_print_and_fail, None, world_size=2, backend="gloo")
     assert not group.end(60)
-    output = group.output_tail(1)
+    output = group.output_tail(1) or ""
     group.kill()
     assert group.exited() == {0: 1, 1: 1}
     assert "printed by rank 1" in output

@@ -162,22 +162,34 @@ def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
     assert sorted(os.listdir(tmp_path)) == [foreign.name, "living"]
 
 
-def test_one_run_at_a_time_holds_a_lock(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "run.json"
-    with locked(path) as why_not:
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [("", "", True), ("", "a", True), ("a", "", True), ("a", "a", True), ("a", "b", False)],
+)
+def test_runs_that_write_the_same_files_exclude_each_other(
+    tmp_path: Path, first: str, second: str, is_refused: bool
+) -> None:
+    folder = tmp_path / "new"
+    with locked(folder, first) as why_not:
         assert why_not == ""
-        with pytest.raises(RequestError, match="another svdpp run is writing into"), locked(path):
-            pass
-        with locked(path.with_name("one.run.json")):
-            pass
+        if is_refused:
+            refused = pytest.raises(RequestError, match="another svdpp run is writing into")
+            with refused, locked(folder, second):
+                pass
+        else:
+            with locked(folder, second), pytest.raises(RequestError), locked(folder):
+                pass
     assert os.listdir(tmp_path) == [], "nothing was written"
-    script = f"with locked(Path({str(path)!r})):\n    os.kill(os.getpid(), 9)\n"
+
+
+def test_a_lock_ends_with_its_process_and_leaves_no_file(tmp_path: Path) -> None:
+    script = f"with locked(Path({str(tmp_path)!r})):\n    os.kill(os.getpid(), 9)\n"
     imports = "import os\nfrom pathlib import Path\nfrom svdpp.media.output_files import locked\n"
     done = subprocess.run([sys.executable, "-c", imports + script], check=False)
     assert done.returncode == -signal.SIGKILL
-    with locked(path):
-        path.touch()
-    assert os.listdir(path.parent) == ["run.json"]
+    with locked(tmp_path):
+        (tmp_path / "run.json").touch()
+    assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_a_file_system_without_locks_is_named(
@@ -187,5 +199,5 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with locked(tmp_path / "run.json") as why_not:
+    with locked(tmp_path) as why_not:
         assert why_not == "No locks available"

@@ -26,6 +26,7 @@ from svdpp.media.video import (
     frames_sha256,
     read_frames,
     read_metadata,
+    read_sound,
     write_clip,
 )
 from tests.small_disk import small_disk
@@ -69,6 +70,28 @@ def distance(one: video.Frames, other: video.Frames) -> float:
 def contents(path: Path) -> bytes:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return b"".join(file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
+    rate = 16000
+    times = np.arange(rate) / rate
+    tone = (np.sin(2 * np.pi * 440 * times) * 20000).astype(np.int16)
+    samples = np.stack([tone] * channels, axis=1)
+    path = tmp_path / "a.mp4"
+    output = OutputConfig(path=str(path))
+    write_clip(smooth(7), output, fps=7, metadata=METADATA, sound=(samples, rate))
+    back, back_rate = read_sound(path)
+    spectrum = np.abs(np.fft.rfft(back[:back_rate, 0].astype(float)))
+    assert spectrum.argmax() == 440  # in Hz, as it is one second
+    assert len(read_frames(path, "mp4")) == 7
+    assert read_metadata(path) == METADATA
+
+
+def test_a_silent_mp4_has_no_sound(tmp_path: Path) -> None:
+    write(tmp_path / "a.mp4", "mp4", smooth())
+    with pytest.raises(InputError, match="cannot be read as mp4"):
+        read_sound(tmp_path / "a.mp4")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, Frames
+from svdpp.models.base import LATENTS, Audio, Frames
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.families import family_of
 
@@ -15,17 +15,21 @@ def latents_and_frames(
     model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Image.Image | None
 ) -> tuple[list[torch.Tensor], Frames]:
     """Latents after each step, and frames, of the pipeline as it ships."""
+    return whole_clip(model, sampling, request, image)[:2]
+
+
+def whole_clip(
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Image.Image | None
+) -> tuple[list[torch.Tensor], Frames, Audio | None]:
+    """The same and the sound."""
     checkpoint = find_checkpoint(model)
     latents: list[torch.Tensor] = []
-    _, frames = (
-        family_of(checkpoint)
-        .load_reference(checkpoint, model, "cpu")
-        .run(
-            request,
-            image,
-            checkpoint.resolve(sampling),
-            before_steps=lambda: None,
-            after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
-        )
+    reference = family_of(checkpoint).load_reference(checkpoint, model, "cpu")
+    _, frames = reference.run(
+        request,
+        image,
+        checkpoint.resolve(sampling),
+        before_steps=lambda: None,
+        after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
     )
-    return latents, frames
+    return latents, frames, reference.audio

@@ -15,7 +15,7 @@ from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.memory import estimate, num_bytes
 from svdpp.plan.layout import Roles
-from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import (
     check_every_cut,
     loaded,
@@ -108,9 +108,16 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     case, checkpoint = CASES[name], checkpoints(name)
     sampling = checkpoint.resolve(case.config())
     request, image = request_of(), photograph() if case.image else None
-    whole = latents_and_frames(model_of(checkpoint), sampling, request, image)
+    latents, frames, audio = whole_clip(model_of(checkpoint), sampling, request, image)
     rank_for = ranks(checkpoint, sampling)
-    check_every_cut(rank_for, STEPS, whole, request, image)
+    check_every_cut(rank_for, STEPS, (latents, frames), request, image)
+    assert (audio is None) == (checkpoint.row.vocoder is None)
+    if audio is not None:
+        ours = rank_for(STEPS, STEPS).audio
+        assert ours is not None
+        assert torch.equal(ours.samples, audio.samples)
+        assert audio.samples.unique().numel() > 1
+        assert ours.rate == audio.rate
     assert {*loaded(rank_for(0, 1))} == {*checkpoint.row.denoisers}
     _check_damage(rank_for, request, image)
 

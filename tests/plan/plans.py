@@ -79,15 +79,19 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None) -> Layout:
+def layouts(
+    draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None, pairs: bool = False
+) -> Layout:
     """Any layout that can be built.
 
     Args:
         unequal: whether ranks can differ in speed.
         experts: of the model; None: 1 or 2.
+        pairs: whether a pair of ranks can stand for each rank.
     """
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    world_size = replicas * replica_size
+    cfg_parallel = draw(st.integers(1, 1 + pairs))
+    world_size = replicas * replica_size * cfg_parallel
     has_two = draw(st.booleans()) if experts is None else experts == 2
     share = draw(st.booleans())
     apart = has_two and not share and replica_size > 1
@@ -107,7 +111,7 @@ def layouts(draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None
         boundary = draw(st.integers(1, num_steps - 1))
     each = draw(costs)
     if unequal and draw(st.booleans()):
-        steps = st.lists(st.integers(1, 16).map(lambda n: n / 4), min_size=world_size)
+        steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
         each = replace(each, step_seconds=tuple(draw(steps)[:world_size]))
     return Layout(
         num_steps=num_steps,
@@ -119,6 +123,7 @@ def layouts(draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None
         decodes=draw(st.booleans()),
         expert_boundary=boundary,
         share_experts=share,
+        cfg_parallel=cfg_parallel,
     )
 
 

@@ -45,6 +45,8 @@ def from_text(text: str, world_size: int) -> Schedule:
     return tuple(map(tuple, lists))
 
 
+PAIRS = Layout(num_steps=4, world_size=4, cfg_parallel=2)
+
 GOLDEN_SCHEDULES = {
     "schedule_w4_n28_m3.txt": Pipeline(28, 4, 3).schedule,
     "schedule_w1_n4_m2.txt": Pipeline(4, 1, 2).schedule,
@@ -67,6 +69,14 @@ GOLDEN_SCHEDULES = {
             costs=Costs(decode_seconds=4),
         ).routes(range(4)),
         3,
+    ),
+    # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
+    "schedule_pairs_w4_n4_m3.txt": build_schedule(
+        [
+            *PAIRS.routes(range(2)),
+            PAIRS.route(2).resumed(3),
+        ],
+        4,
     ),
     # Rank 0 only encodes, rank 3 only decodes; two replicas share both.
     "schedule_two_replicas.txt": build_schedule(
@@ -245,6 +255,7 @@ def test_a_resumed_way_does_the_steps_that_are_left(
 NUM_STEPS = 4
 WHOLE = build_schedule(pipeline_routes(split_steps(NUM_STEPS, 2), range(2)), 2)
 ALONE = build_schedule(pipeline_routes(split_steps(NUM_STEPS, 1), range(2)), 1)
+PAIRED = build_schedule(PAIRS.routes(range(2)), 4)
 
 Damage = Callable[[list[Action], int], None]
 
@@ -270,7 +281,7 @@ def damaged(schedule: Schedule, kind: Kind, damage: Damage) -> Iterator[Schedule
 # The check cannot find a missing DECODE, because clips can end with their latents.
 MUTATIONS = [
     pytest.param(schedule, kind, damage, id=f"{kind}-{damage.__name__}-{len(schedule)}")
-    for schedule in (WHOLE, ALONE)
+    for schedule in (WHOLE, ALONE, PAIRED)
     for kind in Kind
     for damage in (remove, duplicate)
     if any(action.kind is kind for actions in schedule for action in actions)

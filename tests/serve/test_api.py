@@ -382,6 +382,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     error_of(server.client.get("/v1/models/a/b"), 404, "model_not_found")
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
     assert model["limits"]["max_upload_bytes"] == 2**20
+    assert model["limits"]["max_megapixels"] == 24
     assert engine["state"] == "ready"
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}

@@ -23,7 +23,7 @@ CUDA_WORDS = (
         (Action.at(Kind.ENCODE, 0, 0), "encoding the image", "--height"),
         (Action(Kind.DENOISE, 0, 0, 4), "a denoising step", "--memory-opt"),
         (Action.at(Kind.DECODE, 0, 4), "decoding the frames", "--decode-chunk-size"),
-        (None, "loading the model", "--dtype fp16"),
+        (None, "loading the model", "fewer ranks"),
     ],
 )
 def test_cuda_out_of_memory_names_part_sizes_and_knob(

@@ -302,7 +302,7 @@ class RangeCall:
         return records
 
     def _passed_on(self, tensors: Tensors) -> list[Node]:
-        """The records that were received; the noise is of no use after the first step."""
+        """The records that were received; what is still used of the noise is in the latent."""
         assert self._given is not None
         records: list[Node] = copy.deepcopy(self._given["records"])
         for record in records:
@@ -310,9 +310,9 @@ class RangeCall:
             for leaf in (*leaves(record["result"]), *drew):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = "noise" if self._row.noise_stays else None
-                if name is not None and leaf["name"] is not None:
-                    tensors[leaf["name"]] = self._received[name]
+                    leaf["name"] = LATENTS if self._row.noise_stays else None
+                elif name is not None:
+                    tensors[name] = self._received[name]
         return records
 
     def _packed_step(self, packer: Packer) -> Node:

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.base import LATENTS, Audio, Frames, Tensors
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import component_class, dtype_of, load_loras, set_up
-from svdpp.models.engine.model import call_arguments, load_model, request_arguments
+from svdpp.models.engine.model import audio_of, call_arguments, load_model, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import check_components, library_errors, silence_libraries
 from svdpp.models.svd.decode import stack_frames
@@ -31,6 +31,7 @@ class EngineReference:
     def __init__(self, checkpoint: RowCheckpoint, model: ModelConfig, device: str) -> None:
         self._checkpoint, self._model, self._device = checkpoint, model, device
         self._loaded: tuple[bool, Any] | None = None
+        self.audio: Audio | None = None
 
     def run(
         self,
@@ -69,15 +70,16 @@ class EngineReference:
         # They change no tensor; the first call is the end of the encode.
         modules = [getattr(pipe, name, None) for name in row.denoisers]
         hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
-        frames = pipe(
+        output = pipe(
             **call_arguments(pipe, checkpoint, sampling),
             **request_arguments(request, image, generator),
             **callback,
             output_type="pil",
-        ).frames[0]
+        )
         for hook in hooks:
             hook.remove()
-        return last[LATENTS], stack_frames(frames)
+        self.audio = audio_of(pipe, row, output.get("audio"))
+        return last[LATENTS], stack_frames(output.frames[0])
 
     def _pipe(self, from_image: bool) -> Any:
         """The pipeline as a user of diffusers loads it; kept for the next clips."""

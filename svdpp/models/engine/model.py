@@ -14,10 +14,11 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Tensors
+from svdpp.models.base import AfterStep, Audio, Tensors
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
 from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import Parts, load_parts, set_up
+from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
 from svdpp.models.svd.decode import to_bytes
 from svdpp.plan.layout import Roles
@@ -36,6 +37,7 @@ class EngineModel:
 
     def __init__(self, parts: Parts, sampling: Any) -> None:
         self.device = parts.device
+        self.audio: Audio | None = None
         self._parts = parts
         self._pipe = parts.pipe
         self._row = parts.checkpoint.row
@@ -99,19 +101,19 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        video = self.decode_by(tensors, check_and_postprocess)
+        video, *audio = self.decode_by(tensors, check_and_postprocess)
+        self.audio = audio_of(self._pipe, self._row, *audio)
         return to_bytes(video[0].float())  # from (F, 3, H, W), 0 to 1
 
-    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> torch.Tensor:
-        """What `postprocess`, in place of the pipeline's, makes of the decoded video."""
+    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
+        """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
         structure = _structure(tensors)
         generator = torch.Generator(self._generator_device)
         steps = self._sampling.num_inference_steps
         call = self._call((structure, tensors), steps, None, generator)
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
             arguments = self._later_arguments(structure, generator)
-            video: torch.Tensor = call.run(arguments | {"output_type": "pt"})[0]
-        return video
+            return call.run(arguments | {"output_type": "pt"})
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
         """See `VideoModel`."""
@@ -217,6 +219,21 @@ def request_arguments(
         "generator": generator,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:
+    """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files.
+
+    Raises:
+        NotFiniteError: it has NaN or infinite values.
+    """
+    if row.vocoder is None or audio is None:
+        return None
+    if not bool(torch.isfinite(audio).all()):
+        raise NotFiniteError(f"the {row.vocoder} returned values that are not finite")
+    samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
+    rate = getattr(pipe, row.vocoder).config.output_sampling_rate
+    return Audio(samples.T.contiguous(), rate)
 
 
 def _packet(call: RangeCall, more: Node) -> Tensors:

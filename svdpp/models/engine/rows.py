@@ -66,6 +66,8 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
+    vocoder: str | None = None
+    """The component that makes the samples of the clip's sound."""
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
@@ -84,7 +86,7 @@ class Row:
     noise: str = "prepare_latents"
     """The record whose first tensor is the latent before the first step."""
     noise_stays: bool = False
-    """Whether that tensor is used after the first step."""
+    """Whether steps leave parts of that tensor as they are; later ranks find them in the latent."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -160,6 +162,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
+        vocoder="vocoder",
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},

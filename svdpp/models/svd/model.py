@@ -7,7 +7,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
-from svdpp.models.base import LATENTS, AfterStep, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors, run_steps
 from svdpp.models.loading import torch_dtype
 from svdpp.models.svd import load
 from svdpp.models.svd.checkpoint import SvdCheckpoint
@@ -100,6 +100,8 @@ class SvdModel:
     def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         """See `run_steps`."""
         return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+
+    audio: Audio | None = None
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
         """See `decode_latent`."""

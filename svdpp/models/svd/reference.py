@@ -10,7 +10,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
-from svdpp.models.base import LATENTS, Frames, Tensors
+from svdpp.models.base import LATENTS, Audio, Frames, Tensors
 from svdpp.models.loading import silence_libraries, torch_dtype
 from svdpp.models.svd.checkpoint import SvdCheckpoint
 from svdpp.models.svd.decode import stack_frames
@@ -25,6 +25,8 @@ class SvdReference:
         model: precision and memory options, the same as those of the ranks.
         device: of all components.
     """
+
+    audio: Audio | None = None
 
     def __init__(self, checkpoint: SvdCheckpoint, model: ModelConfig, device: str) -> None:
         silence_libraries()
