@@ -81,7 +81,12 @@ def doctor(
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
     ranks_examined = counted(config.world_size, f"{config.device} rank")
-    console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
+    if model.is_dummy:
+        console.info(
+            f"svdpp simulate on {ranks_examined} has what it needs; the dummy makes no clips"
+        )
+    else:
+        console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
     if not is_given(context, "model"):
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
