@@ -41,15 +41,12 @@ _LIMITS: Mapping[str, Any] = {
     **dict.fromkeys(("text_embed_dim", "text_embed_2_dim", "pooled_projection_dim"), _WIDTH),
     **dict.fromkeys(("projection_dim", "image_dim", "cross_attention_dim"), _WIDTH),
     **dict.fromkeys(("d_ff", "intermediate_size", "ffn_dim"), _WIDTH),
-    **{"base_dim": 8, "decoder_base_dim": 8, "base_channels": 32, "hidden_channels": _WIDTH},
+    **{"base_dim": 8, "decoder_base_dim": 8, "hidden_channels": _WIDTH},
     **{"sample_height": _SIDE // 8, "sample_width": _SIDE // 8, "sample_frames": 9},
 }
-#: Of lists whose items have ratios: the smallest item becomes this, the others multiples of it.
-_SMALLEST = {
-    **dict.fromkeys(("block_out_channels", "decoder_block_out_channels"), 32),
-    **{"encoder_block_out_channels": 32, "num_attention_heads": 1},
-}
-_ALL_ONE = ("layers_per_block", "decoder_layers_per_block")
+_ALL_ONE = ("layers_per_block", "decoder_layers_per_block", "ch_mult")
+# Most normalise groups of channels, of which there are 32.
+_WITHOUT_GROUPS = ("AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video")
 _WIDTHS_OF_HEADS = ("cross_attention_dim", "added_kv_proj_dim")
 
 
@@ -91,6 +88,12 @@ def tiny_sampling(checkpoint: Checkpoint, sampling: SamplingConfig) -> SamplingC
 def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
     """A component's config with small sizes."""
     small = {key: _limited(key, value) for key, value in config.items()}
+    unit = 8 if config.get("_class_name") in _WITHOUT_GROUPS else 32
+    for key, value in config.items():
+        if key.endswith("block_out_channels"):
+            small[key] = _with_smallest(unit, value)
+    if isinstance(types := small.get("layer_types"), list):
+        small["layer_types"] = types[: small["num_hidden_layers"]]
     for prefix in ("", "audio_"):
         names = f"{prefix}num_attention_heads", f"{prefix}attention_head_dim"
         heads, size = (config.get(name) for name in names)
@@ -114,14 +117,18 @@ def _limited(key: str, value: Any) -> Any:
 def _limited_list(key: str, value: list[Any]) -> list[Any]:
     if key in _ALL_ONE:
         return [1] * len(value)
-    if key in _SMALLEST:
-        unit = _SMALLEST[key]
-        divisor = max(1, min(value) // unit)
-        return value if divisor == 1 else [max(unit, v // divisor // unit * unit) for v in value]
+    if key == "num_attention_heads":
+        return _with_smallest(1, value)
     limits = _LIMITS.get(key)
     if isinstance(limits, list):
         return [min(pair) for pair in zip(value, limits, strict=True)]
     return value
+
+
+def _with_smallest(unit: int, value: list[int]) -> list[int]:
+    """Multiples of `unit` with about the ratios of `value`, whose smallest one becomes `unit`."""
+    divisor = max(1, min(value) // unit)
+    return value if divisor == 1 else [max(unit, v // divisor // unit * unit) for v in value]
 
 
 def _new(name: str, config: Mapping[str, Any]) -> Any:
