@@ -1,5 +1,4 @@
 from svdpp.config import ClipRequest as ClipRequest
-from svdpp.config import DraftConfig as DraftConfig
 from svdpp.config import Lora as Lora
 from svdpp.config import LtxSampling as LtxSampling
 from svdpp.config import ModelConfig as ModelConfig

@@ -79,10 +79,6 @@ class Ranks(Section):
     decoders: Positive = 1
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
-    draft: bool = False
-    """Whether all ranks draft one clip at a time, without split, replicas and decoders."""
-    start_steps: str | None = None
-    """Start steps of a draft, such as "0,14"; None: the default ones."""
     threads: Positive | None = None
     """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
     deterministic: bool = False

@@ -6,7 +6,6 @@ from collections import defaultdict
 
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench
-from svdpp.config import PipelineConfig
 from svdpp.diagnostics.cost_profile import Profile, median
 from svdpp.driver.trace import Trace, TransferSpan
 from svdpp.plan.costs import Costs
@@ -16,7 +15,7 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     """The medians of all rounds of the pipeline. A bench does not measure memory and writing."""
     traces = [each.trace for each in bench.rounds if each.case == PIPELINE]
     others = [each.trace for each in bench.rounds if each.case == DATA_PARALLEL]
-    packets = [transfer for trace in traces for transfer in _packets(trace, bench.config)]
+    packets = [transfer for trace in traces for transfer in _packets(trace)]
     steps = _steps(traces, others, bench.config.world_size)
     profile = Profile(bench.config, bench.world, step_seconds=steps)
     profile.set_actions(span for trace in traces for span in trace.spans)
@@ -47,17 +46,6 @@ def _steps_by_rank(traces: list[Trace]) -> dict[int, list[float]]:
     return dict(found)
 
 
-def _packets(trace: Trace, config: PipelineConfig) -> list[TransferSpan]:
-    """Transfers of whole packets, measured at their receivers.
-
-    In a draft a clip's SEND_START carries one, the first transfer from a neighbour; later states
-    and results have other sizes.
-    """
-    received = [transfer for transfer in trace.transfers if transfer.direction == "recv"]
-    if config.draft is None:
-        return received
-    first: dict[tuple[int, int], TransferSpan] = {}
-    for transfer in sorted(received, key=lambda transfer: transfer.end):
-        if transfer.peer == transfer.rank - 1:
-            first.setdefault((transfer.rank, transfer.clip), transfer)
-    return list(first.values())
+def _packets(trace: Trace) -> list[TransferSpan]:
+    """Transfers, measured at their receivers."""
+    return [transfer for transfer in trace.transfers if transfer.direction == "recv"]

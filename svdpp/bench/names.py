@@ -23,7 +23,6 @@ FIGURES = (
     "makespan_seconds",
     "overhead",
     "first_clip_seconds",
-    "draft_seconds",
     "steady_clips_per_minute",
     "step_p50_seconds",
     "step_p90_seconds",
@@ -39,7 +38,7 @@ FIGURES = (
 )
 
 #: Those that some benches do not measure.
-OPTIONAL_FIGURES = ("draft_seconds", "peak_allocated_gib", "tflops", "mfu")
+OPTIONAL_FIGURES = ("peak_allocated_gib", "tflops", "mfu")
 
 
 def is_share(figure: str) -> bool:

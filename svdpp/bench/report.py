@@ -211,7 +211,7 @@ def _with_measured(
     found: Diagnosis, again: BenchAgain, speedup: Mapping[str, Any] | None
 ) -> tuple[Advice, ...]:
     """The advice, in which the measured rate of data parallel takes the place of a forecast."""
-    if speedup is None or found.figures.is_draft:
+    if speedup is None:
         return found.advice
     figures = found.figures
     apart = replace(figures.layout, split="uniform", replicas=figures.world_size, decoders=1)

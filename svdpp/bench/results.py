@@ -168,7 +168,7 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
 def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     config, error = bench.cases[case], bench.out_of_memory.get(case)
     return {
-        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.plan),
+        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
@@ -199,7 +199,6 @@ def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
     """A round's figures: plain numbers, with those of each rank under `ranks`."""
     times = done.trace.summary()
     steps = [step.end - step.start for step in done.trace.steps]
-    drafts = done.draft_seconds.values()
     speeds = _speeds(done)
     ranks = [
         {
@@ -219,7 +218,6 @@ def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
         "makespan_seconds": round(times.makespan, 4),
         "overhead": round(times.makespan / _ideal_makespan(done, config), 4),
         "first_clip_seconds": round(times.first_clip, 4),
-        "draft_seconds": round(statistics.median(drafts), 4) if drafts else None,
         "steady_clips_per_minute": round(60 / times.seconds_per_clip, 4),
         "step_p50_seconds": round(percentile(steps, 50), 6),
         "step_p90_seconds": round(percentile(steps, 90), 6),

@@ -29,7 +29,6 @@ from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
-    DraftDone,
     Event,
     Finished,
     GpuSample,
@@ -61,8 +60,6 @@ class Round:
     latents_sha256: dict[int, str] = field(default_factory=dict)
     """By clip, counted from the first measured one."""
     frames_sha256: dict[int, str | None] = field(default_factory=dict)
-    draft_seconds: dict[int, float] = field(default_factory=dict)
-    """By clip, in a draft: from its encode until the draft was written."""
     peaks: dict[int, Finished] = field(default_factory=dict)
     """By rank; includes loading and warm-up."""
     figures: RunFigures | None = None
@@ -89,7 +86,6 @@ class Bench:
         check_measurable(
             asked.targets,
             self.cases,
-            is_draft=config.draft is not None,
             has_gpu=config.device != "cpu",
             is_dummy=config.model.is_dummy,
         )
@@ -187,17 +183,14 @@ class Bench:
 
 def schedule_of(config: PipelineConfig, num_clips: int) -> Schedule:
     """What the ranks of a case do."""
-    clips = range(num_clips)
-    if config.draft is not None:
-        return config.draft_plan.schedule(clips)
-    return build_schedule(config.layout.routes(clips), config.world_size)
+    return build_schedule(config.layout.routes(range(num_clips)), config.world_size)
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
-    if config.draft is not None or config.layout.replica_size > 1:
-        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1, draft=None)
+    if config.layout.replica_size > 1:
+        alike = replace(config, split="uniform", replicas=config.world_size, decoders=1)
         cases[DATA_PARALLEL] = alike
     return {**cases, ONE_DEVICE: config.alone()}
 
@@ -224,14 +217,12 @@ class _Listener:
                 clip = event.clip - self._first
                 self._round.latents_sha256[clip] = event.metadata["latents_sha256"]
                 self._round.frames_sha256[clip] = event.metadata["frames_sha256"]
-            case DraftDone():
-                self._round.draft_seconds[event.clip - self._first] = event.metadata["wall_seconds"]
             case _:
                 pass
 
     def _is_measured(self, event: Event) -> bool:
         match event:
-            case StepDone() | TransferDone() | ClipDone() | DraftDone():
+            case StepDone() | TransferDone() | ClipDone():
                 return event.clip >= self._first
             case ActionDone():
                 return event.action.clip >= self._first

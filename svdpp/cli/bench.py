@@ -245,7 +245,7 @@ def _headline(one: Bench) -> str:
         f"{asked.experiment}: {counted(asked.workload.clips, 'clip')} of "
         f"{counted(config.sampling.num_inference_steps, 'step')}, "
         f"{config.model.name} {config.model.dtype}, "
-        f"{counted(config.world_size, f'{config.device} rank')} ({config.plan}), "
+        f"{counted(config.world_size, f'{config.device} rank')} ({config.layout}), "
         f"{counted(asked.measure.repeats, 'round')}"
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):

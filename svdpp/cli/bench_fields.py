@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
+from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.rank_count import joined_world
 from svdpp.cli.request import PipelineOptions, needs_image
-from svdpp.config import DUMMY_MODEL, PipelineConfig
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config import (
+    DUMMY_MODEL,
+    LtxSampling,
+    PipelineConfig,
+    PromptedSampling,
+    WanSampling,
+    own_params,
+)
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World
 
@@ -90,13 +95,15 @@ class BenchOptions:
     ] = False
 
 
+# Fields of a workload that `--param` sets.
+_OWN = (*own_params(WanSampling), *own_params(LtxSampling))
 # Fields of a configuration, by the equivalent option of `svdpp run`.
 _FIELDS = {
     **dict.fromkeys(("world", "gpus"), "pipeline.world"),
     **{name: f"pipeline.{name}" for name in ("device", "split", "replicas", "decoders", "costs")},
-    **{name: f"pipeline.{name}" for name in ("draft", "threads", "timeout", "checksum")},
+    **{name: f"pipeline.{name}" for name in ("threads", "timeout", "checksum")},
     **{name: f"workload.{name}" for name in ("steps", "frames", "height", "width", "fps", "fit")},
-    **{"draft-starts": "pipeline.start_steps", "start-timeout": "pipeline.start_timeout"},
+    **{"start-timeout": "pipeline.start_timeout"},
     **{"decode-chunk-size": "workload.decode_chunk_size", "memory-opt": "model.memory_opt"},
     **{"motion-bucket-id": "workload.motion_bucket_id", "clips": "workload.clips"},
     **{"min-guidance-scale": "workload.min_guidance_scale", "dtype": "precision"},
@@ -107,7 +114,7 @@ _FIELDS = {
     **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
     **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
     **{"negative-prompt": "workload.negative_prompt"},
-    **{name.replace("_", "-"): f"workload.{name}" for name in PROMPT_FIELDS},
+    **{name.replace("_", "-"): f"workload.{name}" for name in ("guidance_scale", *_OWN)},
     **{"max-prompt-tokens": "workload.max_sequence_length"},
 }
 # Fields of a workload that are no sampling parameters, or have another name or type there.
@@ -115,7 +122,7 @@ _NOT_SAMPLING = {
     *("clips", "images", "prompts", "negative_prompt", "frames", "decode_chunk_size"),
 }
 _SWITCHES = (
-    *("pipeline.draft", "pipeline.checksum", "pipeline.deterministic"),
+    *("pipeline.checksum", "pipeline.deterministic"),
     *("pipeline.allow_mixed_devices", "model.memory_opt", "model.channels_last"),
     "pipeline.share_experts",
 )
@@ -132,8 +139,6 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
                 f"leave workload.{name} out",
             )
-    if asked.start_steps is not None and not asked.draft:
-        raise RequestError("pipeline.start_steps needs a draft", "add --pipeline.draft=true")
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
     of_layout = {"split", "replicas", "decoders", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
@@ -144,10 +149,8 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
         sampling=sampling,
         layout=LayoutOptions(**asked.model_dump(include=of_layout, exclude_defaults=True)),
         experts=ShareOptions(share_experts=asked.share_experts),
-        draft=DraftOptions(draft=asked.draft, draft_starts=asked.start_steps),
         device=asked.device,
         from_image=from_image,
-        no_draft={"costs": asked.costs},
     )
     return options.config(point.workload.clips)[0]
 
@@ -170,11 +173,12 @@ def _model(point: BenchConfig) -> ModelOptions:
 
 def _sampling(point: BenchConfig) -> SamplingOptions:
     workload = point.workload
-    chunk = workload.decode_chunk_size
+    chunk, own = workload.decode_chunk_size, workload.model_dump(include={*_OWN})
     return SamplingOptions(
         num_frames=workload.frames,
         decode_chunk_size=None if chunk is None else str(chunk),
-        **workload.model_dump(exclude=_NOT_SAMPLING),
+        param=[f"{name}={value}" for name, value in own.items() if value is not None],
+        **workload.model_dump(exclude={*_NOT_SAMPLING, *_OWN}),
     )
 
 
@@ -199,6 +203,7 @@ def _as_fields(text: str) -> str:
             return f"--{name}={value}"
         return f"--{name}=true" if name in _SWITCHES else f"--{name}"
 
+    text = re.sub(r"--param (\w+)", lambda name: f"--{name[1].replace('_', '-')}", text)
     option = r"--([a-z][a-z-]*[a-z](?:-2)?)"
     value = r"(?: ([\w:]*\d[\w:]*|demo|cpu|cuda|dithered|balanced))?"
     return re.sub(option + value, field, text)

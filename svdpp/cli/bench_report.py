@@ -26,9 +26,6 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             f"pipeline over {case}: {speedup['over_rounds']:.3f} times the clips a minute "
             f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
         )
-    drafted = found["cases"]["pipeline"]["over_rounds"]["draft_seconds"]
-    if drafted is not None:
-        console.result(f"the draft of a clip is ready {drafted:.2f} s after its encode starts")
     console.result(_accounted(found))
     if speeds := _speeds(found):
         console.result(speeds)

@@ -84,13 +84,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
+    from svdpp.cli.options.sampling import moved_option
+
     name = key.replace("_", "-")
     if name not in known:
         raise RequestError(
             f"{source} sets {key!r}, which is not an option"
             if source != _PREFIX + key.upper()
             else f"{source} does not name an option",
-            _nearest(name, known),
+            moved_option(f"--{name}") or _nearest(name, known),
         )
     parameter, kind = known[name]
     return Default(
@@ -116,7 +118,6 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.costs import SecondsOptions
-    from svdpp.cli.options.draft import DraftOptions
     from svdpp.cli.options.forecast import ForecastOptions
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
@@ -128,7 +129,7 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     from svdpp.cli.options.talk import LogOptions
 
     groups: tuple[Any, ...] = (
-        *(SecondsOptions, DraftOptions, ForecastOptions, InputOptions, LayoutOptions),
+        *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
         *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
         ServeOptions,
     )

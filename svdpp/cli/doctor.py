@@ -37,7 +37,6 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
         *("max_guidance_scale", "allow_mixed_devices", "lora"),
         *PROMPT_FIELDS,
-        "param",
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={
@@ -59,7 +58,8 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
+    The checks are devices, transfers, ffmpeg, model, memory and determinism, and the cut test: a
+    tiny copy of the model's configs, cut at every step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
@@ -82,9 +82,8 @@ def doctor(
         raise typer.Exit(failed[0].exit_code)
     ranks_examined = counted(config.world_size, f"{config.device} rank")
     if model.is_dummy:
-        console.info(
-            f"svdpp simulate on {ranks_examined} has what it needs; the dummy makes no clips"
-        )
+        what = f"svdpp simulate on {ranks_examined} has what it needs; svdpp run takes no dummy"
+        console.info(what)
     else:
         console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
     if not is_given(context, "model"):

@@ -58,6 +58,11 @@ def _usage_sentence(error: typer.TyperException) -> str:
     if isinstance(error, typer.BadParameter) and option is not None and error.message:
         long = [name for name in option.opts if name.startswith("--") and name not in HIDDEN_NAMES]
         return f"{'/'.join(long) or option.metavar or option.name} {error.message}"
+    if name := getattr(error, "option_name", ""):
+        from svdpp.cli.options.sampling import moved_option
+
+        if moved := moved_option(name):
+            return moved
     sentence = error.format_message().strip().rstrip(".")
     return sentence[:1].lower() + sentence[1:]
 

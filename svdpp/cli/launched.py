@@ -29,7 +29,7 @@ def serve_member(
 
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:
-        pipeline.observe(EventLog(pipeline.config.plan))
+        pipeline.observe(EventLog(pipeline.config.layout))
 
     def say(sentence: str, is_loud: bool) -> None:
         log.error(sentence)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from svdpp.errors import OutputError
-from svdpp.plan.draft import DraftPlan
 from svdpp.plan.layout import Layout
 from svdpp.redaction import printable, redact
 from svdpp.worker.messages import (
@@ -22,8 +21,6 @@ from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
     ClipFailed,
-    DraftDone,
-    DraftLost,
     Event,
     Failed,
     Joined,
@@ -125,10 +122,8 @@ _WARNING_SECONDS = 3600.0
 class EventLog:
     """Writes each event as one record."""
 
-    def __init__(
-        self, plan: Layout | DraftPlan, name_of: Callable[[int], str] = "clip {}".format
-    ) -> None:
-        self._shares = plan.all_shares
+    def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
+        self._shares = layout.all_shares
         self._name_of = name_of
         self._next_warning = 0.0
 
@@ -159,15 +154,6 @@ class EventLog:
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
                 log.info("{} is finished", clip)
-            case DraftDone():
-                rank_of = event.metadata["draft"]["rank"]
-                log.info("{} has a draft, by rank {}", clip, rank_of)
-            case DraftLost():
-                log.warning(
-                    "no draft of {} from here: {}",
-                    clip,
-                    event.error["message"],
-                )
             case PromptCut():
                 # Prompts are private: a log may have other readers than their authors.
                 log.warning(

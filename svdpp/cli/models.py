@@ -54,7 +54,10 @@ def describe(family: str) -> dict[str, Any]:
         "schedulers": ["EulerDiscreteScheduler"],
         "defaults": {name: getattr(sampling, name) for name in common},
         "parameters": {
-            name: {"default": param.default, "highest": param.highest, "help": param.help}
+            name: {
+                **{"default": param.default, "default_in_words": param.shown_default},
+                **{"lowest": param.lowest, "highest": param.highest, "help": param.help},
+            }
             for name, param in own_params(type(sampling)).items()
         },
     }
@@ -77,5 +80,6 @@ def _print_one(console: Console, about: dict[str, Any]) -> None:
     defaults = ", ".join(f"{name} {value}" for name, value in about["defaults"].items())
     console.result(f"defaults: {defaults}")
     for name, each in about["parameters"].items():
-        limits = f"0 to {each['highest']:g}, by default {each['default']}"
+        default = each["default_in_words"] or each["default"]
+        limits = f"{each['lowest']:g} to {each['highest']:g}, by default {default}"
         console.result(f"--param {name}: {each['help']} ({limits})")

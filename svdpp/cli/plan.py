@@ -11,7 +11,6 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.options.costs import SecondsOptions
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.forecast import ForecastOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
@@ -48,9 +47,9 @@ _OF_MEMORY = {
     without=(
         *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape"),
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last"),
+        *("min_guidance_scale", "max_guidance_scale", "channels_last"),
         *("deterministic", "allow_mixed_devices"),
-        *(name for name in PROMPT_FIELDS if name != "flow_shift"),
+        *(name for name in PROMPT_FIELDS if name != "param"),
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
@@ -63,7 +62,6 @@ def plan(
     model: ModelOptions,
     layout: LayoutOptions,
     experts: ExpertOptions,
-    draft: DraftOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
@@ -78,7 +76,7 @@ def plan(
         _refuse_idle(context)
     family = model.family if forecast.memory else "svd"
     num_steps = sampling.num_steps(family)
-    world_size, ranks_per_host = _world(forecast.hosts, ranks.world, draft.world(num_steps))
+    world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
     _check_experts(experts, forecast)
     if forecast.memory:
@@ -88,15 +86,8 @@ def plan(
     request = plan_report.Request(
         num_clips=num_clips,
         arrivals=_arrivals(forecast.arrivals, num_clips),
-        remarks=[
-            *_remarks(forecast, layout, seconds, costs, ranks.device),
-            *filter(None, [draft.remark(num_steps)]),
-        ],
+        remarks=_remarks(forecast, layout, seconds, costs, ranks.device),
     )
-    if draft.draft:
-        draft.refuse_beside({**layout.given, **experts.given, **forecast.of_queues})
-        _show_draft(console, draft, request, costs, (num_steps, world_size))
-        return
     counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
     counts |= experts.fields
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
@@ -107,22 +98,6 @@ def plan(
         if forecast.hosts is not None:
             error.hint = without_world(error.hint)
         raise
-
-
-def _show_draft(
-    console: Console, draft: DraftOptions, request: Request, costs: Costs, counts: tuple[int, int]
-) -> None:
-    from svdpp.cli.plan_draft import show_draft_plan
-    from svdpp.config import PipelineConfig, SvdSampling
-
-    num_steps, world_size = counts
-    config = PipelineConfig(
-        world_size=world_size,
-        sampling=SvdSampling(num_inference_steps=num_steps),
-        **draft.settings(num_steps, world_size),
-    )
-    costs.check_world(world_size)
-    show_draft_plan(console, request, config.draft_plan, costs)
 
 
 def _show_comparison(
@@ -169,11 +144,10 @@ def _show_layout(
     show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
 
 
-def _world(hosts: str | None, asked: int | None, drafted: int | None) -> tuple[int, int | None]:
+def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
     """The number of ranks, and of ranks per host if there are several hosts."""
     if hosts is None:
-        named = drafted if asked is None else asked
-        return (_DEFAULT_WORLD if named is None else named), None
+        return (_DEFAULT_WORLD if asked is None else asked), None
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", hosts, re.ASCII)
     num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
     if not num_hosts * per_host:

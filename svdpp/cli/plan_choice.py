@@ -1,4 +1,4 @@
-"""The choice of the number of ranks and their plan: a layout or a draft."""
+"""The choice of the number of ranks and their layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, Memory
-from svdpp.cli.rank_count import default_draft_world, default_world, joined_world, launcher_name
+from svdpp.cli.rank_count import default_world, joined_world
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
@@ -25,7 +24,6 @@ class PlanChoice:
     """
 
     launched: World | None
-    draft: DraftOptions
     layout: LayoutOptions
     experts: Mapping[str, Any] | None
     world: int | None
@@ -35,14 +33,10 @@ class PlanChoice:
     device: str
 
     def world_size(self) -> int:
-        """The launcher's number of ranks, the user's, the starts' or the default."""
+        """The launcher's number of ranks, the user's or the default."""
         asked = joined_world(self.launched, self.world)
-        if asked is None:
-            asked = self.draft.world(self.steps)
         if asked is not None:
             return asked
-        if self.draft.draft:
-            return default_draft_world(self.device, self.steps, on_cpu=self.on_cpu)
         divide = self.layout.must_divide
         return default_world(self.device, self.steps, on_cpu=self.on_cpu, divide=divide)
 
@@ -61,23 +55,8 @@ class PlanChoice:
             experts=self.experts,
             family=self.family,
         )
-        drafting = self.draft.settings(self.steps, world_size)
-        if drafting:
-            _check_joined(self.launched, len(drafting["draft"].start_steps))
         # `auto` may let a rank hold both experts although the options do not.
-        return {"world_size": world_size, **(self.experts or {}), **shape, **drafting}, why
-
-
-def _check_joined(world: World | None, num_start_steps: int) -> None:
-    """Without a launcher the configuration compares them, and its hint names --world."""
-    if world is not None and world.size != num_start_steps:
-        raise RequestError(
-            f"--draft-starts names {num_start_steps} ranks, "
-            f"{launcher_name(world)} has {world.size}",
-            f"name {world.size} start steps, or have {launcher_name(world)} start "
-            f"{num_start_steps} ranks",
-            details={"asked": num_start_steps, "found": world.size},
-        )
+        return {"world_size": world_size, **(self.experts or {}), **shape}, why
 
 
 def experts_of(

@@ -295,12 +295,12 @@ def show_comparison(
         about = {**sizes, "clips": request.num_clips, "layouts": layouts}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
-    columns = ("total", "per min", "first", "mean", "preview", "jitter", "GiB", "idle")
+    columns = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
     console.table(("layout", *columns), map(_compared, rows))
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips;")
-    console.result("preview: until a clip or its draft can be seen; jitter: between finished clips")
+    console.result("jitter: between finished clips")
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")
@@ -314,14 +314,13 @@ def show_comparison(
 def _compared(row: Row) -> tuple[str, ...]:
     forecast = row.forecast
     if forecast is None:
-        return (row.name, *"--------")
+        return (row.name, *"-------")
     return (
         row.name,
         f"{forecast.makespan:.1f}",
         f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-",
         f"{forecast.first_clip:.1f}",
         f"{forecast.latency.mean:.1f}",
-        f"{row.preview_seconds:.1f}",
         f"{forecast.jitter:.1f}",
         gib(row.peak_gib),
         f"{forecast.bubble:.0%}",
@@ -334,17 +333,12 @@ def _row_json(row: Row) -> dict[str, Any]:
         return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
     if row.layout is not None:
         what = _facts(row.layout)
-    elif row.offload is not None:
-        what = {"description": str(row.offload), "move_seconds": row.offload.move_seconds}
     else:
-        assert row.draft_plan is not None
-        what = {"description": str(row.draft_plan), "start_steps": row.draft_plan.start_steps}
+        assert row.offload is not None
+        what = {"description": str(row.offload), "move_seconds": row.offload.move_seconds}
     return {
         "name": row.name,
         "note": row.note or None,
         "layout": what | {"peak_gib": row.peak_gib},
-        "forecast": {
-            **_details(forecast, row.seconds_per_clip),
-            "preview_seconds": row.preview_seconds,
-        },
+        "forecast": _details(forecast, row.seconds_per_clip),
     }

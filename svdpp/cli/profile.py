@@ -8,15 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from svdpp.cli import rank_count
-from svdpp.cli.command import command, is_given
+from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, option
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
@@ -40,24 +37,15 @@ if TYPE_CHECKING:
 class MeasureOptions(OverwriteOptions):
     """Inputs, number of repeats, and output file of a measurement."""
 
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PHOTO...]",
-            help="With --draft: the photographs to measure with.",
-            show_default="the photographs that come with svdpp",
-        ),
-    ] = None
     out: Annotated[
-        Path | None,
+        Path,
         option(
             *("--out", "-o"),
             panel=COSTS,
             metavar="FILE",
             help="Output file.",
-            default="costs.json; with --draft draft.json",
         ),
-    ] = None
+    ] = Path("costs.json")
     repeats: Annotated[
         int,
         option(
@@ -74,46 +62,35 @@ class MeasureOptions(OverwriteOptions):
 
 
 # Sampling parameters of models with prompts that the costs depend on.
-_OF_COST = ("guidance_scale", "max_sequence_length")
-
-# Parameters that only --draft uses, for its error message.
-_OF_DRAFT = {"inputs": "PHOTO has", "steps": "--steps has", "seed": "--seed has"}
+_OF_COST = ("guidance_scale", "max_sequence_length", "param")
 
 
 @command(
     examples=(
         "svdpp profile --model demo --device cpu --frames 4",
         "svdpp profile --gpus 8 --out a100.json",
-        "svdpp profile --draft --model demo --device cpu --steps 14 --gpus 2",
     ),
-    common=("out", "world", "model", "num_frames", "repeats", "draft", "overwrite", "as_json"),
+    common=("out", "world", "model", "num_frames", "repeats", "overwrite", "as_json"),
     without=(
-        *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "draft_psnr"),
+        *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "steps", "seed"),
         *("min_guidance_scale", "max_guidance_scale"),
         *(name for name in PROMPT_FIELDS if name not in _OF_COST),
         *("prompts", "negative_prompt"),
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
-        "draft": "Instead of costs, measure how far drafts of 2 to W ranks are from the exact "
-        "clip, for several start steps, and write the best trade-offs for --draft-starts.",
-        "draft_starts": "With --draft: measure only these start steps, such as 0,8,12,17.",
-        "steps": "With --draft: denoising steps of each clip; the distances depend on them.",
-        "seed": "With --draft: seed of every clip.",
         "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
         "prompt": "For a model that takes one; its text does not change the costs.",
         "overwrite": "Replace the file if it exists.",
     },
 )
 def profile(
-    context: typer.Context,
     console: Console,
     launched: World | None,
     ranks: RankOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
     prompts: PromptOptions,
-    draft: DraftOptions,
     asked: MeasureOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
@@ -124,8 +101,7 @@ def profile(
     costs hold for this number of ranks and threads. Other commands read the file by --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
-    _check_asked(context, draft, launched)
-    config = _measured(launched, ranks, model, sampling, draft)
+    config = _measured(launched, ranks, model, sampling)
     if is_member(launched):
         from svdpp.cli.log import open_log
         from svdpp.diagnostics.cost_profile import measured_config
@@ -134,26 +110,8 @@ def profile(
         open_log(verbosity=0, log_file=None)
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
-    path = asked.out or Path("draft.json" if draft.draft else "costs.json")
-    _check_free(path, overwrite=asked.overwrite)
-    if draft.draft:
-        from svdpp.cli.profile_draft import profile_draft
-
-        seed, starts = sampling.one_seed(), draft.draft_starts
-        profile_draft(console, config, asked.inputs or [], path, seed=seed, start_steps=starts)
-        return
-    _measure(console, config, path, asked.repeats, prompts.prompt)
-
-
-def _check_asked(context: typer.Context, draft: DraftOptions, launched: World | None) -> None:
-    for name, what in _OF_DRAFT.items():
-        if not draft.draft and is_given(context, name):
-            raise RequestError(f"{what} an effect only with --draft", "add --draft")
-    if draft.draft and launched is not None:
-        raise RequestError(
-            "profile --draft starts processes itself, on one host",
-            "start it without torchrun or srun; --draft-starts takes its file there, too",
-        )
+    _check_free(asked.out, overwrite=asked.overwrite)
+    _measure(console, config, asked.out, asked.repeats, prompts.prompt)
 
 
 def _measured(
@@ -161,45 +119,29 @@ def _measured(
     ranks: RankOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
-    draft: DraftOptions,
 ) -> PipelineConfig:
-    """The configuration to measure: one step for each rank; for drafts all steps of a clip."""
+    """The configuration to measure: one step for each rank."""
     if sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
     device = ranks.device_for(model.model)
-    if draft.draft:
-        _check_can_draft(model)
     from_image = needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
     experts = experts_of(model.to_config(device), sampled, share=False)
     world_size = rank_count.joined_world(launched, ranks.world)
-    if world_size is None and draft.draft:
-        world_size = rank_count.default_draft_world(device, sampling.num_steps())
-    elif world_size is None:
+    if world_size is None:
         steps = sampling.num_steps(model.family)
         world_size = rank_count.default_world(device, steps, divide=experts is None)
-    steps = sampling.num_steps() if draft.draft else world_size
-    # Dithered cuts take any number of ranks and steps; for a draft no layout is run.
-    split = {"split": "dithered"} if draft.draft else {"split": "balanced"} if experts else {}
     return pipeline_config(
         launched,
         ranks,
         model,
-        replace(sampling, steps=steps),
+        replace(sampling, steps=world_size),
         device=device,
-        plan={"world_size": world_size, **split},
+        plan={"world_size": world_size, **({"split": "balanced"} if experts else {})},
         from_image=from_image,
     )
-
-
-def _check_can_draft(model: ModelOptions) -> None:
-    from svdpp.driver.resolve import check_can_draft
-    from svdpp.models.checkpoint import find_checkpoint
-
-    if model.family != "svd":  # without this condition the dummy model would need a checkpoint
-        check_can_draft(find_checkpoint(model.to_config("cpu"), weights=False))
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

@@ -22,8 +22,6 @@ from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
     ClipFailed,
-    DraftDone,
-    DraftLost,
     Event,
     Heartbeat,
     Joined,
@@ -125,11 +123,6 @@ class Progress:
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
                 self._settled.add(event.clip)
                 self._settle(event)
-            case DraftDone():
-                self._say(self._of_draft(event))
-            case DraftLost():
-                why = event.error["message"]
-                self._say(f"no draft of {self._labels[event.clip]} by rank {rank}: {why}")
             case PromptCut():
                 name = self._labels[event.clip]
                 self._say(
@@ -180,14 +173,6 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._console.info(f"{self._title}: {text}")
-
-    def _of_draft(self, done: DraftDone) -> str:
-        draft, metadata = done.metadata["draft"], done.metadata
-        name = f" -> {metadata['output']}" if metadata.get("output") else ""
-        return (
-            f"draft of {self._labels[done.clip]} after {metadata['wall_seconds']:.1f} s, "
-            f"{draft['rounds']} of {draft['num_steps']} rounds{name}"
-        )
 
     @property
     def _counted(self) -> str:

@@ -48,11 +48,3 @@ def default_world(device: str, num_steps: int, *, on_cpu: int = 2, divide: bool 
 
         count = max(torch.cuda.device_count(), 1)
     return largest_world(max(num_steps, 1), count) if divide else count
-
-
-def default_draft_world(device: str, num_steps: int, *, on_cpu: int = 2) -> int:
-    """Ranks of a draft if the user names none: as many as have default start steps."""
-    from svdpp.plan.draft_starts import most_ranks
-
-    count = default_world(device, num_steps, on_cpu=on_cpu, divide=False)
-    return max(2, min(count, most_ranks(num_steps)))

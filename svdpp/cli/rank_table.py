@@ -21,7 +21,6 @@ _STATES = {
     Kind.ENCODE: "encoding",
     Kind.DECODE: "decoding",
     Kind.FINISH: "writing",
-    Kind.COMPARE: "comparing",
 }
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, Memory, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -33,7 +32,6 @@ class PipelineOptions:
         on_cpu: default number of ranks that share the CPU, or one GPU.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
-        no_draft: further options that have no effect on a draft, by name.
         time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
     """
 
@@ -43,16 +41,13 @@ class PipelineOptions:
     sampling: SamplingOptions
     layout: LayoutOptions
     experts: ShareOptions
-    draft: DraftOptions
     device: str
     from_image: bool
     on_cpu: int = 2
     default_split: str | None = None
-    no_draft: Mapping[str, Any] = field(default_factory=dict)
     time_scale: float | None = None
 
     def __post_init__(self) -> None:
-        self.draft.refuse_beside({**self.layout.given, **self.no_draft})
         if (scale := self.time_scale) is None:
             return
         if not self.model.is_dummy:
@@ -72,11 +67,10 @@ class PipelineOptions:
         layout = self.layout
         if experts is None and self.default_split and not layout.given:
             layout = replace(layout, split=self.default_split)
-        elif experts is not None and layout.must_divide and not (layout.split or self.draft.draft):
+        elif experts is not None and layout.must_divide and not layout.split:
             layout = replace(layout, split="balanced")
         return PlanChoice(
             launched=self.launched,
-            draft=self.draft,
             layout=layout,
             experts=experts,
             world=self.ranks.world,

@@ -10,7 +10,6 @@ import typer
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -78,7 +77,6 @@ def run(
     ranks: RankOptions,
     layout: LayoutOptions,
     experts: ShareOptions,
-    draft: DraftOptions,
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
@@ -100,7 +98,6 @@ def run(
         model=model,
         ranks=ranks,
         layout=layout,
-        draft=draft,
         experts=experts,
     )
     asked.check()
@@ -128,7 +125,7 @@ def run(
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
     from svdpp.driver import hosts
 
-    answer = partial(hosts.answer, policy=asked.policy, draft=config.draft)
+    answer = partial(hosts.answer, policy=asked.policy)
     serve_member(asked.pipeline(config), world, console, answer)
 
 
@@ -194,7 +191,7 @@ def _perform(
         pipeline, clips.requests, pipeline.config.costs if asked.knows_costs else None
     )
     with progress, manifest:
-        for observer in (progress, EventLog(pipeline.config.plan), manifest, recorder):
+        for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
             pipeline.observe(observer)
         try:
             with left_in(manifest, recorder), outputs.of(pipeline), pipeline:
@@ -230,7 +227,7 @@ def _planned(
     from svdpp.driver.jobs import check_outputs, plan_clips
 
     policy = asked.policy
-    num_there = check_outputs(found, asked.seeds, policy, config.draft)
+    num_there = check_outputs(found, asked.seeds, policy)
     announce_look(console, config, policy, num_there)
     pipeline = asked.pipeline(fit_chunk(console, asked.sampling, config), outputs)
     assert pipeline.checkpoint is not None

@@ -7,7 +7,7 @@ import shlex
 import socket
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ _FEW_CLIPS = 8
 # Seconds of a run from which on the few that it takes to count FLOPs are worth it.
 _WORTH_COUNTING = 10.0
 _MAX_NAMES = 20
-# A draft makes one clip after the other, so the time of more clips is proportional.
-_MAX_DRAFTS = 64
 
 Metadata = Mapping[str, Any]
 
@@ -39,7 +37,7 @@ def announce_look(
     """Announces a long check of existing outputs, and a --latents-dir without effect."""
     if policy.keeps_finished and num_there > _FEW_CLIPS:
         console.info(f"checking {num_there} existing clips frame by frame ...")
-    if policy.latents_folder is not None and not config.plan.links:
+    if policy.latents_folder is not None and not config.layout.links:
         console.info(
             "--latents-dir has no effect: with this layout no latent goes from rank to rank"
         )
@@ -59,12 +57,6 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
         console.info(
             f"some clips in --latents-dir start again from the photograph: only with --threads "
             f"{clips.other_threads} can they continue"
-        )
-    if config.draft is not None:
-        draft_plan, last = config.draft_plan, config.world_size - 1
-        console.info(
-            f"each clip has a draft after {draft_plan.rounds(last)} of {draft_plan.num_steps} "
-            f"rounds, start steps {','.join(map(str, draft_plan.start_steps))}"
         )
 
 
@@ -139,8 +131,6 @@ def print_clips(
         console.result(f"{out / metadata['output']}{_elsewhere(metadata)}  (was finished)")
     for metadata in made:
         console.result(f"{out / metadata['output']}{_elsewhere(metadata)}")
-        if "draft" in metadata:
-            console.info(f"  {_of_draft(metadata)}")
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
@@ -158,30 +148,6 @@ def _elsewhere(metadata: Metadata) -> str:
     return "" if host == socket.gethostname() else f"  (on {host})"
 
 
-def _of_draft(metadata: Metadata) -> str:
-    draft = metadata["draft"]
-    if not metadata["exact"]:
-        agreement = draft["agreement"]
-        return (
-            f"approximate: the result of rank {draft['rank']}, {_psnr(agreement)} from that of "
-            f"rank {agreement['with_rank']}; without --draft-psnr you get the exact clip"
-        )
-    if not draft["results"]:
-        return "exact; its draft was lost"
-    first = draft["results"][0]
-    seconds, sooner = metadata["wall_seconds"], first["wall_seconds"]
-    return (
-        f"exact, after {seconds:.1f} s; its draft, after {sooner:.1f} s, was {_psnr(first)} from it"
-    )
-
-
-def _psnr(difference: Mapping[str, Any]) -> str:
-    if difference["psnr_db"] is None:
-        return "no pixel"
-    levels = difference["max_levels"]
-    return f"{difference['psnr_db']:.1f} dB ({counted(levels, 'level')} at most)"
-
-
 def show_dry_run(
     console: Console,
     asked: RunRequest,
@@ -197,7 +163,7 @@ def show_dry_run(
     policy = asked.policy
     config, checkpoint = resolve(config, weights="none")
     assert checkpoint is not None
-    check_outputs(found, asked.seeds, policy, config.draft)
+    check_outputs(found, asked.seeds, policy)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     num_clips = len(clips.requests)
     forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
@@ -210,26 +176,11 @@ def show_dry_run(
         _print_dry_run(console, asked, config, clips, forecast, memory, disk)
 
 
-def _schedule(config: PipelineConfig, num_clips: int) -> Any:
-    from svdpp.plan.schedule import build_schedule
-
-    clips = range(num_clips)
-    if config.draft is not None:
-        return config.draft_plan.schedule(clips)
-    return build_schedule(config.layout.routes(clips), config.world_size)
-
-
 def _forecast(config: PipelineConfig, num_clips: int) -> Forecast:
     """The forecast for clips that are made from their first step, at the costs of the layout."""
-    from svdpp.plan.forecast import replay, summarise
     from svdpp.plan.large_forecast import forecast_layout
 
-    if config.draft is None:
-        return forecast_layout(config.layout, num_clips)
-    drafted = min(num_clips, _MAX_DRAFTS)
-    forecast = summarise(replay(_schedule(config, drafted), config.costs), config.world_size)
-    makespan = forecast.makespan + (num_clips - drafted) * forecast.seconds_per_clip
-    return replace(forecast, clips=num_clips, makespan=makespan)
+    return forecast_layout(config.layout, num_clips)
 
 
 def _disk(asked: RunRequest, config: PipelineConfig, num_clips: int) -> dict[str, int]:
@@ -267,7 +218,7 @@ def _print_dry_run(
         f"{sampling.width}x{sampling.height}, "
         f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
     )
-    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.plan}")
+    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}")
     if forecast is not None:
         costs = config.costs
         console.result(
@@ -309,7 +260,7 @@ def _dry_run_json(
             for metadata in clips.metadata
         ],
         "finished": [metadata["output"] for metadata in clips.skipped],
-        "layout": str(config.plan),
+        "layout": str(config.layout),
         "world_size": config.world_size,
         "device": config.device,
         "forecast": times,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -50,7 +49,6 @@ class RunRequest:
     model: ModelOptions
     ranks: RankOptions
     layout: LayoutOptions
-    draft: DraftOptions
     experts: ShareOptions
 
     @cached_property
@@ -67,7 +65,6 @@ class RunRequest:
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
         self._sampling()
-        self.draft.refuse_beside({**self.layout.given, **self._no_draft})
         self.output.check()
         assert self.seeds
         if self.model.is_dummy:
@@ -141,16 +138,14 @@ class RunRequest:
             sampling=self.sampling,
             layout=self.layout,
             experts=self.experts,
-            draft=self.draft,
             device=device,
             from_image=self._from_image,
-            no_draft=self._no_draft,
         )
         weights = self.model.to_config(device)
         memory = partial(_memory_of_devices, weights, self._sampling(), device)
         known = None if self.launched else num_clips
         config, why = options.config(known, memory=memory)
-        if num_clips and config.draft is None:
+        if num_clips:
             why = why or self.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
         return config, why
 
@@ -174,8 +169,6 @@ class RunRequest:
             remarks.append(
                 f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
             )
-        if scaled := self.draft.remark(self.sampling.num_steps(self.model.family)):
-            remarks.append(scaled)
         config = self._sampling()
         shape = config.width / config.height
         stretched = [
@@ -214,10 +207,6 @@ class RunRequest:
 
     def _sampling(self) -> SamplingConfig:
         return self.sampling.to_config(self.model, from_image=self._from_image)
-
-    @property
-    def _no_draft(self) -> dict[str, Any]:
-        return {"costs": self.layout.costs, "latents-dir": self.output.latents_dir}
 
 
 def without_other_seeds(

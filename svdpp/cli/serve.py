@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -46,15 +45,13 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "draft_psnr", "param"),
+    without=("seed", "param"),
     defaults={
         "world": "all GPUs; on the CPU 2",
         "split": "dithered; with two experts balanced",
     },
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",
-        "draft": "Have all ranks draft a clip that finds them idle: its approximation is ready "
-        "after about half the steps, the exact clip at the usual time.",
         "num_frames": "Frames of a clip, unless its request says otherwise.",
         "start_timeout": "Start the ranks again if they are not ready after this long.",
         "timeout": "Start the ranks again if one makes no progress for this long.",
@@ -68,7 +65,6 @@ def serve(
     model: ModelOptions,
     ranks: RankOptions,
     layout: LayoutOptions,
-    draft: DraftOptions,
     experts: ShareOptions,
     log: LogOptions,
 ) -> None:
@@ -93,7 +89,6 @@ def serve(
             sampling=sampling,
             layout=layout,
             experts=experts,
-            draft=DraftOptions(),
             device=ranks.device_for(model.model),
             # Ranks for clips from photographs also make clips from text, if the model allows both.
             from_image=image_use(model) != "refused",
@@ -101,9 +96,9 @@ def serve(
             time_scale=service.time_scale,
         )
         if is_member(launched):
-            _join(console, service, _config(service, options, draft)[0], launched, log)
+            _join(console, service, _config(service, options)[0], launched, log)
         else:
-            _serve(console, service, keys, sizes, options, draft, log)
+            _serve(console, service, keys, sizes, options, log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -114,7 +109,6 @@ def _serve(
     keys: Keys | None,
     sizes: tuple[tuple[int, int], ...],
     options: PipelineOptions,
-    draft: DraftOptions,
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
@@ -122,7 +116,7 @@ def _serve(
     from svdpp.serve.address import bind
 
     with bind(asked.host, asked.port) as bound:
-        config, why = _config(asked, options, draft)
+        config, why = _config(asked, options)
         if options.launched is None:
             family = None if options.model.is_dummy else options.model.family
             fork_server.start_early(family=family, device=options.device)
@@ -178,7 +172,7 @@ def _run(
     from svdpp.serve.server import Server
 
     app, service = build(settings, keys)
-    service.engine.observe(EventLog(settings.config.plan, service.engine.name_of))
+    service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
     server = Server(
         app,
         service,
@@ -190,20 +184,11 @@ def _run(
     server.run()
 
 
-def _config(
-    asked: ServeOptions, options: PipelineOptions, draft: DraftOptions
-) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the layout; "" for none.
-
-    Its layout is for clips without a draft; a clip gets a draft only if its request asks for one.
-    """
-    plan = options.plan
-    drafting = draft.settings(plan.steps, plan.world_size())
+def _config(asked: ServeOptions, options: PipelineOptions) -> tuple[PipelineConfig, str]:
+    """The configuration, and a remark on the layout; "" for none."""
     return options.config(
         None if options.launched else _MANY_CLIPS,
-        draft_on_request=draft.draft,
         heartbeat_timeout_seconds=asked.heartbeat_timeout,
-        **drafting,
     )
 
 

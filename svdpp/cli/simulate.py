@@ -8,7 +8,6 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, option
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -55,7 +54,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
     without=(
         *("revision", "variant", "local_files_only", "memory_opt", "prompts", "negative_prompt"),
         *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "draft_psnr", "channels_last", "lora"),
+        *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
@@ -75,7 +74,6 @@ def simulate(
     prompts: PromptOptions,
     layout: LayoutOptions,
     experts: ShareOptions,
-    draft: DraftOptions,
     traces: TraceOptions,
     log: LogOptions,
     ranks: RankOptions = RankOptions(device="cpu"),
@@ -102,7 +100,6 @@ def simulate(
         sampling=sampling,
         layout=layout,
         experts=experts,
-        draft=draft,
         device=ranks.device_for(model.model),
         from_image=needs_image(model),
         on_cpu=4,
@@ -145,7 +142,7 @@ def _perform(
     progress = Progress(console, "simulate", schedule, costs=config.costs, forecasts=sleeps)
     with progress:
         pipeline.observe(progress)
-        pipeline.observe(EventLog(config.plan))
+        pipeline.observe(EventLog(config.layout))
         try:
             with outputs.of(pipeline), pipeline:
                 pipeline.run(requests)
@@ -182,7 +179,7 @@ def _to_json(
     ranks = pipeline.trace.to_json()
     for each in speeds.ranks:
         ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
-    for rank, share in zip(ranks, config.plan.all_shares, strict=True):
+    for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     return {
         "schema_version": 1,
@@ -191,7 +188,6 @@ def _to_json(
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
-        "start_steps": None if config.draft is None else list(config.draft.start_steps),
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
@@ -229,7 +225,7 @@ def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: F
             f"{stats.bubble:.0%}",
         )
         for stats, share in zip(
-            pipeline.trace.rank_stats(), pipeline.config.plan.all_shares, strict=True
+            pipeline.trace.rank_stats(), pipeline.config.layout.all_shares, strict=True
         )
     ]
     columns = ("rank", "range", "steps", "compute s", "wait s", "transfer s", "mean ms", "p95 ms")

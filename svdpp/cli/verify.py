@@ -13,7 +13,6 @@ from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, option
-from svdpp.cli.options.draft import DraftOptions
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -22,7 +21,7 @@ from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image
 from svdpp.cli.run_report import labels
-from svdpp.cli.verify_report import difference, end_one, end_several, print_drafts, print_verdict
+from svdpp.cli.verify_report import difference, end_one, end_several, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
@@ -107,7 +106,7 @@ class ProofOptions(ClipOptions):
         "svdpp verify photo.jpg --gpus 4 --split dithered --report proof.html",
     ),
     common=("world", "model", "clips", "steps", "split", "num_frames", "report", "as_json"),
-    without=("checksum", "draft_psnr"),
+    without=("checksum",),
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU 2",
         "clips": "one for each input, at least 2",
@@ -125,7 +124,6 @@ def verify(
     sampling: SamplingOptions,
     layout: LayoutOptions,
     experts: ShareOptions,
-    draft: DraftOptions,
     ranks: RankOptions,
     log: LogOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
@@ -162,11 +160,9 @@ def verify(
         sampling=sampling,
         layout=layout,
         experts=experts,
-        draft=draft,
         # `auto` may take the CPU for every model: a proof need not be fast.
         device=ranks.device_for(DEMO_MODEL),
         from_image=from_image,
-        no_draft={"costs": layout.costs},
     )
     config, why = options.config(None if launched else len(requests))
     if is_member(launched):
@@ -253,21 +249,13 @@ def _compare(
     fault = None if asked.inject_fault is None else InjectedFault.parse(asked.inject_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
-        if config.draft is not None and fault.kind == "skip":
-            raise RequestError(
-                "a draft has no fault skip, since its ranks share no steps",
-                "--inject-fault ulp@rank0.clip0 damages a latent",
-            )
-    if config.draft is not None:
-        ours = config.draft_plan.schedule(clips)
-    else:
-        ours = build_schedule(config.layout.routes(clips), config.world_size)
+    ours = build_schedule(config.layout.routes(clips), config.world_size)
     alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
     theirs = build_schedule(alone, 1)
     with temp_folders.folder("svdpp-verify-") as folder:
         names = labels(requests)
         with Progress(console, "pipelined", ours, labels=names) as progress:
-            observers = (progress, EventLog(config.plan))
+            observers = (progress, EventLog(config.layout))
             conditions = proof.run_pipelined(
                 config, requests, folder, fault=fault, observers=observers
             )
@@ -284,8 +272,6 @@ def _compare(
         console.json(verdict.to_json())
     else:
         print_verdict(console, verdict)
-        if verdict.drafts:
-            print_drafts(console, verdict, num_steps)
     if asked.report is not None:
         console.info(f"report: {asked.report}")
     if not verdict.equal:

@@ -1,4 +1,4 @@
-"""The output of `svdpp verify`: checks, verdicts, and distances of drafts."""
+"""The output of `svdpp verify`: checks and verdicts."""
 
 from __future__ import annotations
 
@@ -41,25 +41,6 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
         )
     elif verdict.equal:
         console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
-
-
-def print_drafts(console: Console, verdict: VerificationResult, num_steps: int) -> None:
-    """Prints each draft: how much sooner it is ready, and how far from the exact clip."""
-    rows = [
-        (
-            str(each.clip),
-            str(each.rank),
-            str(each.start),
-            f"{each.rounds} of {num_steps}",
-            f"{num_steps / each.rounds:.2f}x",
-            "lost" if each.latent_max_abs_diff is None else f"{each.latent_max_abs_diff:.3g}",
-            "-" if each.frames is None else str(each.frames.whole),
-        )
-        for each in verdict.drafts
-    ]
-    columns = ("clip", "rank", "start", "rounds", "sooner", "latent diff", "draft's frames")
-    console.result()
-    console.table(columns, rows)
 
 
 def difference(verdict: VerificationResult) -> str:

@@ -16,14 +16,14 @@ from svdpp.config.model import (
     Lora,
     ModelConfig,
 )
-from svdpp.config.pipeline import DraftConfig, PipelineConfig
+from svdpp.config.params import Param, params_of
+from svdpp.config.pipeline import PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
     DEMO_SAMPLING,
     CommonSampling,
     Fit,
     LtxSampling,
-    Param,
     PromptedSampling,
     SvdSampling,
     WanSampling,
@@ -41,7 +41,6 @@ __all__ = [
     "SAMPLING_CLASSES",
     "ClipRequest",
     "CommonSampling",
-    "DraftConfig",
     "Dtype",
     "Fit",
     "LatentSpec",
@@ -57,6 +56,7 @@ __all__ = [
     "VideoFormat",
     "WanSampling",
     "own_params",
+    "params_of",
     "sampling_defaults",
     "sampling_from",
 ]

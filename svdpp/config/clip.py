@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from svdpp.config.families import SamplingConfig
@@ -46,12 +46,6 @@ class OutputConfig:
         """
         return f"{self.path}.json"
 
-    @property
-    def draft(self) -> OutputConfig:
-        """The output of the clip's draft: in the same folder, with `.draft` in its name."""
-        suffix = "" if self.format == "frames" else f".{self.format}"
-        return replace(self, path=f"{self.path.removesuffix(suffix)}.draft{suffix}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
@@ -71,10 +65,7 @@ class ClipRequest:
     """SHA-256, in hex, of everything that the latent's bits depend on. It names the latent
     checkpoints."""
     sampling: SamplingConfig | None = None
-    """Sampling parameters of this clip; None: the pipeline's. A draft has the pipeline's number of
-    steps."""
-    draft: bool = False
-    """Whether all ranks draft the clip, for a pipeline that drafts on request."""
+    """Sampling parameters of this clip; None: the pipeline's."""
     done_steps: int = 0
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
@@ -89,7 +80,6 @@ class ClipRequest:
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
-        check_type("a clip's draft", self.draft, bool)
         require(
             self.sampling is None or isinstance(self.sampling, SamplingConfig),
             f"a clip's sampling must be a SamplingConfig, got {shown(self.sampling)}",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from svdpp.config.limits import require, shown
+from svdpp.config.params import Param
 from svdpp.config.sampling import (
     LtxSampling,
-    Param,
     PromptedSampling,
     SvdSampling,
     WanSampling,

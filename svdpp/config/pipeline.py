@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from svdpp.config.clip import ClipRequest
 from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     check_seconds,
     check_type,
     check_whole,
-    is_number,
     max_threads,
     require,
     shown,
@@ -22,33 +20,8 @@ from svdpp.config.limits import (
 from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SvdSampling
 from svdpp.plan.costs import Costs
-from svdpp.plan.layout import Layout, Roles, Split
+from svdpp.plan.layout import Layout, Split
 from svdpp.plan.split import MAX_RANKS
-
-if TYPE_CHECKING:
-    from svdpp.plan.draft import DraftPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftConfig:
-    """A draft: first an approximation of the clip, then the exact clip.
-
-    Raises:
-        RequestError: `accept_psnr_db` is not a finite number above 0.
-    """
-
-    start_steps: tuple[int, ...]
-    """The step at which each rank starts, by rank; see `plan.draft.DraftPlan`."""
-    accept_psnr_db: float | None = None
-    """If the frames of two successive ranks agree to this PSNR, in dB, the clip ends and stays
-    approximate. None: it ends with the exact clip."""
-
-    def __post_init__(self) -> None:
-        psnr_db = self.accept_psnr_db
-        require(
-            psnr_db is None or (is_number(psnr_db) and psnr_db > 0),
-            f"--draft-psnr must be a finite PSNR above 0 dB, got {shown(psnr_db)}",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +61,6 @@ class PipelineConfig:
     """Steps of the first of two experts; the model gives it when the configuration is resolved."""
     share_experts: bool = False
     """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
-    draft: DraftConfig | None = None
-    """If set, all ranks denoise the same clip from several start steps."""
-    draft_on_request: bool = False
-    """Whether only clips whose requests ask for it are drafts; the others take the layout."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     deterministic: bool = False
@@ -103,14 +72,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         check_whole("--world", self.world_size, 1, MAX_RANKS)
-        self.plan  # noqa: B018  checks the ranks against the steps
-        check_type("draft_on_request", self.draft_on_request, bool)
-        require(
-            self.draft is not None or not self.draft_on_request,
-            "draft_on_request needs a draft",
-        )
-        if self.draft is not None:
-            self._check_draft()
+        self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
         _check_device(self.device)
@@ -146,55 +108,6 @@ class PipelineConfig:
             f"got {shown(self.device_order)}",
         )
 
-    def _check_draft(self) -> None:
-        assert self.draft is not None
-        num_starts = len(self.draft_plan.start_steps)
-        require(
-            num_starts == self.world_size,
-            f"--draft-starts names {num_starts} ranks, but there are {self.world_size}",
-            f"use --world {num_starts}, or name {self.world_size} starts",
-        )
-        require(
-            not self.draft.accept_psnr_db or num_starts > 2,
-            "--draft-psnr needs 3 ranks or more: it compares two ranks before the exact one "
-            "finishes",
-            "use --world 3 or more, and as many --draft-starts if given",
-        )
-
-    @property
-    def plan(self) -> Layout | DraftPlan:
-        """The layout, or the draft plan if every clip is a draft."""
-        return self.layout if self.draft is None or self.draft_on_request else self.draft_plan
-
-    @cached_property
-    def links(self) -> tuple[tuple[int, int], ...]:
-        """All pairs of ranks (from, to) that a clip can use, in order."""
-        drafts = self.draft_plan.links if self.draft_on_request else ()
-        return tuple(sorted({*self.plan.links, *drafts}))
-
-    @cached_property
-    def roles(self) -> tuple[Roles, ...]:
-        """The parts of the model that each rank can need."""
-        if not self.draft_on_request:
-            return self.plan.roles
-        return tuple(map(Roles.__or__, self.plan.roles, self.draft_plan.roles))
-
-    def is_draft(self, request: ClipRequest) -> bool:
-        """Whether the clip of `request` is a draft."""
-        return self.draft is not None and (request.draft or not self.draft_on_request)
-
-    @cached_property
-    def draft_plan(self) -> DraftPlan:
-        """The draft plan; only if `draft` is set."""
-        assert self.draft is not None
-        from svdpp.plan.draft import DraftPlan  # few commands need it
-
-        return DraftPlan(
-            num_steps=self.sampling.num_inference_steps,
-            start_steps=self.draft.start_steps,
-            decodes=self.decodes,
-        )
-
     @cached_property
     def layout(self) -> Layout:
         """The layout, which gives the route of each clip through the ranks."""
@@ -215,22 +128,16 @@ class PipelineConfig:
     ) -> PipelineConfig:
         """The configuration of a clip with these sampling parameters.
 
-        It makes no drafts on request: their start steps may not fit its number of steps.
-
         Args:
             sampling: of the clip.
             expert_boundary: of these parameters; None: the model has one expert.
         """
-        changes: dict[str, Any] = {"sampling": sampling, "expert_boundary": expert_boundary}
-        if self.draft_on_request:
-            changes |= {"draft": None, "draft_on_request": False}
-        return replace(self, **changes)
+        return replace(self, sampling=sampling, expert_boundary=expert_boundary)
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
-        plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1, "draft": None}
-        plain |= {"draft_on_request": False, "device_order": ()}
-        return replace(self, world_size=1, costs=Costs(), **plain)
+        plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1}
+        return replace(self, world_size=1, costs=Costs(), device_order=(), **plain)
 
     @property
     def decodes(self) -> bool:

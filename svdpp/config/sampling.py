@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
+from dataclasses import dataclass, field, make_dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
@@ -17,12 +17,11 @@ from svdpp.config.limits import (
     MAX_PROMPT_TOKENS,
     MAX_SIDE,
     MAX_STEPS,
-    check_number,
-    check_whole,
     require,
     shown,
 )
 from svdpp.config.model import DEMO_MODEL
+from svdpp.config.params import Param, params_of, within
 from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -38,6 +37,41 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "max_guidance_scale": 1.1,
     "noise_aug_strength": 0.02,
 }
+
+Steps = Annotated[
+    int, within(1, MAX_STEPS, "Denoising steps of each clip.", option="--steps", api="steps")
+]
+Height = Annotated[int, within(8, MAX_SIDE, "Frame height, a multiple of 8.", option="--height")]
+Width = Annotated[int, within(8, MAX_SIDE, "Frame width, a multiple of 8.", option="--width")]
+Frames = Annotated[
+    int, within(1, MAX_FRAMES, "Frames of each clip.", option="--frames", api="frames")
+]
+Fps = Annotated[
+    int,
+    within(1, MAX_FPS, "Frames per second, 1 to 240.", option="--fps", unit="frames a second"),
+]
+Chunk = Annotated[
+    int,
+    within(
+        *(1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."),
+        option="--decode-chunk-size",
+    ),
+]
+Scale = Annotated[
+    float,
+    within(
+        *(0, MAX_GUIDANCE_SCALE, "Guidance by the prompt; 1 or less turns guidance off."),
+        option="--guidance-scale",
+    ),
+]
+Tokens = Annotated[
+    int,
+    within(
+        *(1, MAX_PROMPT_TOKENS, "Tokens of a prompt that the model reads; the rest is cut off."),
+        option="--max-prompt-tokens",
+        api="max_prompt_tokens",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +90,26 @@ class CommonSampling:
     latent_axes: ClassVar[str] = "BCFHW"
 
     family: str
-    num_inference_steps: int
-    height: int
-    width: int
-    num_frames: int | None = None
+    num_inference_steps: Steps
+    height: Height
+    width: Width
+    num_frames: Frames | None = None
     """None: that of the model's config."""
-    fps: int
-    decode_chunk_size: int | None = None
+    fps: Fps
+    decode_chunk_size: Chunk | None = None
     """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
     """How a photograph of another shape is fitted to the frame."""
 
     def __post_init__(self) -> None:
-        check_whole("--steps", self.num_inference_steps, 1, MAX_STEPS)
-        self._check_size()
-        check_whole("--fps", self.fps, 1, MAX_FPS, " frames a second")
+        check_sides(self, (self.side_unit, self.side_unit))
+        kind: Any = type(self)
+        for name, param in params_of(kind).items():
+            param.check(getattr(self, name))
         require(
             self.fit in get_args(Fit),
             f"--fit must be crop, pad or stretch, got {shown(self.fit)}",
         )
-
-    def _check_size(self) -> None:
-        check_sides(self, (self.side_unit, self.side_unit))
-        for option, value in (
-            ("--frames", self.num_frames),
-            ("--decode-chunk-size", self.decode_chunk_size),
-        ):
-            if value is not None:
-                check_whole(option, value, 1, MAX_FRAMES)
         check_frames(self, self.frames_unit)
         num_pixels = self.height * self.width * (self.num_frames or 1)
         require(
@@ -125,25 +151,40 @@ class SvdSampling(CommonSampling):
     latent_axes: ClassVar[str] = "BFCHW"
 
     family: Literal["svd"] = "svd"
-    num_inference_steps: int = DEFAULT_NUM_STEPS
-    height: int = 576
-    width: int = 1024
-    fps: int = 7
-    motion_bucket_id: int = 127
-    noise_aug_strength: float = 0.02
-    min_guidance_scale: float = 1.0
-    max_guidance_scale: float = 3.0
+    num_inference_steps: Steps = DEFAULT_NUM_STEPS
+    height: Height = 576
+    width: Width = 1024
+    fps: Fps = 7
+    motion_bucket_id: Annotated[
+        int,
+        within(
+            0, MAX_MOTION_BUCKET_ID, "Amount of motion, 0 to 1023.", option="--motion-bucket-id"
+        ),
+    ] = 127
+    noise_aug_strength: Annotated[
+        float,
+        within(
+            *(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the photograph."),
+            option="--noise-aug-strength",
+        ),
+    ] = 0.02
+    min_guidance_scale: Annotated[
+        float,
+        within(
+            *(0, MAX_GUIDANCE_SCALE, "Guidance of the first frame."), option="--min-guidance-scale"
+        ),
+    ] = 1.0
+    max_guidance_scale: Annotated[
+        float,
+        within(
+            *(0, MAX_GUIDANCE_SCALE, "Guidance of the last frame; 1 or less turns guidance off."),
+            option="--max-guidance-scale",
+        ),
+    ] = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("--motion-bucket-id", self.motion_bucket_id, 0, MAX_MOTION_BUCKET_ID)
-        check_number("--noise-aug-strength", self.noise_aug_strength, MAX_NOISE_AUG_STRENGTH)
-        self._check_guidance()
-
-    def _check_guidance(self) -> None:
         low, high = self.min_guidance_scale, self.max_guidance_scale
-        check_number("--min-guidance-scale", low, MAX_GUIDANCE_SCALE)
-        check_number("--max-guidance-scale", high, MAX_GUIDANCE_SCALE)
         # diffusers decides about guidance twice: by the maximum when it encodes, and by the larger
         # of both when it denoises. If the two differ, its __call__ fails with a shape error.
         require(
@@ -171,37 +212,25 @@ class SvdSampling(CommonSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedSampling(CommonSampling):
-    """The parameters that the families with prompts share; a family may have more of them.
-
-    A field of its own has a `Param` in its metadata, unless its class checks it.
-    """
+    """The parameters that the families with prompts share; a family may have more of them."""
 
     #: Whether `guidance_scale` is an input of the model, which then runs once for each step.
     embedded_guidance: ClassVar[bool] = False
 
-    num_inference_steps: int = 50
-    num_frames: int
-    guidance_scale: float
-    max_sequence_length: int
-    """Tokens of a prompt; diffusers cuts longer prompts."""
+    num_inference_steps: Steps = 50
+    num_frames: Frames
+    guidance_scale: Scale
+    max_sequence_length: Tokens
     from_image: bool = False
     """Whether clips start from a photograph; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("--guidance-scale", self.guidance_scale, MAX_GUIDANCE_SCALE)
-        check_whole("--max-prompt-tokens", self.max_sequence_length, 1, MAX_PROMPT_TOKENS)
         require(
             self.decode_chunk_size is None,
             f"--decode-chunk-size is for Stable Video Diffusion; {self.family} decodes all frames "
             "at once",
         )
-        for name, param in own_params(type(self)).items():
-            value, option = getattr(self, name), f"--param {name}"
-            if isinstance(param.default, int):
-                check_whole(option, value, 0, int(param.highest))
-            else:
-                check_number(option, value, param.highest)
 
     @property
     def guided(self) -> bool:
@@ -209,19 +238,10 @@ class PromptedSampling(CommonSampling):
         return self.guidance_scale > 1 and not self.embedded_guidance
 
 
-class Param(NamedTuple):
-    """A parameter that one family alone has: a number from 0."""
-
-    default: float
-    """Its type is that of the parameter."""
-    highest: float
-    help: str
-
-
-def own_params(kind: type[CommonSampling]) -> dict[str, Param]:
-    """The parameters of a family that have a `Param`, by name."""
-    found = {each.name: each.metadata.get("param") for each in fields(kind)}
-    return {name: param for name, param in found.items() if param is not None}
+def own_params(kind: Any) -> dict[str, Param]:
+    """The parameters that the family alone has, by name."""
+    shared = {**params_of(CommonSampling), **params_of(PromptedSampling)}
+    return {name: param for name, param in params_of(kind).items() if name not in shared}
 
 
 #: Where the classes of the table are found when they are unpickled.
@@ -239,9 +259,9 @@ def new_family(
     embedded_guidance: bool = False,
 ) -> type[PromptedSampling]:
     """The class of a family's parameters, from its row in `config.families`."""
-    common = get_type_hints(PromptedSampling)
+    common = get_type_hints(PromptedSampling, include_extras=True)
     own = [
-        (name, type(param.default), field(default=param.default, metadata={"param": param}))
+        (name, Annotated[type(param.default), param], field(default=param.default))
         for name, param in (params or {}).items()
     ]
     settings = {"side_unit": side_unit, "frames_unit": frames_unit, "latent_axes": latent_axes}
@@ -267,25 +287,28 @@ class WanSampling(PromptedSampling):
     frames_unit: ClassVar[int] = 4
 
     family: Literal["wan"] = "wan"
-    height: int = 480
-    width: int = 832
-    num_frames: int = 81
-    fps: int = 16
+    height: Height = 480
+    width: Width = 832
+    num_frames: Frames = 81
+    fps: Fps = 16
     """Of the file; the model does not depend on it."""
-    guidance_scale: float = 5.0
-    guidance_scale_2: float | None = None
-    """Of the low-noise expert; None: `guidance_scale`."""
-    flow_shift: float | None = None
-    """Of the scheduler; None: that of its config."""
-    max_sequence_length: int = 512
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.guidance_scale_2 is not None:
-            check_number("--guidance-scale-2", self.guidance_scale_2, MAX_GUIDANCE_SCALE)
-        if self.flow_shift is not None:
-            check_number("--flow-shift", self.flow_shift, MAX_FLOW_SHIFT)
-            require(self.flow_shift > 0, "--flow-shift must be above 0, got 0")
+    guidance_scale: Scale = 5.0
+    guidance_scale_2: Annotated[
+        float | None,
+        within(
+            *(0, MAX_GUIDANCE_SCALE, "Guidance in the steps of the low-noise expert."),
+            shown_default="guidance_scale",
+        ),
+    ] = None
+    flow_shift: Annotated[
+        float | None,
+        within(
+            *(0, MAX_FLOW_SHIFT, "Shift of the noise levels, such as 3 at 480p and 5 at 720p."),
+            above=True,
+            shown_default="that of the model's scheduler",
+        ),
+    ] = None
+    max_sequence_length: Tokens = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,24 +320,20 @@ class LtxSampling(PromptedSampling):
     latent_axes: ClassVar[str] = "BNC"
 
     family: Literal["ltx"] = "ltx"
-    height: int = 512
-    width: int = 704
-    num_frames: int = 161
-    fps: int = 25
-    guidance_scale: float = 3.0
-    guidance_rescale: float = 0.0
-    decode_timestep: float = 0.0
-    """Noise level of the decode, for a VAE that is conditioned on it."""
-    decode_noise_scale: float | None = None
-    """None: `decode_timestep`."""
-    max_sequence_length: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("--guidance-rescale", self.guidance_rescale, 1.0)
-        check_number("--decode-timestep", self.decode_timestep, 1.0)
-        if self.decode_noise_scale is not None:
-            check_number("--decode-noise-scale", self.decode_noise_scale, 1.0)
+    height: Height = 512
+    width: Width = 704
+    num_frames: Frames = 161
+    fps: Fps = 25
+    guidance_scale: Scale = 3.0
+    guidance_rescale: Annotated[float, within(0, 1, "Rescaling of the guided prediction.")] = 0.0
+    decode_timestep: Annotated[
+        float, within(0, 1, "Noise level of the decode, for a VAE that is conditioned on it.")
+    ] = 0.0
+    decode_noise_scale: Annotated[
+        float | None,
+        within(0, 1, "Noise added before the decode.", shown_default="decode_timestep"),
+    ] = None
+    max_sequence_length: Tokens = 128
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:

@@ -1,1 +1,1 @@
-"""Doctor, environment, memory estimates, cost profiling, draft sweeps and traces."""
+"""Doctor, environment, memory estimates, cost profiling and traces."""

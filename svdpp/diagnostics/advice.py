@@ -123,7 +123,7 @@ def advise(figures: RunFigures, findings: Sequence[Finding], again: Again) -> li
     """
     kinds = {finding.kind for finding in findings}
     by_forecast: list[Advice] = []
-    if not figures.is_draft and figures.forecast.afterwards:
+    if figures.forecast.afterwards:
         by_forecast = [*_layout(figures, again), *_ranks(figures, again)]
     by_forecast.sort(key=lambda advice: -(advice.times_as_fast or 0))
     rules = [advice for advice in _rules(figures, again) if kinds & set(advice.kinds)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -165,7 +165,6 @@ class _Maker:
     def __init__(self, begin: float) -> None:
         self._begin = begin
         self._tracks: dict[tuple[int, str, int], int] = {}
-        self._arrows: dict[tuple[str, int, int], tuple[int, Counter[int]]] = {}
 
     def rank(self, rank: int, devices: Mapping[int, str]) -> Iterator[_TraceEvent]:
         """The names of a rank's process and of its first track."""
@@ -227,21 +226,10 @@ class _Maker:
         yield _metadata(rank, track, "thread_sort_index", sort_index=track)
 
     def _arrow(self, transfer: TransferSpan) -> str:
-        """The same text at both ends of a transfer, and at no other.
-
-        In a draft several packets of a clip on one link may have the same step; they are numbered,
-        because both ends see them in the same order.
-        """
+        """The same text at both ends of a transfer, and at no other."""
         ends = transfer.rank, transfer.peer
         sender, receiver = ends if transfer.direction == "send" else ends[::-1]
-        link = transfer.direction, sender, receiver
-        clip, seen = self._arrows.get(link, (-1, Counter()))
-        if clip != transfer.clip:
-            seen = Counter()
-        self._arrows[link] = transfer.clip, seen
-        seen[transfer.next_step] += 1
-        number = seen[transfer.next_step]
-        return f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}, {number}"
+        return f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}"
 
     def _complete(
         self,

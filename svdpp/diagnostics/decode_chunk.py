@@ -140,7 +140,7 @@ def _measure(setup: _Setup) -> DecodeMemory:
     config, checkpoint = setup.config, setup.checkpoint
     assert checkpoint is not None, "the dummy model decodes nothing"
     device = take_device(config, _as_last_rank(config))
-    decoding = [roles for roles in config.roles if roles.decode]
+    decoding = [roles for roles in config.layout.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
         denoise=any(each.denoise for each in decoding),
@@ -196,7 +196,7 @@ def _weights_of_others(config: PipelineConfig, checkpoint: Checkpoint, loaded: R
     from svdpp.models.memory import estimate
 
     parts = estimate(checkpoint, config.model, config.sampling, device=config.device)
-    weights = [parts.of_rank(roles).weight_bytes for roles in config.roles]
+    weights = [parts.of_rank(roles).weight_bytes for roles in config.layout.roles]
     own = parts.of_rank(loaded).weight_bytes
     others = max(0, sum(weights) - own)
     return others + (config.world_size - 1) * CUDA_PROCESS_BYTES

@@ -139,7 +139,6 @@ class RunFigures(_Checked):
     replicas: AtLeastOne = 1
     decoders: AtLeastOne = 1
     decodes: bool = True
-    is_draft: bool = False
     device: str = "cpu"
     num_threads: AtLeastOne = 1
     usable_cores: AtLeastOne = 1

@@ -53,7 +53,7 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
         num_threads=config.num_threads,
     )
     result = []
-    for rank, roles in enumerate(config.roles):
+    for rank, roles in enumerate(config.layout.roles):
         memory = estimate_of_parts.of_rank(roles)
         result.append(
             RankMemory(
@@ -105,5 +105,5 @@ def _process_bytes(config: PipelineConfig, rank: int) -> int:
     if config.device == "cpu":
         return bare_process_bytes()
     backend = process_group.choose_backend(config.device, config.world_size)
-    pairs = sum(rank in link for link in config.links) if backend == "nccl" else 0
+    pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES

@@ -133,7 +133,6 @@ class FigureRecorder:
             replicas=config.replicas,
             decoders=config.decoders,
             decodes=config.decodes,
-            is_draft=config.draft is not None,
             device=config.device,
             num_threads=config.num_threads,
             usable_cores=len(os.sched_getaffinity(0)),
@@ -154,7 +153,7 @@ class FigureRecorder:
 
     def _rank(self, times: TimeBreakdown, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
         rank = times.rank
-        share = self._config.plan.all_shares[rank]
+        share = self._config.layout.all_shares[rank]
         reported = self._reported[rank]
         gpu = self._gpu_of(rank, gpus)
         uuid = reported.uuid or (gpu.uuid if gpu else None)

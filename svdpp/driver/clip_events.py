@@ -68,7 +68,7 @@ class ClipEvents:
                 self._send(rank, FILE + self._image_bytes(event.clip))
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
                 self._clips.advance(clip, rank)
-            case StepDone() if self._is_exact(event.clip, rank):
+            case StepDone():
                 self._clips.advance(event.clip, rank, event.step + 1)
             case ClipDone():
                 self._finish(event)
@@ -92,15 +92,8 @@ class ClipEvents:
         if request is None:  # already lost, or cancelled
             self._drop(done.clip)
             return
-        if done.metadata.get("exact") is False:
-            self.cancel(done.clip)  # an accepted draft: the rest of the exact clip is not needed
         self._files.settled(request, is_finished=True)
         self._clips.finish(done.clip, done.metadata)
-
-    def _is_exact(self, clip: int, rank: int) -> bool:
-        """Whether `rank` makes the exact clip; in a draft only rank 0 does."""
-        request = self._clips.request(clip)
-        return rank == 0 or request is None or not self._config.is_draft(request)
 
     def _drop(self, clip: int) -> None:
         request = self._clips.drop(clip)

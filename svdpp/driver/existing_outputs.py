@@ -1,11 +1,11 @@
-"""The check of existing outputs: finished clips, drafts, and files of other programs."""
+"""The check of existing outputs: finished clips, and files of other programs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import DraftConfig, OutputConfig
+from svdpp.config import OutputConfig
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.worker.clip_metadata import (
@@ -13,54 +13,28 @@ from svdpp.worker.clip_metadata import (
     identity,
     parameters_sha256,
     read_clip_metadata,
-    read_draft,
 )
 
 
-def taken_places(output: OutputConfig, draft: DraftConfig | None) -> list[Path]:
+def taken_places(output: OutputConfig) -> list[Path]:
     """The existing files that a clip would replace, which needs `--overwrite`.
 
-    These are the clip's file and its JSON; with a draft, also the draft's. A draft that was not
-    accepted, left by a killed run, does not count.
+    These are the clip's file and its JSON.
     """
-    places = [output]
-    if draft is not None and not _is_leftover(output.draft):
-        places.append(output.draft)
-    paths = [Path(name) for place in places for name in (place.path, place.json_path)]
-    return [path for path in paths if path.exists()]
+    return [path for path in map(Path, (output.path, output.json_path)) if path.exists()]
 
 
-def clip_as_asked(
-    output: OutputConfig, metadata: dict[str, Any], draft: DraftConfig | None
-) -> dict[str, Any] | None:
+def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON of an existing clip that is complete and as requested; None if it must be made.
 
-    A draft counts if `draft` would accept one of its quality again. A run that is killed between a
-    file and its JSON leaves a clip without JSON; this function writes the JSON.
+    A run that is killed between a file and its JSON leaves a clip without JSON; this function
+    writes the JSON.
 
     Raises:
         RequestError: the file is another clip, or has changed since svdpp wrote it.
         InputError: the JSON is not a clip's.
         OutputError: a JSON cannot be written.
     """
-    exact = _whole(output, metadata)
-    if exact is not None or draft is None or _is_leftover(output.draft):
-        return exact
-    accepted = _whole(output.draft, metadata)
-    if accepted is None or draft.accept_psnr_db is None:
-        return None
-    about = accepted.get("draft") or {}
-    return accepted if about.get("accept_psnr_db", 0) >= draft.accept_psnr_db else None
-
-
-def _is_leftover(output: OutputConfig) -> bool:
-    """Whether `output` is a draft that was not accepted."""
-    about = read_draft(output)
-    return about is not None and "accept_psnr_db" not in about
-
-
-def _whole(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The JSON of `output`, if file and JSON exist, are complete, and are of this clip."""
     path, json_path = Path(output.path), Path(output.json_path)
     if json_path.exists():
         existing = read_clip_metadata(json_path)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import DraftConfig, OutputConfig
+from svdpp.config import OutputConfig
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, finished_clip
 from svdpp.errors import InputError, RequestError, SvdppError, error_from_dict, error_to_dict
@@ -46,7 +46,7 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     existing: tuple[str, ...] = ()
-    """Existing outputs of the requested clips, finished or not, and accepted drafts."""
+    """Existing outputs of the requested clips, finished or not."""
     finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By output, the metadata of those that are complete and as requested."""
     sees_probe: bool = True
@@ -54,23 +54,23 @@ class Answer(BaseModel):
     """What is wrong on that host; see `error_to_dict`."""
 
 
-def answer(question: bytes, policy: OutputPolicy, draft: DraftConfig | None) -> bytes:
+def answer(question: bytes, policy: OutputPolicy) -> bytes:
     """What this host finds in the folders that its command names, or the error that prevents it."""
     try:
-        found = _answer(Question.model_validate(json.loads(question)), policy, draft)
+        found = _answer(Question.model_validate(json.loads(question)), policy)
     except Exception as error:
         found = Answer(error=error_to_dict(error))
     return _to_bytes(found)
 
 
-def _answer(question: Question, policy: OutputPolicy, draft: DraftConfig | None) -> Answer:
+def _answer(question: Question, policy: OutputPolicy) -> Answer:
     output_files.check_writable(policy.folder)
     outputs = {metadata["output"]: metadata for metadata in question.metadata}
     existing, finished = [], {}
-    for name in outputs:  # an accepted draft has another name
+    for name in outputs:
         output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
-        existing += [path.name for path in taken_places(output, draft)[:1]]
-        if (metadata := finished_clip(output, outputs[name], draft, policy)) is not None:
+        existing += [path.name for path in taken_places(output)[:1]]
+        if (metadata := finished_clip(output, outputs[name], policy)) is not None:
             finished[name] = metadata
     folder, probe = policy.latents_folder, question.probe
     sees = probe is None or (folder is not None and (folder / probe).exists())

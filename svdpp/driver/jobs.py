@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import check_num_clips
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
@@ -76,7 +76,6 @@ def check_outputs(
     inputs: Sequence[ClipInput],
     seeds: Sequence[int],
     policy: OutputPolicy,
-    draft: DraftConfig | None = None,
 ) -> int:
     """Checks the output paths and the encoder, before the model is searched for.
 
@@ -84,7 +83,6 @@ def check_outputs(
         inputs: each combined with each seed.
         seeds: of the noise.
         policy: where clips go, and what happens to existing files.
-        draft: not None if drafts need output paths as well.
 
     Returns:
         How many of the outputs exist already.
@@ -102,8 +100,8 @@ def check_outputs(
     places: list[OutputConfig] = []
     existing: list[Path] = []
     for _, _, output in _outputs(inputs, seeds, policy):
-        existing += taken_places(output, draft)[:1]
-        places += [output] if draft is None else [output, output.draft]
+        existing += taken_places(output)[:1]
+        places.append(output)
     if existing and not (policy.overwrite or policy.keeps_finished):
         count = "1 output exists" if len(existing) == 1 else f"{len(existing)} outputs exist"
         raise RequestError(
@@ -168,7 +166,7 @@ def plan_clips(
             checkpoint.check_requests(config.sampling, [request])
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, weights)
-        finished = finished_clip(output, metadata, config.draft, policy)
+        finished = finished_clip(output, metadata, policy)
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
@@ -293,7 +291,6 @@ def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) 
 def finished_clip(
     output: OutputConfig,
     metadata: dict[str, Any],
-    draft: DraftConfig | None,
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
     """The JSON of an existing clip that `policy` keeps; None if the clip must be made.
@@ -305,7 +302,7 @@ def finished_clip(
     if not policy.keeps_finished:
         return None
     try:
-        return clip_as_asked(output, metadata, draft)
+        return clip_as_asked(output, metadata)
     except (RequestError, InputError):
         if policy.overwrite:
             return None

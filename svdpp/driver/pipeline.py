@@ -106,8 +106,8 @@ class Pipeline(PipelineRanks):
         setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.roles,
-            links=self.config.links,
+            roles=self.config.layout.roles,
+            links=self.config.layout.links,
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,

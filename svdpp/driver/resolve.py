@@ -49,10 +49,10 @@ def resolve(
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
     """The roles of the ranks on this host."""
     if world is None or world.size != config.world_size:  # the latter is refused later
-        return set(config.roles)
+        return set(config.layout.roles)
     # torchrun and, by default, srun number the ranks host by host.
     first = world.rank - world.local_rank
-    return {*config.roles[first : first + world.local_size], config.roles[world.rank]}
+    return {*config.layout.roles[first : first + world.local_size], config.layout.roles[world.rank]}
 
 
 def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
@@ -66,23 +66,7 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
         RequestError: the model cannot run these sampling parameters.
     """
     sampling, boundary = _resolved(config, config.sampling, checkpoint)
-    if config.draft is not None and checkpoint is not None:
-        check_can_draft(checkpoint)
     return replace(config, sampling=sampling, expert_boundary=boundary)
-
-
-def check_can_draft(checkpoint: Checkpoint) -> None:
-    """Refuses a draft of a model whose sampler is not Euler's method.
-
-    Raises:
-        RequestError: the model is of such a family.
-    """
-    if not checkpoint.can_draft:
-        raise RequestError(
-            f"{checkpoint.label} cannot be drafted: a draft needs the derivative of Euler's "
-            "method, and diffusers' loop for this family does not give it",
-            "leave --draft out",
-        )
 
 
 def resolved_for(
@@ -113,6 +97,6 @@ def _resolved(
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(
             f"the model has two experts, and one of them would do all {num_steps} steps",
-            "use more --steps, or another --flow-shift",
+            "use more --steps, or another --param flow_shift",
         )
     return sampling, boundary

@@ -15,7 +15,7 @@ from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.small_file import is_version, read_small_file
 from svdpp.redaction import redact_all
-from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, DraftDone, Event, Heartbeat
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
 State = Literal["pending", "running", "done", "failed"]
 
@@ -123,8 +123,6 @@ class RunManifest:
         match event:
             case Heartbeat(action=Action() as action) | ActionDone(action=action):
                 self._see_action(action)
-            case DraftDone():
-                self._set(event.clip, "running", draft=event.metadata["output"])
             case ClipDone():
                 self._set(event.clip, "done", **how_made(event.metadata))
             case ClipFailed():
@@ -145,8 +143,7 @@ class RunManifest:
 
     def _set(self, clip: int, state: State, **more: Any) -> None:
         if self._clips[clip]["state"] in _SETTLED:
-            return  # such as a failure of the exact clip after its draft was accepted
-        self._clips[clip].pop("draft", None)  # the draft exists only until the clip does
+            return
         self._clips[clip].update(state=state, **redact_all(more))
         self._changed = True
 
@@ -172,8 +169,5 @@ class RunManifest:
 
 
 def how_made(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields from a finished clip's metadata: its host, and whether it is a draft."""
-    host = {"host": metadata["host"]} if metadata.get("host") else {}
-    if metadata.get("exact", True):
-        return host
-    return {**host, "exact": False, "output": metadata["output"]}
+    """Fields from a finished clip's metadata: its host."""
+    return {"host": metadata["host"]} if metadata.get("host") else {}

@@ -111,8 +111,7 @@ class Supervisor:
             self.step()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
-        # Only now: a rank that ends takes with it what NCCL has not delivered. All of its clips may
-        # be reported before that, because the ranks go on with what an accepted draft replaces.
+        # Only now: a rank that ends takes with it what NCCL has not delivered.
         self._send_stop()
         if not self._group.end(_END_SECONDS):
             raise RankError("ranks reported the end of their work, but did not exit with code 0")

@@ -18,7 +18,6 @@ from svdpp.driver.resolve import resolved_for
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.draft import check_draft_schedule
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule, check_schedule
 from svdpp.worker.messages import ClipJob, Work
@@ -45,7 +44,7 @@ class ClipWork:
         self._config = config
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
-        self._links = frozenset(config.links)
+        self._links = frozenset(config.layout.links)
         self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     # 1. One clip.
@@ -65,9 +64,6 @@ class ClipWork:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
         if sampling == self._config.sampling:
             return replace(request, sampling=None)
-        num_steps, own = sampling.num_inference_steps, self._config.sampling.num_inference_steps
-        if self._config.is_draft(request) and num_steps != own:
-            raise RequestError(f"a draft of this pipeline has {own} steps, got {num_steps}")
         self._with(sampling)
         return replace(request, sampling=sampling)
 
@@ -95,7 +91,7 @@ class ClipWork:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
-                        "use the pipeline's --flow-shift",
+                        "use the pipeline's --param flow_shift",
                     )
                 raise RequestError(
                     f"the ranks were started for clips of {own} steps, and some have not loaded "
@@ -115,7 +111,7 @@ class ClipWork:
 
     def _can_take(self, layout: Layout, route: Route) -> bool:
         pairs = {(p.rank, after.rank) for p, after in itertools.pairwise(route.ranges)}
-        roles = self._config.roles
+        roles = self._config.layout.roles
         return pairs <= self._links and all(
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )
@@ -141,14 +137,8 @@ class ClipWork:
         return found
 
     def _check(self, name: str, request: ClipRequest) -> None:
-        config, sampling = self._config, self.config_of(request).sampling
-        if request.draft and not config.draft_on_request:
-            raise RequestError(
-                f"{name} asks for a draft, but the pipeline makes none on request",
-                "give its PipelineConfig draft=... and draft_on_request=True",
-            )
-        is_resumed = bool(request.done_steps) and not config.is_draft(request)
-        if self._checkpoint is not None and not is_resumed:
+        sampling = self.config_of(request).sampling
+        if self._checkpoint is not None and not request.done_steps:
             try:
                 self._checkpoint.check_requests(sampling, [request])
             except RequestError as error:
@@ -156,7 +146,7 @@ class ClipWork:
                     f"{name}: {error.message}",
                     "give its ClipRequest image=... or prompt=..., as the model needs",
                 ) from error
-        if is_resumed:
+        if request.done_steps:
             self._check_resumed(name, request, sampling.num_inference_steps)
         if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
             raise RequestError(
@@ -178,14 +168,11 @@ class ClipWork:
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
         """Each rank's actions for resolved `requests`, whose clips are numbered from `first`.
 
-        A draft begins when the clips before it are done, and is done when those after it begin.
-
         Raises:
             RequestError: a clip has no route through the pipeline.
         """
-        parts = [self._schedule_group(group) for group in self._groups(requests, first)]
-        ranks = range(self._config.world_size)
-        return tuple(tuple(itertools.chain(*(part[rank] for part in parts))) for rank in ranks)
+        routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
+        return build_schedule(routes, self._config.world_size)
 
     def messages(
         self, requests: Sequence[ClipRequest], metadata: Sequence[dict[str, Any]], first: int
@@ -204,39 +191,15 @@ class ClipWork:
         pairs = zip(requests, metadata, strict=True)
         jobs = [_job(first, index, request, each) for index, (request, each) in enumerate(pairs)]
         messages: defaultdict[int, list[bytes]] = defaultdict(list)
-        for group in self._groups(requests, first):
-            schedule, is_draft = self._schedule_group(group), self._has_drafts(group)
-            if is_draft:
-                check_draft_schedule(schedule, self._config.sampling.num_inference_steps)
-            else:
-                num_steps = {clip: self.num_steps(request) for clip, request in group.items()}
-                check_schedule(schedule, num_steps)
-            for rank, actions in enumerate(schedule):
-                if actions:
-                    jobs_of_clips = {action.clip: jobs[action.clip - first] for action in actions}
-                    work = self._work(actions, jobs_of_clips, is_draft=is_draft)
-                    messages[rank].append(work.to_bytes())
+        schedule = self.schedule(requests, first)
+        check_schedule(schedule, dict(enumerate(map(self.num_steps, requests), first)))
+        for rank, actions in enumerate(schedule):
+            if actions:
+                jobs_of_clips = {action.clip: jobs[action.clip - first] for action in actions}
+                messages[rank].append(self._work(actions, jobs_of_clips).to_bytes())
         return messages
 
-    def _groups(self, requests: Sequence[ClipRequest], first: int) -> list[dict[int, ClipRequest]]:
-        """The requests by clip, cut where drafts begin or end."""
-        numbered = enumerate(requests, first)
-        groups = itertools.groupby(numbered, lambda pair: self._config.is_draft(pair[1]))
-        return [dict(group) for _, group in groups]
-
-    def _has_drafts(self, group: Mapping[int, ClipRequest]) -> bool:
-        return self._config.is_draft(next(iter(group.values())))
-
-    def _schedule_group(self, group: Mapping[int, ClipRequest]) -> Schedule:
-        """Each rank's actions for clips that are all drafts, or all not."""
-        if self._has_drafts(group):
-            return self._config.draft_plan.schedule(group)
-        routes = [self.route(clip, request) for clip, request in group.items()]
-        return build_schedule(routes, self._config.world_size)
-
-    def _work(
-        self, actions: Sequence[Action], jobs: Mapping[int, ClipJob], *, is_draft: bool
-    ) -> Work:
+    def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
         # Only these ranks need the requests, and the metadata of many clips would slow the start.
         needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
         requests = {clip: job.request for clip, job in sorted(jobs.items())}
@@ -247,7 +210,6 @@ class ClipWork:
             jobs=tuple(jobs[clip] for clip in sorted(needed)),
             latents_keys={clip: key for clip, key in keys.items() if key is not None},
             samplings={clip: own for clip, own in samplings.items() if own is not None},
-            is_draft=is_draft,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,23 +49,6 @@ class Sampler(Protocol):
 
         The caller runs each step once, in rising order, beginning with the sampler's start step.
         """
-        ...
-
-
-class Denoiser(Sampler, Protocol):
-    """A sampler that also returns the derivative; holds the inputs that all steps share.
-
-    It integrates dx/dsigma = f(x, sigma) by Euler's method, from noise level to noise level (EDM,
-    arXiv:2206.00364, algorithm 1 without churn): x + f * (sigmas[step + 1] - sigmas[step]).
-    """
-
-    @property
-    def sigmas(self) -> torch.Tensor:
-        """Noise level before each step and after the last one: (N + 1,), float32, on the CPU."""
-        ...
-
-    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the same bits as `forward`, and the derivative f at `latent` in float32."""
         ...
 
 
@@ -132,19 +115,6 @@ class VideoModel(Protocol):
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:
         """Shape of the decoded frames: F, H, W, 3."""
-        ...
-
-
-@runtime_checkable
-class DraftableModel(VideoModel, Protocol):
-    """A model whose sampler is Euler's method, so that a clip can be drafted."""
-
-    def with_sampling(self, sampling: SamplingConfig) -> DraftableModel:
-        """See `VideoModel`."""
-        ...
-
-    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:
-        """Returns a denoiser for one clip; `start` is its first step."""
         ...
 
 

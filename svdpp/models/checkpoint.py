@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from svdpp.config import (
     DEFAULT_MODEL,
@@ -42,9 +42,6 @@ Use = Literal["needed", "optional", "refused"]
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checked folder in diffusers' format; each family adds the sizes that later checks need."""
-
-    can_draft: ClassVar[bool] = False
-    """Whether the sampler is Euler's method, which drafts need."""
 
     name: str
     """As the user typed it."""

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Denoiser, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Sampler, Tensors, run_steps
 
 _WEIGHT_SEED = 20231121
 
@@ -39,20 +39,11 @@ class DummyUNet(nn.Module):
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
-    @property
-    def sigmas(self) -> torch.Tensor:
-        """Noise levels that fall from 1 to 0 in equal steps: (N + 1,), float32."""
-        return torch.linspace(1.0, 0.0, self.num_steps + 1)
-
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """One step: (B, C, F, H, W) to the same shape and dtype."""
-        return self.evaluate(latent, step)[0]
-
-    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latent after `step`, and the derivative at the noise level before the step."""
         level = 1.0 - step / self.num_steps
-        residual = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
-        return latent + residual / self.num_steps, -residual.float()
+        residual: torch.Tensor = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
+        return latent + residual / self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +66,14 @@ class SleepingDenoiser:
         seconds: minimum time of each step.
     """
 
-    def __init__(self, denoiser: Denoiser, seconds: float) -> None:
+    def __init__(self, denoiser: Sampler, seconds: float) -> None:
         self._denoiser = denoiser
         self._seconds = seconds
 
-    @property
-    def sigmas(self) -> torch.Tensor:
-        """See `Denoiser`."""
-        return self._denoiser.sigmas
-
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """See `Denoiser`."""
+        """See `Sampler`."""
         with _at_least(self._seconds):
             return self._denoiser.forward(latent, step)
-
-    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Denoiser`."""
-        with _at_least(self._seconds):
-            return self._denoiser.evaluate(latent, step)
 
 
 class DummyModel:
@@ -142,7 +123,7 @@ class DummyModel:
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
-    def denoiser(self, tensors: Tensors, start: int) -> Denoiser:  # noqa: ARG002
+    def denoiser(self, tensors: Tensors, start: int) -> Sampler:  # noqa: ARG002
         """The network itself: it carries nothing from step to step."""
         seconds = self._sleep_times.step_seconds
         return SleepingDenoiser(self._unet, seconds) if seconds else self._unet

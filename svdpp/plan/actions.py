@@ -27,22 +27,7 @@ class Kind(StrEnum):
     DECODE = "DECODE"
     """Turn the final latent into frames."""
     FINISH = "FINISH"
-    """Hash the result, write it in the background, and report the clip as finished. In a draft
-    plan: write the result of the first rank to finish as the draft."""
-    SEND_START = "SEND_START"
-    """Draft: take one long step from `start` to `end` and send the latent to `peer`."""
-    SEND_STATE = "SEND_STATE"
-    """Draft: send `peer` the latent before step `start` and its derivative at that step."""
-    SEND_RESULT = "SEND_RESULT"
-    """Draft: send `peer` the final latent and its frames."""
-    RECV_STATE = "RECV_STATE"
-    """Draft: post the receive for the SEND_STATE of step `start` by `peer`."""
-    RECV_RESULT = "RECV_RESULT"
-    """Draft: post the receive for the SEND_RESULT of `peer`."""
-    CORRECT = "CORRECT"
-    """Draft: correct the latent at step `end` with the state of step `start` from `peer`."""
-    COMPARE = "COMPARE"
-    """Draft: compare the result of `peer` with the earlier ones; write it if it ends the clip."""
+    """Hash the result, write it in the background, and report the clip as finished."""
 
 
 class Action(NamedTuple):
@@ -51,12 +36,10 @@ class Action(NamedTuple):
     Args:
         kind: what to do.
         clip: index of the clip, counted from the first one given to the pipeline.
-        start: steps of the clip that are done when the action starts; for CORRECT, the step of
-            the state that it uses.
-        end: steps done when the action ends; equals `start` except for DENOISE, SEND_START and
-            CORRECT.
-        peer: the other rank of a transfer or comparison; of a DENOISE, the other rank of the pair,
-            which does the same steps; -1 for other actions.
+        start: steps of the clip that are done when the action starts.
+        end: steps done when the action ends; equals `start` except for DENOISE.
+        peer: the other rank of a transfer; of a DENOISE, the other rank of the pair, which does the
+            same steps; -1 for other actions.
     """
 
     kind: Kind
@@ -66,7 +49,8 @@ class Action(NamedTuple):
     peer: int = -1
 
     def __str__(self) -> str:
-        place = f"{self.start}:{self.end}" if self.kind in _RANGES else f"@{self.start}"
+        has_range = self.kind is Kind.DENOISE
+        place = f"{self.start}:{self.end}" if has_range else f"@{self.start}"
         arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.peer >= 0 else ""
         return f"{self.kind} c{self.clip} {place}{arrow}"
 
@@ -86,9 +70,9 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(f"not an action: {text!r}")
         kind = Kind(match["kind"])
-        has_range = kind in _RANGES
+        has_range = kind is Kind.DENOISE
         forms = match["end"] is not None, match["at"] is None
-        arrows = (_ARROWS.get(kind), None if kind is Kind.DENOISE else _ARROWS.get(kind))
+        arrows = (_ARROWS.get(kind), None if has_range else _ARROWS.get(kind))
         if forms != (has_range, has_range) or match["arrow"] not in arrows:
             raise ValueError(f"not an action: {text!r}")
         start = int(match["start"])
@@ -101,16 +85,10 @@ class Action(NamedTuple):
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
 
-#: Actions that send a packet, and actions that post the receive of one.
-SENDS = (Kind.SEND, Kind.SHARE, Kind.SEND_START, Kind.SEND_STATE, Kind.SEND_RESULT)
-RECEIVES = (Kind.RECV, Kind.RECV_STATE, Kind.RECV_RESULT)
+#: Actions that send a packet.
+SENDS = (Kind.SEND, Kind.SHARE)
 
-_RANGES = (Kind.DENOISE, Kind.SEND_START, Kind.CORRECT)
-_ARROWS = {
-    **dict.fromkeys(SENDS, ">"),
-    **dict.fromkeys((*RECEIVES, Kind.CORRECT, Kind.COMPARE), "<"),
-    Kind.DENOISE: "=",
-}
+_ARROWS = {Kind.RECV: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
 _ACTION = re.compile(
     rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
     r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?",

@@ -1,4 +1,4 @@
-"""The comparison of layouts, a draft and model offload, side by side."""
+"""The comparison of layouts and model offload, side by side."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import Any
 from svdpp.errors import RequestError
 from svdpp.plan.choose import Choice, choose_layout, decoders_needed
 from svdpp.plan.costs import Costs
-from svdpp.plan.draft import DraftPlan
-from svdpp.plan.draft_starts import default_start_steps
-from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
+from svdpp.plan.forecast import Forecast
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.offload import Offload, forecast_offload, unknown_offload
 from svdpp.plan.split import check_counts
-
-# Drafts in a queue; enough that the time per clip is constant.
-_QUEUED_DRAFTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +27,11 @@ class Row:
 
     name: str
     layout: Layout | None = None
-    draft_plan: DraftPlan | None = None
-    """Set instead of `layout` if all ranks draft one clip at a time."""
     offload: Offload | None = None
     """Set instead of `layout` for model offload, which svdpp does not run."""
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
     """Mean time between finished clips in a long queue."""
-    preview_seconds: float = 0.0
-    """Mean latency until the first frames of a clip, from the same start as `forecast.latency`."""
     peak_gib: tuple[float | None, ...] = ()
     note: str = ""
 
@@ -59,7 +50,7 @@ def compare_layouts(
     """The layouts that `plan --compare` shows.
 
     They are one replica with each split, one with several decoders, the layout of `choose_layout`,
-    data parallel, and a draft; and model offload, if the model has two experts or its cost is
+    and data parallel; and model offload, if the model has two experts or its cost is
     known. Arguments as for `choose_layout` and `forecast_layout`.
     """
     check_counts(num_steps, world_size)
@@ -88,22 +79,17 @@ def compare_layouts(
             layout=choice.layout,
             forecast=forecast,
             seconds_per_clip=steady_seconds_per_clip(choice.layout),
-            preview_seconds=forecast.latency.mean,
             peak_gib=choice.layout.peak_gib,
             note=choice.reason,
         )
 
     auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
     data_parallel = row("data parallel", partial(build, replicas=world_size))
-    draft = Row(name="draft", note="a draft needs a model with one expert")
-    if expert_boundary is None:
-        draft = _draft_row(num_steps, world_size, num_clips, costs, arrivals)
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         data_parallel,
-        draft,
         *_offload_rows(data_parallel.layout, num_clips, arrivals, memory_gib),
     ]
 
@@ -127,52 +113,9 @@ def _offload_rows(
         offload=offload,
         forecast=forecast,
         seconds_per_clip=steady_seconds_per_clip(offload.layout),
-        preview_seconds=forecast.latency.mean,
         peak_gib=(offload.peak_gib,),
         note=f"{offload}, which svdpp does not run; " + (shortfall or offload.moves),
     )
-
-
-def _draft_row(
-    num_steps: int, world_size: int, num_clips: int, costs: Costs, arrivals: Sequence[float]
-) -> Row:
-    """The row of a draft plan: all ranks work on one clip at a time."""
-    try:
-        draft_plan = DraftPlan(
-            num_steps=num_steps, start_steps=default_start_steps(num_steps, world_size)
-        )
-        spans = replay(draft_plan.schedule(range(_QUEUED_DRAFTS)), costs)
-    except RequestError as error:
-        return Row(name="draft", note=error.message)
-    queue = summarise(spans, world_size)
-    ready = draft_plan.ready_at(costs)
-    sooner = ready[0] - ready[-1]
-    forecast = sum_up(
-        list(_one_by_one(num_clips, queue.seconds_per_clip, ready[0], arrivals)),
-        busy=num_clips * sum(span.end - span.start for span in spans) / _QUEUED_DRAFTS,
-        world_size=world_size,
-        num_finishers=1,
-    )
-    return Row(
-        name="draft",
-        draft_plan=draft_plan,
-        forecast=forecast,
-        seconds_per_clip=queue.seconds_per_clip,
-        preview_seconds=forecast.latency.mean - sooner,
-        peak_gib=draft_plan.peak_gib(costs),
-        note=f"an approximation {sooner:.4g} s before the exact clip; {draft_plan}",
-    )
-
-
-def _one_by_one(
-    num_clips: int, seconds_per_clip: float, latency: float, arrivals: Sequence[float]
-) -> Iterator[tuple[float, float]]:
-    """Start (arrival, if `arrivals` are given) and end of each clip in a queue of drafts."""
-    free = 0.0
-    for clip in range(num_clips):
-        begun = max(free, arrivals[clip]) if arrivals else free
-        yield (arrivals[clip] if arrivals else begun), begun + latency
-        free = begun + seconds_per_clip
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.plan.actions import RECEIVES, SENDS, Action, Kind
+from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.schedule import Schedule
 
@@ -84,8 +84,8 @@ class _Replay:
         self.receives_posted: dict[tuple[int, int], int] = {}
         self.half_open: dict[Transfer, tuple[Action, float]] = {}
         self.transfer_ends: dict[Transfer, float] = {}
-        # `_awaited` key of a rank's clip, state or result -> the transfer that carries it.
-        self.arrivals: dict[tuple[int, ...], Transfer] = {}
+        # A rank and a clip -> the transfer that carries it.
+        self.arrivals: dict[tuple[int, int], Transfer] = {}
         self.sleepers: dict[Transfer, list[int]] = {}
 
     def run(self) -> list[Span]:
@@ -103,18 +103,19 @@ class _Replay:
 
     def _perform(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
         """Perform the action, or return the transfer that it has to wait for."""
-        if action.kind in RECEIVES:
+        if action.kind is Kind.RECV:
             transfer = self._next_transfer(self.receives_posted, action.peer, rank)
-            self.arrivals[_awaited(rank, action)] = transfer
+            self.arrivals[rank, action.clip] = transfer
             self._meet(transfer, action, self.clock[rank], ready)
             return None
-        for pending in self._pending(rank, action):
+        pending = self.arrivals.get((rank, action.clip))
+        if pending is not None:
             if pending not in self.transfer_ends:
                 return pending
             self.clock[rank] = max(self.clock[rank], self.transfer_ends[pending])
         if action.kind in SENDS:
             return self._send(rank, action, ready)
-        if action.kind in (Kind.FINISH, Kind.DROP, Kind.CORRECT, Kind.COMPARE):
+        if action.kind in (Kind.FINISH, Kind.DROP):
             return None  # in the background, or of negligible duration
         if action.kind is Kind.DENOISE and action.peer >= 0:
             meeting = min(rank, action.peer), max(rank, action.peer), -1 - action.clip
@@ -127,12 +128,6 @@ class _Replay:
         self.clock[rank] = start + self.costs.of(action, rank)
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
-
-    def _pending(self, rank: int, action: Action) -> list[Transfer]:
-        """The transfers that must end before `action`: of its clip, and of a state or result."""
-        latent = self.arrivals.get((rank, action.clip))
-        extra = self.arrivals.get(_awaited(rank, action)) if action.peer >= 0 else None
-        return [transfer for transfer in (latent, extra) if transfer is not None]
 
     def _send(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
         before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
@@ -168,8 +163,7 @@ class _Replay:
         if other is None:
             self.half_open[transfer] = action, at
             return
-        # `end` is the step of the packet: the target step for SEND_START, `start` for the others.
-        if (other[0].clip, other[0].end) != (action.clip, action.end):
+        if (other[0].clip, other[0].start) != (action.clip, action.start):
             raise DeadlockError(
                 f"rank {transfer[0]} to {transfer[1]}: {other[0]} does not match {action}"
             )
@@ -187,13 +181,6 @@ class _Replay:
         ]
         if stuck:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
-
-
-def _awaited(rank: int, action: Action) -> tuple[int, ...]:
-    """Key of what a posted receive carries, or of what an action waits for."""
-    if action.kind in (Kind.RECV_STATE, Kind.RECV_RESULT, Kind.CORRECT, Kind.COMPARE):
-        return rank, action.clip, action.start, action.peer
-    return rank, action.clip
 
 
 def replay(

@@ -1,4 +1,4 @@
-"""Reading small untrusted text files: costs, draft profiles, configurations, metadata."""
+"""Reading small untrusted text files: costs, configurations, metadata."""
 
 from __future__ import annotations
 

@@ -122,9 +122,10 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _without_options(text: str) -> str:
     """`text` that names command-line options, with the names of the API instead."""
+    text = text.replace("--param ", "--")
     # A limit of the server is named as whoever started it knows it.
     text = re.sub(
-        r"--(?!max-megapixels)([a-z][a-z0-9-]*)", lambda match: match[1].replace("-", "_"), text
+        r"--(?!max-megapixels)([a-z][a-z0-9_-]*)", lambda match: match[1].replace("-", "_"), text
     )
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
@@ -133,7 +134,7 @@ def _field_at_fault(error: SvdppError) -> dict[str, str]:
     """The first field of the form that `error` names as an option; empty if it names none."""
     if isinstance(error, InputError):
         return {"field": "input_reference"}
-    for option in re.findall(r"--[a-z][a-z0-9-]*", f"{error.message} {error.hint}"):
+    for option in re.findall(r"--(?:param )?[a-z][a-z0-9_-]*", f"{error.message} {error.hint}"):
         name = _without_options(option)
         name = "size" if name in ("width", "height") else name
         if name in ALL_FIELDS:

@@ -36,8 +36,6 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: Keeps a silent connection open.
 _COMMENT = b": ping\n\n"
 
-_Kind = Literal["video", "draft"]
-
 routes = APIRouter(tags=["videos"])
 
 
@@ -112,14 +110,11 @@ def get_content(
     service: Served,
     owner: Owned,
     request: Request,
-    variant: Annotated[_Kind, Query(description="The exact clip, or its draft.")] = "video",
 ) -> Response:
     """The clip as mp4; takes Range requests."""
-    job = service.job(id, owner) if variant == "draft" else service.completed(id, owner)
-    path = service.clip_path(job, is_draft=variant == "draft")
+    path = service.clip_path(service.completed(id, owner))
     if not path.is_file():
-        what = "the video has no draft" if variant == "draft" else "the video has no file"
-        raise ApiError(404, f"no_{'draft' if variant == 'draft' else 'content'}", what)
+        raise ApiError(404, "no_content", "the video has no file")
     return _private_file(path, "video/mp4", request)
 
 
@@ -137,11 +132,9 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
 
 
 @routes.head("/v1/videos/{id}/content", include_in_schema=False)
-def head_content(
-    id: str, service: Served, owner: Owned, request: Request, variant: _Kind = "video"
-) -> Response:
+def head_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The headers of the clip."""
-    return get_content(id, service, owner, request, variant)
+    return get_content(id, service, owner, request)
 
 
 @routes.get(

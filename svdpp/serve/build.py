@@ -195,7 +195,6 @@ def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
         weights=weights,
         sampling=settings.config.sampling,
         sizes=settings.sizes,
-        drafts=settings.config.draft_on_request,
         inputs=Inputs.of(checkpoint),
         max_steps=settings.max_steps,
         max_frames=settings.max_frames,

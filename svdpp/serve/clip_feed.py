@@ -130,9 +130,8 @@ class ClipFeed:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
-        is_alone = not self._running and self._store.num_open() == 1
         try:
-            order = self._orders.order(job, may_draft=is_alone)
+            order = self._orders.order(job)
         except Exception as error:
             self._fail(job.id, error)
             return

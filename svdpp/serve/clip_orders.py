@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,8 @@ class ClipOrders:
         self._folder = folder.absolute()
         self.latents_folder = self._folder / "latents"
 
-    def order(self, job: Job, *, may_draft: bool) -> ClipOrder:
-        """The order for `job`, which continues from its latest latent checkpoint.
-
-        It is drafted if it asks for that and `may_draft`: all ranks have time.
-        """
+    def order(self, job: Job) -> ClipOrder:
+        """The order for `job`, which continues from its latest latent checkpoint."""
         output = self._output(job)
         metadata = self._metadata(job, output)
         key = self._key(job, metadata)
@@ -63,18 +60,7 @@ class ClipOrders:
             done_steps=max(steps, default=0),
             sampling=job.sampling,
         )
-        if may_draft and self._can_draft(job, request):
-            request = replace(request, draft=True)
         return ClipOrder(request, metadata, key)
-
-    def _can_draft(self, job: Job, request: ClipRequest) -> bool:
-        own = self._config.sampling.num_inference_steps
-        return (
-            self._config.draft_on_request
-            and job.wants_draft
-            and not request.done_steps
-            and job.sampling.num_inference_steps == own
-        )
 
     def finished(self, order: ClipOrder) -> dict[str, Any] | None:
         """The JSON of the order's clip, if an earlier server finished it but could not say so."""
@@ -82,7 +68,7 @@ class ClipOrders:
         if output is None or not Path(output.path).exists():
             return None
         try:
-            return clip_as_asked(output, order.metadata, None)
+            return clip_as_asked(output, order.metadata)
         except (RequestError, InputError, OutputError):
             return None  # it is written again
 

@@ -41,7 +41,6 @@ from svdpp.models.checkpoint import Use
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 9
 
-Draft = Literal["auto", "off"]
 Fit = Literal["stretch", "crop", "pad"]
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
@@ -135,13 +134,6 @@ class VideoRequest(BaseModel):
     priority: Annotated[
         int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
-    draft: Annotated[
-        Draft | None,
-        Field(
-            description="`auto`: if the clip finds all ranks idle, they show a draft of it first; "
-            "by default, if the server makes drafts."
-        ),
-    ] = None
 
     @field_validator("*", mode="before")
     @classmethod

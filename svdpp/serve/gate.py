@@ -85,7 +85,7 @@ class ClipGate:
             return
         if self._config.device == "cpu":
             config = resolved_for(sampling, self._config, self._checkpoint)
-            check_memory(config, self._checkpoint, self._config.roles)
+            check_memory(config, self._checkpoint, self._config.layout.roles)
             return
         if problem := self._problem(shape_only(sampling)):
             raise OutOfMemoryError(
@@ -104,7 +104,7 @@ class ClipGate:
             lambda device: self._free.get(device, 0),
         )
         costs = Costs(**needs)  # type: ignore[arg-type]
-        for roles, gib in zip(self._config.roles, has, strict=True):
+        for roles, gib in zip(self._config.layout.roles, has, strict=True):
             need = costs.peak_gib(**roles.parts, num_experts=len(roles.experts))
             if need is not None and need > gib:
                 return (

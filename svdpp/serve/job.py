@@ -48,7 +48,6 @@ class Job:
         negative_prompt: None if the client gave none.
         created_at: time of the request.
         priority: 0 to 9; higher ones are taken earlier.
-        wants_draft: whether all ranks draft the clip if it finds them idle.
         idempotency_key: a client's own key for the request.
         state: see `JobState`.
         held: why the ranks of this server do not take the queued job; None if they do.
@@ -76,7 +75,6 @@ class Job:
     negative_prompt: str | None = None
     created_at: float
     priority: int = 0
-    wants_draft: bool = False
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
     held: str | None = None

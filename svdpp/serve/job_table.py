@@ -22,8 +22,9 @@ from svdpp.config import SamplingConfig, sampling_from
 from svdpp.errors import RequestError
 from svdpp.serve.job import Job, JobState
 
-#: The schema's version, in SQLite's `user_version`. 1 had no prompts; 1 and 2 no models.
-VERSION = 3
+#: The schema's version, in SQLite's `user_version`. 1 had no prompts; 1 and 2 no models;
+#: 1 to 3 had a column that is dropped.
+VERSION = 4
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -45,7 +46,6 @@ CREATE TABLE jobs (
     negative_prompt TEXT,
     created_at REAL NOT NULL,
     priority INTEGER NOT NULL,
-    wants_draft INTEGER NOT NULL,
     idempotency_key TEXT,
     state TEXT NOT NULL CHECK (state IN ({", ".join(repr(str(state)) for state in JobState)})),
     started_at REAL,
@@ -92,6 +92,8 @@ UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), ''
     WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
 """
 
+_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
+
 _FIELDS = tuple(each.name for each in fields(Job))
 #: The columns of a job, for `job_of`.
 COLUMNS = ", ".join(_FIELDS)
@@ -108,7 +110,12 @@ def create_tables(database: sqlite3.Connection) -> None:
             "the data folder's queue.sqlite3 is a database of another program",
             "name another folder with --data",
         )
-    changes = {0: _SCHEMA, 1: _FROM_VERSION_1 + _FROM_VERSION_2, 2: _FROM_VERSION_2}
+    changes = {
+        0: _SCHEMA,
+        1: _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
+        2: _FROM_VERSION_2 + _FROM_VERSION_3,
+        3: _FROM_VERSION_3,
+    }
     if version not in changes:
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads versions 1 to {VERSION}",
@@ -134,8 +141,7 @@ def job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_FIELDS, row, strict=True))
     values["sampling"] = sampling_of(values["sampling"])
     values["state"] = JobState(values["state"])
-    for flag in ("cancel_asked", "wants_draft"):
-        values[flag] = bool(values[flag])
+    values["cancel_asked"] = bool(values["cancel_asked"])
     values["error"] = None if values["error"] is None else json.loads(values["error"])
     values["metadata"] = json.loads(values["metadata"])
     return Job(**values)

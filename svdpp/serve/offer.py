@@ -27,13 +27,11 @@ class Inputs:
         photo: `needed`, `optional` or `refused`.
         prompt: the same; a negative prompt is optional wherever there is a prompt.
         unused: sampling parameters of the family that have no effect on the model.
-        can_draft: whether clips can be drafted.
     """
 
     photo: Use = "needed"
     prompt: Use = "refused"
     unused: tuple[str, ...] = ()
-    can_draft: bool = True
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | None) -> Inputs:
@@ -44,7 +42,6 @@ class Inputs:
             photo=checkpoint.image_use,
             prompt=checkpoint.prompt_use,
             unused=checkpoint.unused_parameters,
-            can_draft=checkpoint.can_draft,
         )
 
 
@@ -57,7 +54,6 @@ class Offer:
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
         weights: fingerprint or commit of the model's weights; empty if they never change.
-        drafts: whether the ranks draft clips that find them idle.
         inputs: what the model does with photographs and prompts.
         max_steps: of a clip.
         max_frames: of a clip.
@@ -67,7 +63,6 @@ class Offer:
     sampling: SamplingConfig
     sizes: tuple[tuple[int, int], ...]
     weights: str = ""
-    drafts: bool = False
     inputs: Inputs = field(default_factory=Inputs)
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
@@ -115,14 +110,9 @@ class Offer:
             },
             fields=self.fields,
             defaults={name: value for name, value in defaults.items() if name in self.fields},
-            drafts=self.drafts,
             sizes=[size_of(*size) for size in self.sizes],
             limits=known,
         )
-
-    def wants_draft(self, request: VideoRequest) -> bool:
-        """Whether the ranks draft the requested clip if it finds them idle."""
-        return self.drafts and request.draft != "off"
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip."""
@@ -149,15 +139,6 @@ class Offer:
                 "Stable Video Diffusion takes no prompt",
                 "leave prompt empty",
                 details={"field": "prompt"},
-            )
-        if request.draft == "auto" and not self.drafts:
-            why = "" if self.inputs.can_draft else ": its model's sampler allows none"
-            raise ApiError(
-                422,
-                "no_drafts",
-                f"this server makes no drafts{why}",
-                "leave draft out",
-                details={"field": "draft"},
             )
 
     def _size(self, text: str) -> tuple[int, int]:

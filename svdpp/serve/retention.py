@@ -27,7 +27,7 @@ PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
 #: The names that this server gives to files, in each folder.
 _OWN = {
     PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z]{3,4}"),
-    CLIPS: re.compile(r"(video_[0-9a-f]{32})(\.draft)?\.mp4(\.json)?"),
+    CLIPS: re.compile(r"(video_[0-9a-f]{32})\.mp4(\.json)?"),
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
 
@@ -104,8 +104,7 @@ def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
 
 def _files(folder: Path, id: str, photo: str) -> list[Path]:
     clip = OutputConfig(path=str(folder / CLIPS / f"{id}.mp4"))
-    names = [name for each in (clip, clip.draft) for name in (each.path, each.json_path)]
-    return [Path(name) for name in names] + ([folder / PHOTOS / photo] if photo else [])
+    return [Path(clip.path), Path(clip.json_path)] + ([folder / PHOTOS / photo] if photo else [])
 
 
 def _num_bytes(folder: Path, id: str, photo: str) -> int:

@@ -14,7 +14,7 @@ from svdpp.errors import ClosedError
 from svdpp.plan.actions import Action
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.job import Job
-from svdpp.worker.messages import DraftDone, Event
+from svdpp.worker.messages import Event
 
 
 @dataclass
@@ -26,7 +26,6 @@ class RunningClip:
         job: as it was taken from the queue.
         order: what the ranks got.
         handle: of the pipeline; None until it has the clip.
-        has_draft: whether its draft is written.
         moved_at: monotonic time of the latest change of its progress.
     """
 
@@ -34,7 +33,6 @@ class RunningClip:
     job: Job
     order: ClipOrder
     handle: ClipHandle | None = None
-    has_draft: bool = False
     moved_at: float = 0.0
 
     @property
@@ -114,13 +112,9 @@ class RunningClips:
             self._changed.notify_all()
 
     def report(self, event: Event, action: Action | None) -> RunningClip | None:
-        """Notes a draft that is written; returns the clip that the event is about, if any."""
+        """The clip that the event is about, if any."""
         index = getattr(event, "clip", None if action is None else action.clip)
-        clip = self.of_clip(index)
-        if clip is not None and isinstance(event, DraftDone):
-            clip.has_draft = True
-            self._note_change(clip)
-        return clip
+        return self.of_clip(index)
 
     def moved(self, job_id: str) -> None:
         """Notes that a clip's progress has changed."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from svdpp.config import SamplingConfig
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.forms import API_NAMES, Draft, Fit
+from svdpp.serve.forms import API_NAMES, Fit
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.rank_view import Rank, RankSpan
 
@@ -69,8 +69,6 @@ class CommonVideo(BaseModel):
     seed: int
     fit: Fit
     priority: int
-    draft: Draft
-    has_draft: Annotated[bool, Field(description="Whether `content?variant=draft` exists now.")]
     place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
     held: Annotated[
         str | None,
@@ -180,7 +178,6 @@ class Model(BaseModel):
         Field(description="The fields that a request may have, beside `model` and the inputs."),
     ]
     defaults: dict[str, Any]
-    drafts: Annotated[bool, Field(description="Whether this server makes drafts.")]
     sizes: list[str]
     limits: dict[str, Any]
 
@@ -241,7 +238,6 @@ def video_of(
     eta_seconds: float | None = None,
     steps_done: int = 0,
     rank: int | None = None,
-    has_draft: bool = False,
     expires_at: float | None = None,
 ) -> Video:
     """The API's view of a job.
@@ -268,8 +264,6 @@ def video_of(
         **values,
         seed=job.seed,
         priority=job.priority,
-        draft="auto" if job.wants_draft else "off",
-        has_draft=has_draft,
         place=place,
         held=job.held if job.state is JobState.QUEUED else None,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),

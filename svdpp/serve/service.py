@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.config import OutputConfig, SamplingConfig
+from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
@@ -148,7 +148,6 @@ class Service:
             negative_prompt=request.value("negative_prompt"),
             created_at=time.time(),
             priority=request.priority,
-            wants_draft=self.offer.wants_draft(request),
             idempotency_key=idempotency_key,
         )
         stored = None
@@ -265,7 +264,6 @@ class Service:
                 eta_seconds=eta,
                 steps_done=clip.progress.steps_done,
                 rank=clip.progress.rank,
-                has_draft=clip.has_draft,
             )
         return video_of(
             replace(job, state=JobState.QUEUED, started_at=None),
@@ -304,10 +302,9 @@ class Service:
         views = [self.video(job) for job in jobs]
         return [view for view in views if status in (None, view.status)][:limit]
 
-    def clip_path(self, job: Job, *, is_draft: bool = False) -> Path:
-        """The file of a clip, or of its draft; it may not exist."""
-        clip = OutputConfig(path=str(self.folder / CLIPS / f"{job.id}.mp4"))
-        return Path((clip.draft if is_draft else clip).path)
+    def clip_path(self, job: Job) -> Path:
+        """The file of a clip; it may not exist."""
+        return self.folder / CLIPS / f"{job.id}.mp4"
 
     def photo_path(self, job: Job) -> Path:
         """The file of a clip's photograph; it may not exist."""

@@ -203,9 +203,8 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:
         raise RequestError(
-            f"{name!r} is a draft, marked as not exact",
-            "svdpp run without --draft-psnr makes the exact clip; "
-            "verify --draft shows the distance",
+            f"{name!r} is an approximation that an earlier svdpp made, marked as not exact",
+            "svdpp run makes the exact clip",
         )
     if settings.threads not in (None, metadata["num_threads"]):
         raise RequestError(

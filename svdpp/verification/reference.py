@@ -74,7 +74,7 @@ def run_reference(
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
     alone, checkpoint = resolve(config.alone())
-    check_memory(alone, checkpoint, alone.plan.roles)
+    check_memory(alone, checkpoint, alone.layout.roles)
     setup = _Setup(
         config=alone,
         checkpoint=checkpoint,

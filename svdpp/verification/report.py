@@ -23,8 +23,8 @@ from svdpp.verification.difference_image import (
     frame_difference,
     latent_difference,
 )
-from svdpp.verification.result import Check, DraftResult, VerificationResult, describe_index
-from svdpp.verification.verify import both_sides, latent_axes, our_frames
+from svdpp.verification.result import Check, VerificationResult, describe_index
+from svdpp.verification.verify import both_sides, latent_axes
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.tensor_store import TensorStore
 
@@ -111,10 +111,8 @@ def _sections(
             strips.append(("Final latent", _latents_strip(config, clip, ours, theirs)))
         if config.decodes:
             sequential = theirs.frames(clip)
-            frames = our_frames(config, ours, clip)
+            frames = ours.frames(clip)
             strips.append(("Frames", _frames_strip("pipelined", frames, sequential)))
-            drafts = (each for each in verdict.drafts if each.clip == clip)
-            strips += [_draft_strip(draft, ours, sequential) for draft in drafts]
         yield _Section(title=f"Clip {clip}: {_input(requests[clip])}", strips=strips)
 
 
@@ -142,16 +140,6 @@ def _latents_strip(
 def _frames_strip(side: str, ours: Frames, sequential: Frames) -> _Strip:
     difference = frame_difference(ours, sequential)
     return _strip(side, difference, _FRAME_AXES, f"{difference.largest:.0f} of 255 levels", "")
-
-
-def _draft_strip(
-    draft: DraftResult, ours: TensorStore, sequential: Frames
-) -> tuple[str, _Strip | None]:
-    if draft.is_lost:
-        return f"Draft by rank {draft.rank}: lost", None
-    frames = ours.frames(draft.clip, draft_rank=draft.rank)
-    heading = f"Draft by rank {draft.rank}, after {draft.rounds} rounds"
-    return heading, _frames_strip(f"rank {draft.rank}", frames, sequential)
 
 
 def _strip(side: str, difference: DifferenceImage, axes: str, largest: str, values: str) -> _Strip:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from svdpp.media import video
-from svdpp.media.distance import Distance
 from svdpp.models.base import Frames
 from svdpp.worker.tensor_store import tensor_sha256
 
@@ -94,48 +93,15 @@ class Check:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftResult:
-    """The distance of one rank's draft result from the sequential one.
-
-    Args:
-        clip: index of the clip.
-        rank: the rank, never 0, whose result must be equal.
-        start: the step at which the rank started.
-        rounds: number of rounds until its result.
-        latent_max_abs_diff: the largest difference of the final latents; None if the rank lost it.
-        frames: the distance of the frames; None if there are none.
-    """
-
-    clip: int
-    rank: int
-    start: int
-    rounds: int
-    latent_max_abs_diff: float | None
-    frames: Distance | None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rank lost the clip and has no result."""
-        return self.latent_max_abs_diff is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        values = {**vars(self), "lost": self.is_lost, "frames": None}
-        return values if self.frames is None else {**values, **self.frames.to_json()}
-
-
 @dataclass(frozen=True)
 class VerificationResult:
     """All checks: by clip, then in the order of the steps.
 
     Args:
         checks: at least one.
-        drafts: the draft results of ranks other than 0, which need not be equal.
     """
 
     checks: tuple[Check, ...]
-    drafts: tuple[DraftResult, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -165,7 +131,6 @@ class VerificationResult:
             "bitwise": self.bitwise,
             "max_abs_diff": self.max_abs_diff,
             "checks": [asdict(check) for check in self.checks],
-            **({"drafts": [each.to_json() for each in self.drafts]} if self.drafts else {}),
         }
 
 

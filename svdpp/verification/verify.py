@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,9 @@ from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch import temp_folders
-from svdpp.media.distance import distance
-from svdpp.models.base import Frames
-from svdpp.plan.actions import Kind
-from svdpp.plan.draft import DraftPlan
 from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
-    DraftResult,
     VerificationResult,
     compare_audio,
     compare_frames,
@@ -121,11 +116,7 @@ def compare(
     """
     _check_settings(folder)
     (ours, theirs), clips = both_sides(folder), range(num_clips)
-    checks = _compare_all(config, clips, ours, theirs, tolerance)
-    if config.draft is None:
-        return VerificationResult(tuple(checks))
-    drafts = _compare_drafts(config.draft_plan, clips, ours, theirs)
-    return VerificationResult(tuple(checks), tuple(drafts))
+    return VerificationResult(tuple(_compare_all(config, clips, ours, theirs, tolerance)))
 
 
 def both_sides(folder: Path) -> tuple[TensorStore, TensorStore]:
@@ -183,9 +174,9 @@ def _compare_all(
             )
             checks += _compare_histories(ours, theirs, clip, end, rank)
         if config.decodes:
-            rank = 0 if config.draft else config.layout.route(clip).ranges[-1].rank
+            rank = config.layout.route(clip).ranges[-1].rank
             place = {"clip": clip, "step": num_steps, "rank": rank}
-            frames = our_frames(config, ours, clip)
+            frames = ours.frames(clip)
             checks.append(compare_frames(frames, theirs.frames(clip), **place, tolerance=tolerance))
             if theirs.has_audio(clip):
                 audio, expected = ours.audio(clip), theirs.audio(clip)
@@ -212,39 +203,7 @@ def latent_axes(config: PipelineConfig) -> str:
     return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 
 
-def our_frames(config: PipelineConfig, ours: TensorStore, clip: int) -> Frames:
-    """The ranks' frames of `clip`; in a draft, those of rank 0, which are exact."""
-    return ours.frames(clip, draft_rank=None if config.draft is None else 0)
-
-
 def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """(rank, steps done) at the end of each range of steps; in a draft, of rank 0's ranges."""
-    if config.draft is not None:
-        exact = config.draft_plan.schedule([clip])[0]
-        return [(0, action.end) for action in exact if action.kind is Kind.DENOISE]
+    """(rank, steps done) at the end of each range of steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]
-
-
-def _compare_drafts(
-    draft_plan: DraftPlan, clips: Iterable[int], ours: TensorStore, theirs: TensorStore
-) -> Iterator[DraftResult]:
-    """The ranks' results in the order in which they finish, the fastest first."""
-    num_steps = draft_plan.num_steps
-    for clip in clips:
-        exact = theirs.latent(clip, num_steps)
-        for rank in range(draft_plan.world_size - 1, 0, -1):
-            max_abs_diff, frames = None, None
-            if ours.has_latent(clip, num_steps, draft_rank=rank):  # else the rank lost the clip
-                latent = ours.latent(clip, num_steps, draft_rank=rank)
-                max_abs_diff = float((latent.double() - exact.double()).abs().max())
-                if draft_plan.decodes:
-                    frames = distance(ours.frames(clip, draft_rank=rank), theirs.frames(clip))
-            yield DraftResult(
-                clip=clip,
-                rank=rank,
-                start=draft_plan.start_steps[rank],
-                rounds=draft_plan.rounds(rank),
-                latent_max_abs_diff=max_abs_diff,
-                frames=frames,
-            )

@@ -206,7 +206,6 @@ class _ClipMetadata(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     exact: bool | Literal["unproven"] = True
-    draft: dict[str, Any] | None = None
     latents_sha256: _Sha256
     frames_sha256: _Sha256
     audio_sha256: _Sha256 | None = None  # of a clip with sound
@@ -224,10 +223,6 @@ class _SvdMetadata(_ClipMetadata):
     family: Literal["svd"] = "svd"
     input: str
     input_sha256: _Sha256
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
     decode_chunk_size: int
 
 
@@ -237,19 +232,17 @@ class _PromptedMetadata(_ClipMetadata):
 
 
 def _of_family(family: str) -> type[_ClipMetadata]:
-    """The metadata of a family with prompts: with all of its sampling parameters."""
+    """The metadata of a family, with all of its sampling parameters."""
+    base: type[_ClipMetadata] = _SvdMetadata if family == "svd" else _PromptedMetadata
     types = get_type_hints(SAMPLING_CLASSES[family])
-    known = {*_PromptedMetadata.model_fields, "from_image"}
+    known = {*base.model_fields, "from_image"}
     own: dict[str, Any] = {
         name: (types[name], ...) for name in _sampling_fields(family) if name not in known
     }
-    return create_model(f"_{family}", __base__=_PromptedMetadata, **own)
+    return create_model(f"_{family}", __base__=base, **own)
 
 
-_METADATA: Mapping[str, type[_ClipMetadata]] = {
-    "svd": _SvdMetadata,
-    **{family: _of_family(family) for family in SAMPLING_CLASSES if family != "svd"},
-}
+_METADATA = {family: _of_family(family) for family in SAMPLING_CLASSES}
 
 
 def read_clip_metadata(path: Path) -> dict[str, Any]:
@@ -278,11 +271,10 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         raise InputError(f"{fault}: it is not an object")
     family = values.get("family")
     # An unknown family, or none, is checked as SVD, whose error then names the field.
-    model = _METADATA.get(family, _SvdMetadata) if isinstance(family, str) else _SvdMetadata
+    model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
         found = model.model_validate(values)
-        unset = {"draft", "lora", "audio_sha256"} - found.model_fields_set
-        return found.model_dump(exclude=unset)
+        return found.model_dump(exclude={"audio_sha256", "lora"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -292,15 +284,6 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a clip's JSON that its video file also holds: all but the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
-
-
-def read_draft(output: OutputConfig) -> dict[str, Any] | None:
-    """What the JSON beside `output` says about a draft; None if there is no draft."""
-    try:
-        metadata = read_clip_metadata(Path(output.json_path))
-    except InputError:
-        return None
-    return None if metadata["exact"] else metadata.get("draft")
 
 
 def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:

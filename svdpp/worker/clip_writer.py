@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -18,8 +17,7 @@ from svdpp.errors import OutputError
 from svdpp.media import output_files, video
 from svdpp.models.base import Audio, Frames
 from svdpp.worker.bounded_executor import BoundedExecutor
-from svdpp.worker.clip_metadata import read_draft
-from svdpp.worker.messages import ClipDone, ClipJob, DraftDone
+from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
 
@@ -36,8 +34,6 @@ class FinishedClip:
         begun_at: unix time in seconds at which the clip's encode began.
         memory_pressure: see `Packet`.
         compute_seconds: the ranks' computing time for this clip: encode, steps and decode.
-        is_draft: whether the exact clip may still follow.
-        replaces: the draft to remove once this clip is written.
     """
 
     job: ClipJob
@@ -48,8 +44,6 @@ class FinishedClip:
     memory_pressure: bool = False
     compute_seconds: float = 0.0
     audio: Audio | None = None
-    is_draft: bool = False
-    replaces: OutputConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +53,11 @@ class WriterEvents:
     Args:
         done: takes a clip that is completely written.
         lost: takes a clip that could not be written, and the error.
-        draft_lost: takes a draft that could not be written, and the error; its clip may follow.
         failed: takes any other error.
     """
 
-    done: Callable[[ClipDone | DraftDone], None]
+    done: Callable[[ClipDone], None]
     lost: Callable[[int, BaseException], None]
-    draft_lost: Callable[[int, BaseException], None]
     failed: Callable[[BaseException], None]
 
 
@@ -101,7 +93,6 @@ class ClipWriter:
         self._folder = folder
         self._stream = SideStream(device)
         self._executor = BoundedExecutor(self._work, "clip-writer", device)
-        self._drafts: set[str] = set()
 
     def put(self, finished: FinishedClip) -> Future[bool]:
         """Queues a finished clip; blocks while two others are queued.
@@ -123,9 +114,7 @@ class ClipWriter:
         try:
             self._write(finished)
         except OutputError as error:
-            is_exact = finished.job.metadata.get("exact", True)
-            lost = self._events.lost if is_exact else self._events.draft_lost
-            lost(finished.job.clip, error)
+            self._events.lost(finished.job.clip, error)
             return False
         except BaseException as error:
             self._events.failed(error)
@@ -161,13 +150,7 @@ class ClipWriter:
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
             sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
             metadata = {**metadata, "file_sha256": sha256}
-            if finished.is_draft:
-                self._drafts.add(output.path)
             output_files.write_json(Path(output.json_path), metadata)
-            self._remove_draft(self._on_this_host(finished.replaces))
-        if finished.is_draft:
-            self._events.done(DraftDone(clip=job.clip, metadata=metadata))
-            return
         seconds = time.monotonic() - begun
         self._events.done(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
@@ -182,16 +165,6 @@ class ClipWriter:
             return None
         samples = self._stream.to_host(finished.audio.samples, finished.ready)
         return Audio(samples, finished.audio.rate)
-
-    def _remove_draft(self, draft: OutputConfig | None) -> None:
-        """Removes a draft that svdpp wrote, and no other file of that name."""
-        if draft is None or not (draft.path in self._drafts or read_draft(draft)):
-            return
-        self._drafts.discard(draft.path)
-        with contextlib.suppress(OutputError):  # a folder that holds files of other programs
-            video.check_output(draft)
-            output_files.remove(Path(draft.path))
-            output_files.remove(Path(draft.json_path))
 
     def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
         """`output` in this host's folder, if the host has one."""

@@ -13,14 +13,13 @@ from svdpp.worker.messages import Cancel, Stop, Work, parse_command
 class ActionQueue:
     """One rank's actions, in the order in which it performs them.
 
-    A list that joins and begins with a RECV is added as if it had been built as one list with the
+    A list that begins with a RECV is added as if it had been built as one list with the
     one before by `build_schedule`: that RECV moves before the work of the last clip, if this work
     has not begun. So clips that are submitted one at a time overlap like those of one list. The
     order of a rank's RECVs does not change.
     """
 
     def __init__(self) -> None:
-        self._joins = False
         self._actions: deque[Action] = deque()
         self._left: Counter[int] = Counter()
 
@@ -32,20 +31,13 @@ class ActionQueue:
         """Whether actions of `clip` are left."""
         return clip in self._left
 
-    def add(self, actions: Sequence[Action], *, joins: bool = True) -> None:
-        """Adds a list of further clips.
-
-        Args:
-            actions: in order.
-            joins: whether it joins lists that join; the list of a draft plan does not.
-        """
+    def add(self, actions: Sequence[Action]) -> None:
+        """Adds a list of further clips, in order."""
         self._left.update(action.clip for action in actions)
-        does_join = joins and self._joins
-        if does_join and self._actions and actions and actions[0].kind is Kind.RECV:
+        if self._actions and actions and actions[0].kind is Kind.RECV:
             self._actions.insert(self._start_of_last_work(), actions[0])
             actions = actions[1:]
         self._actions.extend(actions)
-        self._joins = joins
 
     def pop(self) -> Action:
         """Removes and returns the next action.
@@ -86,7 +78,6 @@ class Inbox:
         self._new: list[Work] = []
         self._now: int | None = None
         self._cancelled: set[int] = set()
-        self._drafts: set[int] = set()
         self._is_stopped = False
 
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
@@ -110,7 +101,6 @@ class Inbox:
             yield action
             if not self._queue.holds(action.clip):
                 self._cancelled.discard(action.clip)
-                self._drafts.discard(action.clip)
             self._now = None
 
     def wait_for_stop(self) -> None:
@@ -124,10 +114,6 @@ class Inbox:
         while self._receive(0):
             pass
         return clip in self._cancelled
-
-    def is_draft(self, clip: int) -> bool:
-        """Whether `clip`, which has actions left, is a draft."""
-        return clip in self._drafts
 
     def _receive_all(self, expect: Callable[[Work], None]) -> None:
         while self._receive(0):
@@ -143,9 +129,7 @@ class Inbox:
         match parse_command(message):
             case Work() as work:
                 self._new.append(work)
-                self._queue.add(work.actions, joins=not work.is_draft)
-                if work.is_draft:
-                    self._drafts.update(action.clip for action in work.actions)
+                self._queue.add(work.actions)
             case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

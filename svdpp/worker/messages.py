@@ -60,8 +60,6 @@ class Work(_Message):
     """By clip, for those with latent checkpoints to write or read."""
     samplings: dict[int, SamplingConfig] = Field(default_factory=dict)
     """By clip, for those with sampling parameters of their own; resolved."""
-    is_draft: bool = False
-    """Whether the clips are drafts."""
 
 
 class Stop(_Message):
@@ -203,23 +201,6 @@ class ClipDone(_Message):
     """Hashes, video file and JSON together, in the writer's thread."""
 
 
-class DraftDone(_Message):
-    """A draft of a clip is written; the exact clip follows."""
-
-    kind: Literal["draft"] = "draft"
-    clip: int
-    metadata: dict[str, Any]
-
-
-class DraftLost(_Message):
-    """A rank other than 0 has no result for a draft, or cannot write it; the clip goes on."""
-
-    kind: Literal["draft_lost"] = "draft_lost"
-    clip: int
-    error: dict[str, Any]
-    """See `errors.error_to_dict`."""
-
-
 class PromptCut(_Message):
     """A prompt is longer than the model reads."""
 
@@ -301,10 +282,8 @@ Event = Annotated[
     | ActionDone
     | TransferDone
     | GpuSample
-    | DraftDone
     | StoredTensor
     | PhotoWanted
-    | DraftLost
     | CheckpointLost
     | PromptCut
     | ClipDone

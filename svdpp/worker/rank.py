@@ -23,7 +23,6 @@ from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.clip_writer import ClipWriter, WriterEvents
 from svdpp.worker.device import conditions_of, gpu_uuid, take_device
-from svdpp.worker.draft_stage import DraftStage
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
@@ -97,16 +96,10 @@ def _serve(
     reporter: Reporter,
     inbox: Inbox,
 ) -> None:
-    stages = _prepare(context, setup, device, reporter, inbox)
-
-    def rest() -> None:
-        for stage in stages.values():
-            stage.rest()
-
-    for action in inbox.actions(lambda work: stages[work.is_draft].expect(work), rest):
-        stages[inbox.is_draft(action.clip)].perform(action)
-    for stage in stages.values():
-        stage.finish()
+    stage = _prepare(context, setup, device, reporter, inbox)
+    for action in inbox.actions(stage.expect, stage.rest):
+        stage.perform(action)
+    stage.finish()
 
 
 def _prepare(
@@ -115,12 +108,8 @@ def _prepare(
     device: torch.device,
     reporter: Reporter,
     inbox: Inbox,
-) -> dict[bool, PipelineStage]:
-    """Does everything before the first action; reports `Joined` when this rank's links are open.
-
-    Returns:
-        The stages, by whether their clips are drafts.
-    """
+) -> PipelineStage:
+    """Does everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
@@ -140,7 +129,7 @@ def _prepare(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=str(device), load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    return _new_stages(context, setup, model, transport, reporter, inbox, conditions)
+    return _new_stage(context, setup, model, transport, reporter, inbox, conditions)
 
 
 def _connected(
@@ -160,7 +149,7 @@ def _connected(
     return transport
 
 
-def _new_stages(
+def _new_stage(
     context: RankContext,
     setup: RankSetup,
     model: VideoModel,
@@ -168,56 +157,36 @@ def _new_stages(
     reporter: Reporter,
     inbox: Inbox,
     conditions: dict[str, Any],
-) -> dict[bool, PipelineStage]:
+) -> PipelineStage:
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     tensor_store = _tensor_store(context, setup, reporter)
     clip_writer = ClipWriter(
         WriterEvents(
             done=reporter.send,
             lost=reporter.clip_failed,
-            draft_lost=reporter.draft_lost,
             failed=reporter.failed,
         ),
         conditions,
         model.device,
-        # In a draft every rank has frames of the clip; the last rank keeps them, by rank.
-        tensor_store if config.draft is None else None,
+        tensor_store,
         fps=config.sampling.fps,
         host=context.host,
         folder=Path(setup.output_folder) if setup.output_folder else None,
     )
-    profiler = _profiler(setup, rank, str(model.device))
-    stages: dict[bool, PipelineStage] = {}
-    if config.draft is not None:
-        stages[True] = DraftStage(
-            rank,
-            model,
-            transport,
-            clip_writer,
-            reporter,
-            config,
-            is_cancelled=inbox.is_cancelled,
-            tensor_store=tensor_store if rank == 0 else None,
-            results=tensor_store,
-            profiler=profiler,
-            fault=setup.fault,
-        )
-    if config.draft is None or config.draft_on_request:
-        stages[False] = PipelineStage(
-            rank,
-            model,
-            transport,
-            clip_writer,
-            reporter,
-            config.sampling,
-            is_cancelled=inbox.is_cancelled,
-            checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
-            tensor_store=tensor_store,
-            profiler=profiler,
-            fault=setup.fault,
-            read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
-        )
-    return stages
+    return PipelineStage(
+        rank,
+        model,
+        transport,
+        clip_writer,
+        reporter,
+        config.sampling,
+        is_cancelled=inbox.is_cancelled,
+        checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
+        tensor_store=tensor_store,
+        profiler=_profiler(setup, rank, str(model.device)),
+        fault=setup.fault,
+        read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
+    )
 
 
 def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:

@@ -15,7 +15,6 @@ from svdpp.worker.memory import bytes_in_use
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipFailed,
-    DraftLost,
     Event,
     Failed,
     Heartbeat,
@@ -93,10 +92,6 @@ class Reporter:
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` alone is lost."""
         self.send(ClipFailed(clip=clip, error=error_to_dict(error)))
-
-    def draft_lost(self, clip: int, error: BaseException) -> None:
-        """Reports that this rank has no draft of `clip`; the exact clip still follows."""
-        self.send(DraftLost(clip=clip, error=error_to_dict(error)))
 
     def checkpoint_lost(self, error: BaseException) -> None:
         """Reports that latent checkpoints cannot be written; the clips go on."""

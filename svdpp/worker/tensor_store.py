@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 
 from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
 
-_NAME = re.compile(r"clip\d+(_rank\d+)?_((step\d+|audio)\.safetensors|frames\.npy)", re.ASCII)
+_NAME = re.compile(r"clip\d+_((step\d+|audio)\.safetensors|frames\.npy)", re.ASCII)
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -56,45 +56,38 @@ class TensorStore:
         step: int,
         latent: torch.Tensor,
         history: Tensors | None = None,
-        *,
-        draft_rank: int | None = None,
     ) -> None:
-        """Keeps CPU tensors of `clip` after `step` steps; in a draft, those of one rank.
+        """Keeps CPU tensors of `clip` after `step` steps.
 
         Args:
             clip: index of the clip.
             step: number of steps done.
             latent: after these steps.
             history: of a multistep solver, see `solver_history`.
-            draft_rank: whose latent it is; None: that of a clip that is no draft.
         """
         tensors = {LATENTS: latent, **(history or {})}
         data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
-        self._keep(self._path(clip, draft_rank, f"step{step}.safetensors").name, data)
+        self._keep(self._path(clip, f"step{step}.safetensors").name, data)
 
-    def has_latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> bool:
-        """Whether the store has that latent."""
-        return self._path(clip, draft_rank, f"step{step}.safetensors").exists()
-
-    def latent(self, clip: int, step: int, *, draft_rank: int | None = None) -> torch.Tensor:
+    def latent(self, clip: int, step: int) -> torch.Tensor:
         """The kept latent; FileNotFoundError if there is none."""
-        path = self._path(clip, draft_rank, f"step{step}.safetensors")
+        path = self._path(clip, f"step{step}.safetensors")
         latent: torch.Tensor = load_file(path)[LATENTS]
         return latent
 
     def history(self, clip: int, step: int) -> Tensors:
         """The kept history of a multistep solver; empty if there is none."""
-        return solver_history(load_file(self._path(clip, None, f"step{step}.safetensors")))
+        return solver_history(load_file(self._path(clip, f"step{step}.safetensors")))
 
-    def keep_frames(self, clip: int, frames: Frames, *, draft_rank: int | None = None) -> None:
-        """Keeps the frames of `clip`; in a draft, those of one rank."""
+    def keep_frames(self, clip: int, frames: Frames) -> None:
+        """Keeps the frames of `clip`."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
-        self._keep(self._path(clip, draft_rank, "frames.npy").name, buffer.getvalue())
+        self._keep(self._path(clip, "frames.npy").name, buffer.getvalue())
 
-    def frames(self, clip: int, *, draft_rank: int | None = None) -> Frames:
+    def frames(self, clip: int) -> Frames:
         """The kept frames; FileNotFoundError if there are none."""
-        path = self._path(clip, draft_rank, "frames.npy")
+        path = self._path(clip, "frames.npy")
         frames: Frames = np.load(path, allow_pickle=False)
         return frames
 
@@ -102,22 +95,21 @@ class TensorStore:
         """Keeps the sound of `clip`, in host memory, if it has any."""
         if audio is not None:
             data = save({"samples": audio.samples})
-            self._keep(self._path(clip, None, "audio.safetensors").name, data)
+            self._keep(self._path(clip, "audio.safetensors").name, data)
 
     def has_audio(self, clip: int) -> bool:
         """Whether the clip has sound."""
-        return self._path(clip, None, "audio.safetensors").exists()
+        return self._path(clip, "audio.safetensors").exists()
 
     def audio(self, clip: int) -> torch.Tensor:
         """The kept samples, (N, channels); FileNotFoundError if there are none."""
-        samples: torch.Tensor = load_file(self._path(clip, None, "audio.safetensors"))["samples"]
+        samples: torch.Tensor = load_file(self._path(clip, "audio.safetensors"))["samples"]
         return samples
 
     def forget_frames(self, clip: int) -> None:
         """Removes the kept frames and sound of `clip`, if there are any."""
         for what in ("frames.npy", "audio.safetensors"):
-            self._path(clip, None, what).unlink(missing_ok=True)
+            self._path(clip, what).unlink(missing_ok=True)
 
-    def _path(self, clip: int, draft_rank: int | None, what: str) -> Path:
-        whose = "" if draft_rank is None else f"_rank{draft_rank}"
-        return self._folder / f"clip{clip}{whose}_{what}"
+    def _path(self, clip: int, what: str) -> Path:
+        return self._folder / f"clip{clip}_{what}"

@@ -10,7 +10,7 @@ from svdpp.bench.config import read_grid
 from svdpp.bench.costs import costs_of
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
 from svdpp.bench.runner import Bench, Round
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
 from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
@@ -81,17 +81,3 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(elsewhere: dict[int, f
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))
     assert costs_of(one, "run").step_seconds == (1.0, 2.0, 3.0, elsewhere.get(3, 2.0))
-
-
-def test_of_a_draft_only_leaps_are_hand_overs() -> None:
-    """A draft's states are two latents, its results frames: neither is a pipeline's packet."""
-    one = _bench("cpu", 3)
-    one.config = replace(one.config, draft=DraftConfig(start_steps=(0, 1, 2)))
-    done = _round(PIPELINE, {0: 1.0, 1: 1.0, 2: 1.0}, {(0, 1): 0.1, (1, 2): 0.1})
-    for source, target, end, num_bytes in ((0, 1, 9.5, 128), (1, 2, 9.5, 128), (0, 2, 8.0, 4096)):
-        about = {"clip": 0, "next_step": 1, "num_bytes": num_bytes, "end": end, "seconds": 4.0}
-        done.trace.add(target, TransferDone(direction="recv", peer=source, **about))
-        done.trace.add(source, TransferDone(direction="send", peer=target, **about))
-    one.rounds = [done]
-    costs = costs_of(one, "run")
-    assert (costs.transfer_seconds, costs.packet_bytes) == pytest.approx((0.1, 77))

@@ -26,7 +26,7 @@ from svdpp.bench.runner import (
 )
 from svdpp.cli.bench_report import show_summary
 from svdpp.cli.console import Console
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.utilisation import Speeds, Utilisation
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, OutOfMemoryError
@@ -71,13 +71,6 @@ def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
 def test_data_parallel_is_not_measured_against_itself() -> None:
     assert list(cases_of(config_of(replicas=2))) == [PIPELINE, ONE_DEVICE]
     assert list(cases_of(config_of().alone())) == [PIPELINE, ONE_DEVICE]
-
-
-def test_a_draft_is_measured_beside_data_parallel() -> None:
-    cases = cases_of(config_of(draft=DraftConfig(start_steps=(0, 1))))
-    assert [str(cases[case].plan) for case in cases] == [
-        *("draft, start steps 0 1", "data parallel", "one rank")
-    ]
 
 
 def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:

@@ -154,7 +154,6 @@ def test_too_few_rounds_for_a_target_are_refused() -> None:
     ("name", "words"),
     [
         ("pipeline_over_data_parallel", "data parallel is not a case"),
-        ("draft_seconds", "no draft is asked for"),
         ("peak_allocated_gib", "only peak_reserved_gib is measured"),
         ("tflops", "the FLOPs of the dummy model are not counted"),
         ("mfu", "no published peak is known for the CPU"),

@@ -41,16 +41,6 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
-        (
-            ("smoke", "--pipeline.start_steps=0,2"),
-            2,
-            ("pipeline.start_steps needs a draft", "--pipeline.draft=true"),
-        ),
-        (
-            ("smoke", "--pipeline.draft=true", "--pipeline.replicas=2"),
-            2,
-            ("out --pipeline.replicas",),
-        ),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
@@ -64,7 +54,6 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--baseline", "/absent"), 7, ("/absent/summary.json",)),
         (("smoke", "--baseline", "a", "--precision=[fp32, bf16]"), 2, ("span 2",)),
         (("smoke", "--targets.overhed=<= 1"), 2, ("no figure 'overhed'", "'overhead'")),
-        (("smoke", "--targets.draft_seconds=<= 1"), 2, ("no draft is asked for",)),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(
@@ -231,22 +220,6 @@ def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path
         assert (tmp_path / found["folder"] / "costs.json").exists()
     assert len({found["cases"]["pipeline"]["layout"] for found in points}) == 2
     assert answer.err.count("plan with it: ") == 2, "rank 0 alone speaks"
-
-
-@pytest.mark.processes
-@pytest.mark.long
-@pytest.mark.full
-def test_a_bench_of_drafts(tmp_path: Path) -> None:
-    drafting = ("--pipeline.draft=true", "--pipeline.start_steps=0,1")
-    answer = svdpp_alone("bench", "smoke", *TINY, *drafting, "--results", str(tmp_path), "--json")
-    assert answer.code == 0, answer.err
-    (found,) = json.loads(answer.out)
-    assert found["same_bits"] is True
-    pipeline = found["cases"]["pipeline"]
-    assert pipeline["layout"] == "draft, start steps 0 1"
-    assert (
-        0 < pipeline["over_rounds"]["draft_seconds"] <= pipeline["over_rounds"]["makespan_seconds"]
-    )
 
 
 @pytest.mark.long

@@ -268,7 +268,6 @@ def test_simulate_json() -> None:
         "split": "uniform",
         "replicas": 1,
         "decoders": 1,
-        "start_steps": None,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",
@@ -438,7 +437,10 @@ def test_verify_recomputes_a_clip(made: tuple[Path, Answer]) -> None:
             ("no effect on a finished clip: --inject-fault;",),
         ),
         (("a.json", "b.json", "--gpus", "2", "--fps", "7"), (": --fps, --gpus;",)),
-        (("a.json", "--draft"), ("no effect on a finished clip: --draft;", "svdpp verify PHOTO")),
+        (
+            ("a.json", "--share-experts"),
+            ("finished clip: --share-experts;", "svdpp verify PHOTO"),
+        ),
     ],
 )
 def test_verify_refuses_what_says_nothing_of_a_clip(

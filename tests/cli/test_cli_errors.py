@@ -265,7 +265,6 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
             TORCHRUN,
             "auto measures before ranks start",
         ),
-        (("profile", "--draft"), TORCHRUN, "profile --draft starts processes"),
         (("run", PHOTO, *DEMO), {"RANK": "0"}, "incomplete torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),

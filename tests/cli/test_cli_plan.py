@@ -304,7 +304,7 @@ def test_comparison_in_json_says_the_same() -> None:
     assert (result["schema_version"], result["clips"]) == (2, 128)
     rows = {row["name"]: row for row in result["layouts"]}
     layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
-    assert list(rows) == [*layouts, "draft"]
+    assert list(rows) == layouts
     assert rows["uniform"]["forecast"] is None
     assert "cannot be split evenly" in rows["uniform"]["note"]
     assert rows["2 decoders"]["layout"]["decoders"] == 2
@@ -322,8 +322,6 @@ def test_totals_and_rates_of_a_comparison_agree() -> None:
 
     assert rows["data parallel"]["makespan_seconds"] == pytest.approx(clip)
     assert rows["data parallel"]["seconds_per_clip"] == pytest.approx(clip / 4)
-    assert rows["draft"]["makespan_seconds"] == pytest.approx(3 * clip)
-    assert rows["draft"]["seconds_per_clip"] == pytest.approx(clip, rel=0.01)
     for name in ("uniform", "balanced", "dithered", "2 decoders"):
         assert rows[name]["makespan_seconds"] > clip
         assert rows[name]["seconds_per_clip"] >= clip / 4 * 0.999
@@ -397,9 +395,6 @@ REFUSED = [
         ("--device-memory", "9"),
         "--device-memory has an effect only with --layout auto or --compare",
     ),
-    (("--draft", "--device-memory", "9"), "leave out --device-memory"),
-    (("--draft", "--arrivals", "2/s"), "leave out --arrivals"),
-    (("--draft", "--hosts", "2x2", "--draft-starts", "0,14"), "names 2 ranks, but there are 4"),
     (("--model", "nonsense"), "--model has an effect only with --memory"),
     (("--device", "cpu"), "--device has an effect only with --memory"),
     (("--height", "13"), "--height has an effect only with --memory"),

@@ -152,10 +152,9 @@ def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("profile", "--draft"), "cannot be drafted: a draft needs the derivative of Euler's"),
         (("profile", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
-        (("simulate", "--draft"), "cannot be drafted: a draft needs the derivative of Euler's"),
-        (("simulate", "--flow-shift", "3"), "--flow-shift is not for"),
+        (("simulate", "--flow-shift", "3"), "--flow-shift is now --param flow_shift=X"),
+        (("simulate", "--param", "stg_scale=3"), "has no parameter 'stg_scale'"),
         (("simulate", "--share-experts"), "--share-experts is for models with two experts"),
         (("doctor", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
     ],
@@ -223,9 +222,8 @@ def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Pat
     ("override", "words"),
     [
         ("workload.motion_bucket_id=7", "workload.motion_bucket_id is not for"),
-        ("workload.guidance_scale_2=7", "workload.guidance_scale_2 is not for"),
+        ("workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
         ("pipeline.share_experts=true", "pipeline.share_experts=true is for models with two"),
-        ("pipeline.draft=true", "cannot be drafted"),
         ("workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
         ("workload.prompts=['','a cat']", "workload.prompts is empty"),
     ],

@@ -81,7 +81,6 @@ def test_help_of_run_shows_what_is_common_and_names_the_rest() -> None:
         "Prompts",
         "Model and precision",
         "Layout",
-        "Draft",
         "Recovery",
         "Diagnostics",
     ]

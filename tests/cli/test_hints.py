@@ -48,7 +48,6 @@ FOLLOWED = [
     "plan --world 29",
     "plan --world 9 --replicas 2",
     "plan --replicas 3",
-    "plan --draft-starts 0,8,12,17",
     "plan --model demo",
     "plan --frames 4 --model demo --memory --decode-chunk-size auto",
     "plan --costs two.json",
@@ -56,7 +55,6 @@ FOLLOWED = [
     "simulate --world 3",
     f"run {shlex.quote(PHOTO)} --model demo --device cpu --world 5 --dry-run",
     f"run {shlex.quote(PHOTO)} --model Demo --device cpu --dry-run",
-    f"run {shlex.quote(PHOTO)} --draft-psnr 60dB --model demo --device cpu --dry-run",
     f"run {shlex.quote(PHOTO)} --dry-run --frames 2 --height 64 --width 64",
 ]
 

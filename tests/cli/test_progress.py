@@ -31,7 +31,6 @@ from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
     ClipFailed,
-    DraftLost,
     Event,
     Heartbeat,
     Joined,
@@ -89,16 +88,14 @@ def test_a_settled_clip_is_counted_once() -> None:
     console = _console(terminal=False)
     lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
     with _progress(console) as progress:
-        progress(1, DraftLost(clip=0, error=lost))
         for rank in range(2):
             progress(rank, CheckpointLost(error={**lost, "message": "none in 'D'", "hint": "so"}))
-        progress(1, ClipDone(clip=0, metadata={"output": "a.draft.mp4"}))
+        progress(1, ClipDone(clip=0, metadata={"output": "a.mp4"}))
         progress(0, ClipFailed(clip=0, error=lost))
         progress(0, ClipDone(clip=1, metadata={"output": "b.mp4", "wall_seconds": 3.21}))
     assert _written(console).splitlines() == [
-        "run: no draft of clip 1 by rank 1: it cannot be written",
         "run: none in 'D': so",
-        "run: 1 of 2 clips: clip 1 -> a.draft.mp4",
+        "run: 1 of 2 clips: clip 1 -> a.mp4",
         "run: 2 of 2 clips: clip 2 -> b.mp4, 3.2 s",
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -89,23 +88,6 @@ def test_a_hand_over_is_an_arrow_from_its_sender_to_its_receiver() -> None:
     start, finish = (e for e in trace_events(_trace()) if e["ph"] in "sf")
     assert (start["ph"], start["pid"], finish["ph"], finish["pid"]) == ("s", 0, "f", 1)
     assert start["id"] == finish["id"]
-
-
-def test_two_words_on_one_step_of_a_clip_are_two_arrows() -> None:
-    """A SEND_START to step 14 and the state of step 14, between the same two ranks."""
-    trace = Trace(2)
-    for end, num_bytes in ((1.0, 8), (9.0, 16)):
-        transfer = {"clip": 0, "next_step": 14, "num_bytes": num_bytes, "end": end, "seconds": 0.5}
-        trace.add(0, TransferDone(direction="send", peer=1, **transfer))
-        trace.add(1, TransferDone(direction="recv", peer=0, **transfer))
-    arrows: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for event in trace_events(trace):
-        if event["ph"] in "sf":
-            arrows[event["id"]].append((event["ph"], event["ts"]))
-    assert sorted(arrows.values()) == [
-        [("s", 0), ("f", 0)],
-        [("s", 8_000_000), ("f", 8_000_000)],
-    ]
 
 
 def test_a_rank_that_did_nothing_has_its_name() -> None:

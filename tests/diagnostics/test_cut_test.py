@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig
-from svdpp.diagnostics import cut_test
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.diagnostics import cut_test, doctor
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
 from tests.models.test_rows import CASES
+from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,3 +112,41 @@ def test_a_copy_of_published_sizes_is_tiny_and_equal(tmp_path: Path, name: str) 
     _with_published_sizes(folder, IMAGE_CHANNELS.get(name))
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)), weights=False)
     assert _check(checkpoint, case.config(), tmp_path / "copy") == []
+
+
+@pytest.mark.long
+def test_two_experts_are_cut_and_damage_to_a_packet_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_wan(tmp_path / "saved", boundary_ratio=0.875)
+    checkpoint, sampling = find_checkpoint(ModelConfig(name=str(folder))), WanSampling()
+    assert _check(checkpoint, sampling, tmp_path / "copy") == []
+    sent = cut_test._CutTest._sent
+
+    def damaged(self: Any, tensors: Any) -> Any:
+        received = sent(self, tensors)
+        return {**received, "latents": received["latents"] + 1e-3}
+
+    monkeypatch.setattr(cut_test._CutTest, "_sent", damaged)
+    found = _check(checkpoint, sampling, tmp_path / "damaged")
+    assert found[0] == "the latent after step 0, of steps 0 to 1"
+    assert "the frames, cut after step 3" in found
+
+
+@pytest.mark.long
+def test_svd_of_the_published_sizes(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(ModelConfig(), weights=False)
+    assert _check(checkpoint, SvdSampling(), tmp_path / "copy") == []
+
+
+@pytest.mark.parametrize("found", [["the frames"], ["the frames", "the latent"]])
+def test_a_difference_fails_the_check(
+    found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_test, "differences", lambda *_: found)
+    checks = {name: doctor._CHECKS[name] for name in ("devices", "temporary folder", "model")}
+    monkeypatch.setattr(doctor, "_CHECKS", {**checks, "cut test": doctor._cut_test})
+    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
+    *_, check = doctor.examine(doctor.Examination(config, tmp_path))
+    assert (check.verdict, check.exit_code) == ("failed", 3)
+    assert check.detail.startswith("other bits than diffusers' whole call: the frames")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, DraftConfig, OutputConfig, PipelineConfig
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.clips import ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
@@ -86,19 +86,6 @@ def test_a_finished_clip_stays_finished() -> None:
         assert not handle.cancel()
         assert not handle.cancelled()
         assert handle.progress == ClipProgress(4, 4, 1)
-
-
-def test_a_cancelled_draft_leaves_no_exact_clip(release: Path) -> None:
-    draft = DraftConfig(start_steps=(0, 6))
-    with Pipeline(_slow(2, draft=draft), fault=_held(release, 0, "step4")) as pipeline:
-        handle, after = pipeline.submit(clips(0, 1))
-        while handle.progress.steps_done < 4:
-            assert not handle.done()
-        assert handle.cancel()
-        release.touch()
-        with pytest.raises(CancelledError):
-            handle.result(HANG_SECONDS)
-        assert after.result(HANG_SECONDS).metadata["latents_sha256"]
 
 
 def test_a_cancelled_clip_leaves_neither_file_nor_latent_checkpoint(

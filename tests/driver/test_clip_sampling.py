@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, DraftConfig, OutputConfig, SvdSampling
+from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.work import ClipWork
@@ -96,8 +96,5 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
         with pytest.raises(RequestError, match="5 steps cannot be split evenly over 2 ranks"):
             pipeline.submit(clip(5))
         assert pipeline.run(ClipRequest(seed=0)).clip == 0
-    drafts = Pipeline(config(2, steps=6, draft=DraftConfig(start_steps=(0, 3))))
-    with drafts, pytest.raises(RequestError, match="draft of this pipeline has 6 steps, got 8"):
-        drafts.submit(clip(8))
     with pytest.raises(RequestError, match="sampling parameters"):
         run_reference(config(1), [clip(8)])

@@ -14,7 +14,6 @@ from PIL import Image
 from svdpp.comm.packet import Packet
 from svdpp.config import (
     ClipRequest,
-    DraftConfig,
     LtxSampling,
     ModelConfig,
     PipelineConfig,
@@ -168,17 +167,12 @@ def test_the_proof_names_what_differs_first(
 def test_ranks_hold_one_expert_each(wan: Family) -> None:
     config, _ = resolve(replace(wan.config, world_size=3, split="balanced"))
     assert config.expert_boundary is not None
-    held = [sorted(roles.experts) for roles in config.roles]
+    held = [sorted(roles.experts) for roles in config.layout.roles]
     assert held[0] == [0]
     assert held[-1] in ([1], [])
     assert all(len(experts) <= 1 for experts in held)
     shared, _ = resolve(replace(wan.config, world_size=2, share_experts=True))
-    assert {0, 1} in [set(roles.experts) for roles in shared.roles]
-
-
-def test_drafts_are_refused(wan: Family) -> None:
-    with pytest.raises(RequestError, match="cannot be drafted"):
-        resolve(replace(wan.config, world_size=2, draft=DraftConfig(start_steps=(0, 2))))
+    assert {0, 1} in [set(roles.experts) for roles in shared.layout.roles]
 
 
 def test_ranks_without_an_encoder_of_images_refuse_photographs(wan: Family) -> None:

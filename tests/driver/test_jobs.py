@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from svdpp.config import (
-    DraftConfig,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
@@ -23,10 +22,9 @@ from svdpp.config import (
     VideoFormat,
     sampling_defaults,
 )
-from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, check_outputs, open_manifest, plan_clips
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import RequestError
 from svdpp.media import output_files, video
 from svdpp.media.image import Photo, read_photo
 from svdpp.media.inputs import ClipInput
@@ -226,67 +224,6 @@ def test_a_clip_of_version_0_3_is_kept(photo: Photo, tmp_path: Path) -> None:
     Path(output.json_path).rename(tmp_path / "rocket_0.json")
     (kept,) = _plan(photo, OutputPolicy(folder=tmp_path, resume=True)).skipped
     assert kept["file_sha256"] == video.file_sha256(Path(output.path))
-
-
-# --- drafts -------------------------------------------------------------------------------------
-
-DRAFT = DraftConfig(start_steps=(0, 1, 2), accept_psnr_db=30.0)
-DRAFTING = replace(
-    CONFIG,
-    world_size=3,
-    sampling=replace(CONFIG.sampling, num_inference_steps=4),
-    draft=DRAFT,
-)
-EXACT = replace(DRAFTING, draft=replace(DRAFT, accept_psnr_db=None))
-
-
-def _check(photo: Photo, policy: OutputPolicy, config: PipelineConfig = DRAFTING) -> None:
-    check_outputs([ClipInput(photo)], [0], policy, config.draft)
-
-
-def test_a_folder_of_somebody_elses_in_the_drafts_place_is_refused(
-    photo: Photo, tmp_path: Path
-) -> None:
-    policy = OutputPolicy(folder=tmp_path, format="frames")
-    (tmp_path / "rocket_0.draft").mkdir()
-    (tmp_path / "rocket_0.draft" / "notes.txt").touch()
-    with pytest.raises(RequestError, match=r"1 output exists already.*rocket_0\.draft'"):
-        _check(photo, policy)
-    with pytest.raises(OutputError, match="holds other files"):
-        _check(photo, replace(policy, overwrite=True))
-    _check(photo, policy, CONFIG)  # a run without a draft needs no path for one
-
-
-@pytest.mark.parametrize(
-    ("about", "is_taken"), [({"accept_psnr_db": 40.0}, True), ({"rank": 1}, False)]
-)
-def test_an_accepted_draft_is_an_output_and_one_that_a_kill_left_is_none(
-    photo: Photo, about: dict[str, Any], is_taken: bool, tmp_path: Path
-) -> None:
-    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
-    _finish(photo, output.draft, DRAFTING, exact=False, draft=about)
-    policy = OutputPolicy(folder=tmp_path)
-    if is_taken:
-        with pytest.raises(RequestError, match=r"1 output exists already.*draft\.mp4'"):
-            _check(photo, policy)
-    else:
-        _check(photo, policy)
-    taken = [Path(output.draft.path), Path(output.draft.json_path)]
-    assert taken_places(output, DRAFTING.draft) == (taken if is_taken else [])
-    _check(photo, replace(policy, overwrite=True))
-    resuming = replace(policy, resume=True)
-    assert len(_plan(photo, resuming, DRAFTING).skipped) == is_taken
-    assert len(_plan(photo, resuming, EXACT).requests) == 1
-
-
-def test_an_accepted_draft_with_other_parameters_is_not_replaced_by_resume(
-    photo: Photo, tmp_path: Path
-) -> None:
-    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4")).draft
-    _finish(photo, output, _other_fps(DRAFTING), exact=False, draft={"accept_psnr_db": 40.0})
-    for config in (DRAFTING, EXACT):
-        with pytest.raises(RequestError, match=r"'rocket_0\.draft\.mp4' exists with another fps"):
-            _plan(photo, OutputPolicy(folder=tmp_path, resume=True), config)
 
 
 # --- with nothing left to make ------------------------------------------------------------------

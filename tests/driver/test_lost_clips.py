@@ -163,14 +163,14 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
 def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     error = error_to_dict(NotFiniteError("not finite"))
-    accepted = {"exact": False, "output": "a.draft.mp4", "host": "host1"}
+    finished = {"output": "a.mp4", "host": "host1"}
     with RunManifest(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as manifest:
-        manifest(1, ClipDone(clip=0, metadata=accepted))
+        manifest(1, ClipDone(clip=0, metadata=finished))
         manifest(0, ClipFailed(clip=0, error=error))
         manifest(1, ClipFailed(clip=1, error=error))
         manifest(1, ClipDone(clip=1, metadata={"host": "host1"}))
     assert json.loads(path.read_text())["clips"] == [
-        {"output": "a.draft.mp4", "state": "done", "exact": False, "host": "host1"},
+        {"output": "a.mp4", "state": "done", "host": "host1"},
         {"output": "b.mp4", "state": "failed", "error": error},
     ]
 

@@ -14,7 +14,6 @@ import pytest
 
 from svdpp.config import (
     ClipRequest,
-    DraftConfig,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
@@ -69,13 +68,12 @@ def _finish(record: Mapping[str, Any], folder: Path, **changes: Any) -> None:
 class _Host1:
     """Answers from its own folders."""
 
-    def __init__(self, there: OutputPolicy, draft: DraftConfig | None = None) -> None:
+    def __init__(self, there: OutputPolicy) -> None:
         self.there = there
-        self.draft = draft
         self.sent_away: list[BaseException | None] = []
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        return {"host1": hosts.answer(question, self.there, self.draft)}
+        return {"host1": hosts.answer(question, self.there)}
 
     def dismiss(self, error: BaseException | None = None) -> None:
         self.sent_away.append(error)
@@ -90,23 +88,6 @@ def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> Non
     assert [request.seed for request in left.requests] == [1]
     assert [record["seed"] for record in left.metadata] == [1]
     assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
-
-
-@pytest.mark.parametrize(
-    ("accept_psnr_db", "is_finished"), [(30.0, True), (50.0, False), (None, False)]
-)
-def test_an_accepted_draft_that_another_host_holds_is_as_good_as_what_is_asked(
-    tmp_path: Path, accept_psnr_db: float | None, is_finished: bool
-) -> None:
-    here = OutputPolicy(folder=tmp_path / "here", resume=True)
-    there = OutputPolicy(folder=tmp_path / "there", resume=True)
-    plan = _plan(here.folder, (1,))
-    record = {**plan.metadata[0], "output": "rocket_1.draft.mp4", "draft": {"accept_psnr_db": 40.0}}
-    _finish(record, there.folder)
-    host1 = _Host1(there, DraftConfig(start_steps=(0, 1), accept_psnr_db=accept_psnr_db))
-    left = hosts.without_those_elsewhere(plan, here, host1)
-    assert [each["output"] for each in left.skipped] == ["rocket_1.draft.mp4"] * is_finished
-    assert len(left.requests) == 1 - is_finished
 
 
 def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
@@ -149,17 +130,6 @@ def test_an_output_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None
     assert host1.sent_away == [refusal.value], "the other hosts must learn why"
     over = replace(policy, overwrite=True)
     assert hosts.without_those_elsewhere(plan, over, _Host1(over)).requests == plan.requests
-
-
-def test_an_accepted_draft_in_the_way_on_another_host_is_refused(tmp_path: Path) -> None:
-    here, there = (OutputPolicy(folder=tmp_path / name) for name in ("here", "there"))
-    plan = _plan(here.folder, (1,))
-    about = {"exact": False, "draft": {"accept_psnr_db": 40.0}}
-    _finish({**plan.metadata[0], "output": "rocket_1.draft.mp4", **about}, there.folder)
-    host1 = _Host1(there, DraftConfig(start_steps=(0, 1)))
-    with pytest.raises(RequestError, match=r"exists already on host1.*'rocket_1\.draft\.mp4'"):
-        hosts.without_those_elsewhere(plan, here, host1)
-    assert hosts.without_those_elsewhere(plan, here, _Host1(there)).requests == plan.requests
 
 
 def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:

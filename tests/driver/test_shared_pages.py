@@ -50,7 +50,7 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
     pipeline = Pipeline(config)
     pipeline.observe(take)
     with pipeline:
-        held = [roles.experts for roles in pipeline.config.roles]
+        held = [roles.experts for roles in pipeline.config.layout.roles]
         assert held == [{0}, {0}, {1}, {1}]
         pipeline.run(ClipRequest(seed=0, prompt="the sea at night"))
         ranks = [_smaps(pid, tmp_path) for pid in pids(pipeline)]

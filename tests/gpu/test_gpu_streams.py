@@ -158,7 +158,6 @@ def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
     events = WriterEvents(
         done=lambda _: None,
         lost=lambda *lost: failed.append(lost),
-        draft_lost=lambda *lost: failed.append(lost),
         failed=failed.append,
     )
     writer = ClipWriter(events, {}, DEVICE, kept, fps=7)

@@ -64,15 +64,6 @@ def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path)
     assert (difference.clip, difference.rank, difference.max_ulp) == (1, 1, 1)
 
 
-def test_a_draft_on_one_gpu_is_exact_on_rank_0(machine: Machine, tmp_path: Path) -> None:
-    from svdpp.config import DraftConfig
-
-    config = machine.config(2, draft=DraftConfig(start_steps=(0, 3)))
-    run_pipelined(config, machine.requests(2), tmp_path)
-    run_sequential(config, machine.requests(2), tmp_path)
-    assert compare(config, 2, tmp_path).bitwise
-
-
 def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     machine: Machine, tmp_path: Path
 ) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import DraftConfig, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import rank_probe
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.plan.draft_starts import default_start_steps
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, StepDone, TransferDone
 from tests.gpu.machine import Machine, Report
@@ -55,7 +54,7 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
 @pytest.mark.parametrize(
     "layout",
     [
-        *("dithered", "draft"),
+        "dithered",
         *(
             pytest.param(layout, marks=pytest.mark.no_rehearsal)
             for layout in ("uniform", "data parallel", "reversed")
@@ -71,12 +70,9 @@ def test_all_cards_at_full_size_are_exact(
         "dithered": {"split": "dithered"},
         "reversed": {"split": "dithered", "device_order": tuple(reversed(range(world_size)))},
         "data parallel": {"replicas": world_size},
-        "draft": {"draft": DraftConfig(start_steps=default_start_steps(steps, min(world_size, 8)))},
     }[layout]
-    if layout == "draft" and world_size > 8:
-        pytest.skip("start steps are known for up to 8 ranks")
     config = _full_size(machine, full_size, **changes)
-    requests = machine.requests(1 if layout == "draft" else world_size + 1)
+    requests = machine.requests(world_size + 1)
     run_pipelined(config, requests, tmp_path)
     run_sequential(config, requests, tmp_path)
     result = compare(config, len(requests), tmp_path)

@@ -199,27 +199,3 @@ def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:
     assert (report["world_size"], report["clips"]) == (4, 8)
     assert 0 < report["measured"]["makespan_seconds"] < 100
     assert [job.out for job in jobs[1:]] == [""] * 3
-
-
-@pytest.mark.full
-def test_drafts_are_where_the_last_rank_is_and_exact_clips_take_their_place(
-    make_hosts: MakeHosts, bits_of_one_host: Bits
-) -> None:
-    hosts = make_hosts(2)
-    photo = shutil.copy(PHOTO, hosts.on_first_host)
-    command = ("run", photo, *DEMO, "--steps", "24", *_SMALL, "--seed", "1", "--draft")
-    exact = ("--draft-starts", "0,8", "--out", "{host}/exact")
-    jobs = hosts.torchrun(*command, *exact, per_host=1)
-    assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
-    assert jobs[0].out == f"{hosts[0].path('exact')}/rocket_1.mp4  (on host1)\n"
-    left = {path.name for path in hosts[1].path("exact").iterdir()}
-    assert left == {"rocket_1.mp4", "rocket_1.mp4.json"}, "without the draft"
-    assert _bits(_records(hosts[1].path("exact"))) == {"rocket_1": bits_of_one_host["rocket_1"]}
-
-    accepted = ("--draft-starts", "0,4,8,12", "--draft-psnr", "1dB", "--out", "{host}/accepted")
-    jobs = hosts.torchrun(*command, *accepted, per_host=2)
-    assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
-    (record,) = _records(hosts[1].path("accepted")).values()
-    assert (record["output"], record["exact"]) == ("rocket_1.draft.mp4", False)
-    assert record["draft"]["agreement"]["with_rank"] == 3
-    assert "approximate: the result of rank 2" in jobs[0].err

@@ -361,8 +361,8 @@ def test_a_host_downloads_what_its_ranks_need(
     assert isinstance(checkpoint, RowCheckpoint)
     assert isinstance(config.sampling, WanSampling)
     rank = 2 * (host or 0)
-    load_model(checkpoint, config.model, config.sampling, "cpu", config.roles[rank])
-    check_memory(config, checkpoint, config.roles[rank : rank + 2])
+    load_model(checkpoint, config.model, config.sampling, "cpu", config.layout.roles[rank])
+    check_memory(config, checkpoint, config.layout.roles[rank : rank + 2])
 
     resolve(config.alone())  # the reference
     assert _weights(wan.requested) == _in_use(wan.folder, PARTS)

@@ -149,9 +149,13 @@ def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> N
             "64 or 96",
         ),
         ({"num_inference_steps": 1}, "--steps must be 2 or more", ""),
-        ({"decode_timestep": 0.1}, "--decode-timestep has no effect", ""),
-        ({"decode_noise_scale": 0.1}, "--decode-noise-scale has no effect", ""),
-        ({"guidance_scale": 1.0, "guidance_rescale": 0.5}, "--guidance-rescale has no effect", ""),
+        ({"decode_timestep": 0.1}, "--param decode_timestep has no effect", ""),
+        ({"decode_noise_scale": 0.1}, "--param decode_noise_scale has no effect", ""),
+        (
+            {"guidance_scale": 1.0, "guidance_rescale": 0.5},
+            "--param guidance_rescale has no effect",
+            "",
+        ),
     ],
 )
 def test_wrong_requests_are_refused(

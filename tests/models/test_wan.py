@@ -313,7 +313,7 @@ def test_variant_and_shards_are_read(tmp_path: Path) -> None:
         ({"width": 8}, "--width must be a multiple of 16 .*, got 8", "--width 16"),
         ({"guidance_scale": 1.0, "guidance_scale_2": 2.0}, "has no effect", ""),
         ({"decode_chunk_size": 2}, "decodes all frames", ""),
-        ({"flow_shift": 0.0}, "--flow-shift must be above 0", ""),
+        ({"flow_shift": 0.0}, "--param flow_shift must be above 0", ""),
     ],
 )
 def test_wrong_requests_are_refused(

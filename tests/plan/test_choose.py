@@ -124,9 +124,9 @@ def test_anything_can_be_compared(
     names = [row.name for row in rows]
     assert names[:3] == ["uniform", "balanced", "dithered"]
     assert names[3].endswith("decoders") or world_size == 1
-    assert names[4:] == ["auto", "data parallel", "draft"]
+    assert names[4:] == ["auto", "data parallel"]
     for row in rows:
-        assert (row.forecast is None) == (row.layout is None and row.draft_plan is None)
+        assert (row.forecast is None) == (row.layout is None)
         assert row.note or row.layout
     assert (rows[0].layout is None) == bool(num_steps % world_size)
 
@@ -171,14 +171,3 @@ def test_where_only_layouts_over_hosts_fit_the_forecast_says_what_lacks() -> Non
     costs = replace(WITH_MEMORY, ranks_per_host=4)
     with pytest.raises(RequestError, match="do not give the time of a transfer between hosts"):
         choose(costs=costs, memory_gib=(11.0,) * 8)
-
-
-def test_a_draft_over_hosts_without_a_hop_is_a_note_beside_the_others() -> None:
-    rows = {
-        row.name: row
-        for row in compare_layouts(num_steps=28, world_size=8, num_clips=8, costs=HOSTS)
-    }
-    assert rows["draft"].forecast is None
-    assert "between hosts" in rows["draft"].note
-    assert rows["data parallel"].forecast is not None
-    assert rows["auto"].forecast is not None

@@ -67,7 +67,6 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
     # The dummy model makes no file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
-    error_of(server.client.get(f"/v1/videos/{video['id']}/content?variant=draft"), 404, "no_draft")
 
 
 def test_what_a_request_leaves_out_has_the_models_defaults(server: HttpServer) -> None:

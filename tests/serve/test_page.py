@@ -24,10 +24,10 @@ from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, wait
 PAGE = ROOT / "svdpp" / "serve" / "page"
 CODE = ("text/javascript", "text/css")
 PHOTOS = example_photos()
-#: Real clips; one that finds the ranks idle is drafted.
-DRAFTS = (
+#: Real clips.
+REAL = (
     *("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8"),
-    *("--frames", "2", "--draft", "--draft-starts", "0,6"),
+    *("--frames", "2"),
 )
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -466,9 +466,8 @@ window.seen = [];
 new MutationObserver(() => {
   const card = document.querySelector(".card");
   if (!card) return;
-  const [video, badge] = [card.querySelector("video"), card.querySelector(".badge")];
-  const what = [badge.hidden ? "" : badge.textContent, video.getAttribute("src") ?? ""];
-  window.seen.push([...what, card.offsetHeight, [...card.parentNode.children].length]);
+  const src = card.querySelector("video").getAttribute("src") ?? "";
+  window.seen.push([src, card.offsetHeight, [...card.parentNode.children].length]);
 }).observe(document.getElementById("clip-list"),
   { subtree: true, childList: true, attributes: true });
 """
@@ -476,23 +475,18 @@ new MutationObserver(() => {
 
 @pytest.mark.full
 @pytest.mark.long
-def test_a_draft_is_shown_until_the_exact_clip_takes_its_place(driver: Any, tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *DRAFTS) as server:
+def test_a_finished_clip_is_shown_once_and_verified(driver: Any, tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *REAL) as server:
         server.wait_ready()
         for page in opened(driver, server):
             page.choose(PHOTOS[0])
-            assert page.one("[name=draft]").is_selected()
             page.run(WATCH)
             page.one("#make").click()
             page.wait(lambda page=page: page.all(".card .link"))  # type: ignore[misc]
-            page.wait(lambda page=page: not page.all(".badge"))  # type: ignore[misc]
 
             seen = page.run("return window.seen")
-            drafts = [each for each in seen if each[0] == "Draft: the exact clip follows"]
-            assert any(src.endswith("/content?variant=draft") for _, src, _, _ in drafts)
-            assert seen[-1][0] == ""
-            assert seen[-1][1].endswith("/content")
-            assert {height for _, src, height, _ in seen if src} == {seen[-1][2]}
+            assert seen[-1][0].endswith("/content")
+            assert {height for src, height, _ in seen if src} == {seen[-1][1]}
             assert {number for *_, number in seen} == {1}
 
             page.one(".card .link").click()

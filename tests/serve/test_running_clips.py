@@ -11,7 +11,7 @@ from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle, ClipProgress, OpenClips
 from svdpp.serve.clip_orders import ClipOrder
 from svdpp.serve.running_clips import RunningClip, RunningClips
-from svdpp.worker.messages import ActionDone, ClipFailed, DraftDone, Event, Heartbeat, StepDone
+from svdpp.worker.messages import ActionDone, ClipFailed, Event, Heartbeat, StepDone
 from tests.serve.engines import STEPS, dummy_job
 
 KEY = "0" * 64
@@ -64,6 +64,3 @@ def test_progress_is_that_of_the_handle(running: RunningClips, clip: RunningClip
     clip.handle.set_progress(ClipProgress(4, STEPS, rank=0))
     assert running.take_stepped() == {clip.job.id}
     assert clip.progress.steps_done == 4
-    assert running.report(DraftDone(clip=7, metadata={}), None) is clip
-    assert clip.has_draft
-    assert running.has_stepped

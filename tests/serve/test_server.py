@@ -71,14 +71,14 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
     limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
     limits += ("--max-steps", "40", "--max-frames", "30")
-    answer = start_here(tmp_path, "--port", "0", "--draft", *seconds, *limits)
+    answer = start_here(tmp_path, "--port", "0", *seconds, *limits)
 
     assert answer.code == 0, answer
     (settings,) = asked
     config, kept = settings.config, settings.retention
     assert config.heartbeat_timeout_seconds == 7
     assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
-    assert (config.split, config.draft_on_request) == ("dithered", True)
+    assert config.split == "dithered"
     assert (settings.max_open, settings.limits.upload_bytes) == (3, 4 * 2**20)
     assert (settings.max_steps, settings.max_frames) == (40, 30)
     assert (kept.age_seconds, kept.num_bytes) == (2 * 86400, 1_500_000_000)
@@ -282,9 +282,6 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         assert server.client.get(path, headers=again).status_code in (200, 304)
         beyond = {"Range": f"bytes={len(whole.content)}-"}
         assert server.client.get(path, headers=beyond).status_code == 416
-        error_of(server.client.get(f"{path}?variant=draft"), 404, "no_draft")
-        (server.folder / "clips" / f"{id}.draft.mp4").write_bytes(b"a draft")
-        assert server.client.get(f"{path}?variant=draft").content == b"a draft"
         assert metadata["seed"] == 3
         assert metadata["file_sha256"] == file_sha256(tmp_path / "data" / "clips" / f"{id}.mp4")
         wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from svdpp.cli.console import Console
-from svdpp.cli.verify_report import print_drafts
-from svdpp.config import ClipRequest, DraftConfig, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.verification.report import write_report
 from svdpp.verification.result import VerificationResult
 from svdpp.verification.verify import compare, new_side
@@ -153,34 +150,6 @@ def test_frames_are_shown_and_many_clips_are_left_to_the_table(
     (row,) = (row for row in _rows(page) if row[:2] == ["5", "frames"])
     assert row[4:7] == ["different", "3 of 255 levels", place]
     assert sum(row[:2] == ["4", "frames"] for row in _rows(page)) == 1
-
-
-def test_a_lost_walk_has_a_row_and_no_pictures(
-    local: PipelineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_steps = DraftConfig(start_steps=(0, 1, 2))
-    config = replace(
-        local, world_size=3, sampling=SvdSampling(num_inference_steps=4), draft=start_steps
-    )
-    latent, frames = torch.ones((1, 2, 4, 8, 8)), np.full((2, 16, 24, 3), 5, np.uint8)
-    for side in ("pipelined", "sequential"):
-        tensor_store = TensorStore(new_side(tmp_path / side, config))
-        for step in range(1, 5):
-            tensor_store.keep_latent(0, step, latent)
-        for draft_rank in (None, 0, 1):  # and none of rank 2, which lost the clip
-            tensor_store.keep_latent(0, 4, latent, draft_rank=draft_rank)
-            tensor_store.keep_frames(0, frames, draft_rank=draft_rank)
-    verdict, page = _page(config, tmp_path, [ClipRequest(seed=5, image="a.jpg")])
-
-    assert verdict.bitwise
-    lost, kept = verdict.to_json()["drafts"]
-    assert (lost["rank"], lost["lost"], lost["latent_max_abs_diff"]) == (2, True, None)
-    assert (kept["rank"], kept["lost"], kept["latent_max_abs_diff"]) == (1, False, 0)
-    assert any(row[1:3] == ["2", "2"] and row[-2:] == ["lost", ""] for row in _rows(page))
-    assert "Draft by rank 2: lost" in page
-    assert page.count("<img ") == 2 * 3 * 2  # the exact clip's and rank 1's, of two frames
-    print_drafts(Console(), verdict, 4)
-    assert "lost" in capsys.readouterr().out
 
 
 def test_text_of_strangers_is_escaped_and_shown_as_far_as_it_is_text(

@@ -80,15 +80,3 @@ def _most_posted(actions: tuple[Action, ...]) -> int:
             posted.discard(action.clip)
         most = max(most, len(posted))
     return most
-
-
-def test_a_draft_keeps_the_order_of_its_lists() -> None:
-    first = [Action.parse("RECV c0 @0 <0"), Action.parse("DENOISE c0 0:4")]
-    second = [Action.parse("RECV c1 @0 <0"), Action.parse("DENOISE c1 0:4")]
-    for kinds in ((False, False), (True, False), (False, True)):
-        queue = ActionQueue()
-        queue.add(first, joins=kinds[0])
-        queue.add(second, joins=kinds[1])
-        assert queue.holds(1)
-        assert _emptied(queue) == first + second
-        assert not queue.holds(1)

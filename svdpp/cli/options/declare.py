@@ -14,11 +14,10 @@ MODEL = "Model and precision"
 LAYOUT = "Layout"
 COSTS = "Costs"
 MEMORY = "Memory"
-DRAFT = "Draft"
 SERVICE = "Service"
 RECOVERY = "Recovery"
 DIAGNOSTICS = "Diagnostics"
-PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, DRAFT, RECOVERY, DIAGNOSTICS)
+PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
 
 #: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(

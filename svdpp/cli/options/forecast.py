@@ -23,7 +23,7 @@ class ForecastOptions(ClipOptions):
         flag(
             "--compare",
             panel=LAYOUT,
-            help="Show every split, auto, data parallel and a draft side by side.",
+            help="Show every split, auto and data parallel side by side.",
         ),
     ] = False
     hosts: Annotated[
@@ -65,16 +65,6 @@ class ForecastOptions(ClipOptions):
             "leave out layouts that need more.",
         ),
     ] = None
-
-    @property
-    def of_queues(self) -> dict[str, object]:
-        """Values of the options that have no effect on a single clip, by option."""
-        return {
-            "compare": self.compare,
-            "clips": self.clips,
-            "arrivals": self.arrivals,
-            "device-memory": self.device_memory,
-        }
 
     def num_clips(self, world_size: int) -> int:
         """Clips to plan for."""

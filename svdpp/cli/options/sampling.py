@@ -4,16 +4,20 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import PROMPTS, VIDEO, option
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
+    DEMO_SAMPLING,
     SAMPLING_CLASSES,
     PipelineConfig,
+    PromptedSampling,
     SamplingConfig,
+    SvdSampling,
     own_params,
+    params_of,
     sampling_defaults,
 )
 from svdpp.errors import RequestError
@@ -30,46 +34,49 @@ _LOW_MEMORY_CHUNK = 2
 _DRAWN_BITS = 32
 
 
-#: The fields for the families that take prompts, which few commands have.
-PROMPT_FIELDS = (
-    *("guidance_scale", "guidance_scale_2", "guidance_rescale", "flow_shift"),
-    *("decode_timestep", "decode_noise_scale", "max_sequence_length"),
-)
+#: Every parameter with an option of its own, by the name of its field.
+_SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
+#: The parameters that only families with prompts take.
+PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
+
+
+def _of(field: str, *aliases: str, **more: Any) -> Any:
+    """The option of a parameter, as its `Param` says."""
+    param = _SHARED[field]
+    about = {
+        "panel": PROMPTS if field in PROMPT_FIELDS else VIDEO,
+        "metavar": "N" if param.kind is int else "X",
+        "help": param.help,
+        "default": _default_text(field),
+    }
+    diffusers = f"--{field.replace('_', '-')}"
+    names = dict.fromkeys((param.option, diffusers, *aliases))
+    return option(*names, **{**about, **more})
+
+
+def _default_text(field: str) -> str:
+    """SVD's default, and the demo model's if it is another one."""
+    if field in PROMPT_FIELDS:
+        return "the family's"
+    svd, demo = _SHARED[field].default, DEMO_SAMPLING.get(field)
+    text = "the model's own" if svd is None else str(svd)
+    text = text if field in own_params(SvdSampling) or svd is None else f"{text} for SVD"
+    return text if demo in (None, svd) else f"{text}; demo {demo}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
-    steps: Annotated[
-        int | None,
-        option(
-            *("--steps", "--num-inference-steps", "--total-steps"),
-            panel=VIDEO,
-            metavar="N",
-            help="Denoising steps of each clip.",
-            default="28 or 50",
-        ),
-    ] = None
-    num_frames: Annotated[
-        int | None,
-        option(
-            *("--frames", "--num-frames"),
-            panel=VIDEO,
-            metavar="F",
-            help="Frames of each clip.",
-            default="the model's own",
-        ),
-    ] = None
+    steps: Annotated[int | None, _of("num_inference_steps", "--total-steps")] = None
+    num_frames: Annotated[int | None, _of("num_frames", metavar="F")] = None
     decode_chunk_size: Annotated[
         str | None,
-        option(
-            "--decode-chunk-size",
-            panel=VIDEO,
+        _of(
+            "decode_chunk_size",
             metavar="F|auto",
-            help="Frames to decode at a time; bits and memory depend on it. auto measures how many "
-            "fit.",
             default="all",
+            help=f"{_SHARED['decode_chunk_size'].help} auto measures how many fit.",
         ),
     ] = None
     seed: Annotated[
@@ -82,26 +89,8 @@ class SamplingOptions:
             default="0",
         ),
     ] = None
-    height: Annotated[
-        int | None,
-        option(
-            "--height",
-            panel=VIDEO,
-            metavar="PIXELS",
-            help="Frame height, a multiple of 8.",
-            default="576; demo 128",
-        ),
-    ] = None
-    width: Annotated[
-        int | None,
-        option(
-            "--width",
-            panel=VIDEO,
-            metavar="PIXELS",
-            help="Frame width, a multiple of 8.",
-            default="1024; demo 128",
-        ),
-    ] = None
+    height: Annotated[int | None, _of("height", metavar="PIXELS")] = None
+    width: Annotated[int | None, _of("width", metavar="PIXELS")] = None
     fit: Annotated[
         str,
         option(
@@ -112,127 +101,13 @@ class SamplingOptions:
             help="How to fit a photograph of another shape to the frame; diffusers stretches it.",
         ),
     ] = "stretch"
-    fps: Annotated[
-        int | None,
-        option(
-            "--fps",
-            panel=VIDEO,
-            metavar="FPS",
-            help="Frames per second, 1 to 240; the model gets this number minus 1.",
-            default="7",
-        ),
-    ] = None
-    motion_bucket_id: Annotated[
-        int | None,
-        option(
-            "--motion-bucket-id",
-            panel=VIDEO,
-            metavar="N",
-            help="Amount of motion, 0 to 1023.",
-            default="127; demo 40",
-        ),
-    ] = None
-    noise_aug_strength: Annotated[
-        float | None,
-        option(
-            "--noise-aug-strength",
-            panel=VIDEO,
-            metavar="X",
-            help="Noise added to the photograph.",
-            default="0.02",
-        ),
-    ] = None
-    min_guidance_scale: Annotated[
-        float | None,
-        option(
-            "--min-guidance-scale",
-            panel=VIDEO,
-            metavar="X",
-            help="Guidance of the first frame.",
-            default="1.0",
-        ),
-    ] = None
-    max_guidance_scale: Annotated[
-        float | None,
-        option(
-            "--max-guidance-scale",
-            panel=VIDEO,
-            metavar="X",
-            help="Guidance of the last frame; 1 or less turns guidance off.",
-            default="3.0; demo 1.1",
-        ),
-    ] = None
-    guidance_scale: Annotated[
-        float | None,
-        option(
-            "--guidance-scale",
-            panel=PROMPTS,
-            metavar="X",
-            help="Guidance by the prompt; 1 or less turns guidance off.",
-            default="the family's",
-        ),
-    ] = None
-    guidance_scale_2: Annotated[
-        float | None,
-        option(
-            "--guidance-scale-2",
-            panel=PROMPTS,
-            metavar="X",
-            help="Guidance in the steps of Wan's low-noise expert.",
-            default="--guidance-scale",
-        ),
-    ] = None
-    flow_shift: Annotated[
-        float | None,
-        option(
-            "--flow-shift",
-            panel=PROMPTS,
-            metavar="X",
-            help="Shift of Wan's noise levels, for example 3 at 480p and 5 at 720p.",
-            default="that of the model's scheduler",
-        ),
-    ] = None
-    guidance_rescale: Annotated[
-        float | None,
-        option(
-            "--guidance-rescale",
-            panel=PROMPTS,
-            metavar="X",
-            help="Rescaling of LTX's guided prediction, 0 to 1.",
-            default="0",
-        ),
-    ] = None
-    decode_timestep: Annotated[
-        float | None,
-        option(
-            "--decode-timestep",
-            panel=PROMPTS,
-            metavar="X",
-            help="Noise level of LTX's decode, 0 to 1.",
-            default="0",
-        ),
-    ] = None
-    decode_noise_scale: Annotated[
-        float | None,
-        option(
-            "--decode-noise-scale",
-            panel=PROMPTS,
-            metavar="X",
-            help="Noise added before LTX's decode, 0 to 1.",
-            default="--decode-timestep",
-        ),
-    ] = None
-    max_sequence_length: Annotated[
-        int | None,
-        option(
-            *("--max-prompt-tokens", "--max-sequence-length"),
-            panel=PROMPTS,
-            metavar="N",
-            help="Tokens of a prompt that the model reads; the rest is cut off.",
-            default="the family's",
-        ),
-    ] = None
-
+    fps: Annotated[int | None, _of("fps", metavar="FPS")] = None
+    motion_bucket_id: Annotated[int | None, _of("motion_bucket_id")] = None
+    noise_aug_strength: Annotated[float | None, _of("noise_aug_strength")] = None
+    min_guidance_scale: Annotated[float | None, _of("min_guidance_scale")] = None
+    max_guidance_scale: Annotated[float | None, _of("max_guidance_scale")] = None
+    guidance_scale: Annotated[float | None, _of("guidance_scale")] = None
+    max_sequence_length: Annotated[int | None, _of("max_sequence_length")] = None
     param: Annotated[
         list[str] | None,
         option(
@@ -279,21 +154,20 @@ class SamplingOptions:
             given["from_image"] = from_image
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
-            option_name = _OPTIONS[name]
+            typed = _SHARED[name].option
             raise RequestError(
-                f"{option_name} is not for {model.model}, a model of the family {family}",
-                f"leave {option_name} out",
+                f"{typed} is not for {model.model}, a model of the family {family}",
+                f"leave {typed} out",
             )
         sampling: SamplingConfig = kind(**{**sampling_defaults(model.model), **given})
         return sampling
 
 
-def _option_names() -> dict[str, str]:
-    hints = get_type_hints(SamplingOptions, include_extras=True)
-    return {name: hint.__metadata__[0].names[0] for name, hint in hints.items()}
-
-
-_OPTIONS = _option_names()
+def moved_option(name: str) -> str:
+    """What takes the place of an option that earlier versions had; "" if `name` was none."""
+    field = name.removeprefix("--").replace("-", "_")
+    known = {one for kind in SAMPLING_CLASSES.values() for one in own_params(kind)}
+    return f"{name} is now --param {field}=X" if field in known - _SHARED.keys() else ""
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
@@ -308,7 +182,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"svdpp models {family} lists them"
             raise RequestError(f"the family {family} has no parameter {name!r}", hint)
-        kind = type(known[name].default)
+        kind = known[name].kind
         try:
             values[name] = kind(value)
         except ValueError:

@@ -47,13 +47,13 @@ def check(checkpoint: Any, sampling: LtxSampling) -> None:
     )
     if not checkpoint.decode_draws:
         for name, given in (
-            ("--decode-timestep", sampling.decode_timestep != 0.0),
-            ("--decode-noise-scale", sampling.decode_noise_scale is not None),
+            ("--param decode_timestep", sampling.decode_timestep != 0.0),
+            ("--param decode_noise_scale", sampling.decode_noise_scale is not None),
         ):
             require(not given, f"{name} has no effect: the model's VAE takes no timestep")
     require(
         sampling.guidance_rescale == 0.0 or sampling.guided,
-        "--guidance-rescale has no effect: --guidance-scale of 1 or less turns guidance off",
+        "--param guidance_rescale has no effect: --guidance-scale of 1 or less turns it off",
     )
 
 

@@ -64,11 +64,11 @@ def check(checkpoint: Any, sampling: WanSampling) -> None:
     if sampling.guidance_scale_2 is not None:
         require(
             checkpoint.boundary_ratio is not None,
-            "--guidance-scale-2 is for models with two experts, such as Wan 2.2 A14B",
+            "--param guidance_scale_2 is for models with two experts, such as Wan 2.2 A14B",
         )
         require(
             sampling.guided,
-            "--guidance-scale-2 has no effect: --guidance-scale of 1 or less turns guidance off",
+            "--param guidance_scale_2 has no effect: --guidance-scale of 1 or less turns it off",
         )
     check_first_timesteps(checkpoint.scheduler, sampling)
 
@@ -140,7 +140,7 @@ def check_first_timesteps(scheduler: SchedulerConfig, sampling: WanSampling) -> 
         raise RequestError(
             f"the first two of {sampling.num_inference_steps} steps have the same timestep, "
             f"{first}: diffusers cannot run that",
-            "use fewer --steps or a lower --flow-shift",
+            "use fewer --steps or a lower --param flow_shift",
         )
 
 

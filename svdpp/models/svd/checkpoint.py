@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from svdpp.config import SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
@@ -18,8 +18,6 @@ from svdpp.plan.layout import Roles
 @dataclass(frozen=True, kw_only=True)
 class SvdCheckpoint(Checkpoint):
     """A checkpoint of `StableVideoDiffusionPipeline`."""
-
-    can_draft: ClassVar[bool] = True
 
     num_frames: int
     """Number of frames for which the UNet was trained."""

@@ -50,24 +50,11 @@ class SvdDenoiser:
         self._added_time_ids = torch.cat([added_time_ids] * 2) if self._guided else added_time_ids
         self._guidance_scale = guidance_scale(sampling, device, self._embedding.dtype)
 
-    @property
-    def sigmas(self) -> torch.Tensor:
-        """The scheduler's own noise levels: (N + 1,), float32."""
-        sigmas: torch.Tensor = self._scheduler.sigmas
-        return sigmas
-
     @torch.no_grad()
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
         """The latent (1, F, C, h, w) after `step`."""
         result: torch.Tensor = self._step(latent, step).prev_sample
         return result
-
-    @torch.no_grad()
-    def evaluate(self, latent: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latent after `step`, and dx/dsigma before it: in float32, as in the scheduler."""
-        output = self._step(latent, step)
-        derivative = (latent.float() - output.pred_original_sample) / self.sigmas[step]
-        return output.prev_sample, derivative
 
     def _step(self, latent: torch.Tensor, step: int) -> EulerDiscreteSchedulerOutput:
         assert step == self._next_step, f"expected step {self._next_step}, got {step}"

@@ -60,8 +60,8 @@ export const get = async (path, options) => parse(await (await request(path, opt
 export const getBlob = async (path) => (await request(path)).blob();
 
 /** The address of a clip: the API's own, or, with a key, which a video element cannot send, one of a copy. */
-export async function mediaOf(id, isDraft = false) {
-  const path = `/v1/videos/${id}/content${isDraft ? "?variant=draft" : ""}`;
+export async function mediaOf(id) {
+  const path = `/v1/videos/${id}/content`;
   return apiKey() ? URL.createObjectURL(await getBlob(path)) : path;
 }
 

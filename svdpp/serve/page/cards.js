@@ -1,4 +1,4 @@
-// Owns the finished clips and the drafts: a card for each, and what can be done with it.
+// Owns the finished clips: a card for each, and what can be done with it.
 
 import { copyParameters, download, removeButton, verify } from "./actions.js";
 import { get, wordsOf } from "./api.js";
@@ -96,7 +96,6 @@ function createCard(video) {
 function updateCard(card, video) {
   const { made, compare, download: file, remove } = card.parts;
   const isDone = video.status === "completed";
-  if (isDone) card.player.becomeExact();
   setText(made, isDone ? madeText(video) : comingText(video));
   for (const button of [compare, file, remove]) button.disabled = !isDone;
   showProof(card, video, isDone);

@@ -19,8 +19,6 @@ export function takeVideo(video, { quietly = false } = {}) {
   if (old && !isOpen(old) && isOpen(video)) return; // an answer that was overtaken
   video.eta_at = now();
   video.index = old?.index ?? state.numSeen++; // orders those of one second
-  // The draft's file goes shortly before the exact clip comes; its card stays.
-  video.drafted = video.status === "in_progress" && (video.has_draft || Boolean(old?.drafted));
   state.videos.set(video.id, video);
   tintOf(video.id);
   if (!quietly) sayNews(old, video);
@@ -28,7 +26,6 @@ export function takeVideo(video, { quietly = false } = {}) {
 
 function sayNews(old, video) {
   const title = titleOf(video);
-  if (video.drafted && !old?.drafted) say(`${title}: a draft is here, the exact clip follows.`);
   if (old?.status !== video.status) {
     if (video.status === "completed") say(`${title}: finished.`);
     if (video.status === "failed") say(`${title}: failed. ${sentence(video.error?.message)}`);

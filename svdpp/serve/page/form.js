@@ -27,14 +27,12 @@ function fillDefaults() {
   setText($("toy"), TOYS[model().id] ?? "");
   $("toy").hidden = !TOYS[model().id];
   shapeForm(model());
-  const { defaults, sizes, drafts } = model();
+  const { defaults, sizes } = model();
   field("size").replaceChildren(...sizes.map((each) => option(each, each.replace("x", " × "))));
   const priorities = Array.from({ length: 10 }, (_, value) => option(value));
   priorities[0].textContent = "0 (usual)";
   priorities[9].textContent = "9 (first)";
   field("priority").replaceChildren(...priorities);
-  field("draft").closest("label").hidden = !drafts;
-  field("draft").checked = true;
   fillSettings({ ...defaults, seed: "", priority: 0 });
 }
 
@@ -51,11 +49,8 @@ function showLength() {
 
 export function settings() {
   const values = Object.fromEntries(namesFor(model()).map((name) => [name, field(name).value.trim()]));
-  return { model: field("model").value, ...values, draft: draftOf(field("draft").checked) };
+  return { model: field("model").value, ...values };
 }
-
-/** The value for a request; a server without drafts is not asked. */
-export const draftOf = (isWanted) => (model()?.drafts ? (isWanted ? "auto" : "off") : "");
 
 export function fieldsAreValid() {
   const inputs = namesFor(model()).map(field);

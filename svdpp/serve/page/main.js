@@ -34,7 +34,7 @@ function render() {
   renderRanks();
   renderQueue(videos.filter(isOpen));
   renderFailed(videos.filter((video) => ["failed", "cancelled"].includes(video.status)));
-  renderClips(videos.filter((video) => video.status === "completed" || video.drafted));
+  renderClips(videos.filter((video) => video.status === "completed"));
 }
 
 function listen() {

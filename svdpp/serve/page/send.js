@@ -4,7 +4,7 @@ import { get, getBlob, Refusal, wordsOf } from "./api.js";
 import { takeVideo } from "./clips.js";
 import { $, say } from "./dom.js";
 import {
-  clearErrors, draftOf, faultsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
+  clearErrors, faultsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
 } from "./form.js";
 import { leaveOut, randomSeed, renderPhotos, token } from "./photos.js";
 import { tell } from "./signals.js";
@@ -95,7 +95,7 @@ export async function makeAgain(id, changes = {}) {
   const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
   try {
     const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
-    const made = await send({ file }, { ...values, draft: draftOf(video.draft === "auto"), ...changes });
+    const made = await send({ file }, { ...values, ...changes });
     say(`${titleOf(made)}: in the queue.`);
   } catch (error) {
     say(wordsOf(error));
