@@ -17,6 +17,23 @@ from svdpp.config.sampling import (
 
 _GUIDANCE = 100.0
 
+Sampling_ltx_condition = new_family(
+    "ltx_condition",
+    {
+        **{"height": 512, "width": 704, "num_frames": 161, "fps": 25},
+        **{"guidance_scale": 3.0, "max_sequence_length": 256},
+    },
+    params={
+        "guidance_rescale": Param(0.0, 1.0, "Rescaling of the guided video."),
+        "decode_timestep": Param(0.0, 1.0, "Noise level of the decode."),
+        "decode_noise_scale": Param(0.0, 1.0, "Share of noise in the decode."),
+        "strength": Param(1.0, 1.0, "How closely the first frame follows the image."),
+        "image_cond_noise_scale": Param(0.15, 1.0, "Noise that each step adds to the image."),
+    },
+    side_unit=32,
+    frames_unit=8,
+    latent_axes="BNC",
+)
 Sampling_ltx2 = new_family(
     "ltx2",
     {
@@ -43,6 +60,15 @@ Sampling_hunyuan_video = new_family(
         **{"height": 720, "width": 1280, "num_frames": 129, "fps": 15},
         **{"guidance_scale": 6.0, "max_sequence_length": 256},
     },
+    embedded_guidance=True,
+)
+Sampling_framepack = new_family(
+    "framepack",
+    {
+        **{"height": 720, "width": 1280, "num_frames": 145, "fps": 30, "num_inference_steps": 120},
+        **{"guidance_scale": 10.0, "max_sequence_length": 256},
+    },
+    frames_unit=36,
     embedded_guidance=True,
 )
 Sampling_hunyuan_video_15 = new_family(
@@ -74,6 +100,14 @@ Sampling_skyreels_v2_df = new_family(
         **{"guidance_scale": 6.0, "max_sequence_length": 512},
     },
 )
+Sampling_kandinsky5 = new_family(
+    "kandinsky5",
+    {
+        **{"height": 512, "width": 768, "num_frames": 121, "fps": 24},
+        **{"guidance_scale": 5.0, "max_sequence_length": 512},
+    },
+    latent_axes="BFHWC",
+)
 Sampling_mochi = new_family(
     "mochi",
     {
@@ -96,12 +130,15 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "svd": SvdSampling,
     "wan": WanSampling,
     "ltx": LtxSampling,
+    "ltx_condition": Sampling_ltx_condition,
     "ltx2": Sampling_ltx2,
     "hunyuan_video": Sampling_hunyuan_video,
+    "framepack": Sampling_framepack,
     "hunyuan_video_15": Sampling_hunyuan_video_15,
     "cogvideox": Sampling_cogvideox,
     "skyreels_v2": Sampling_skyreels_v2,
     "skyreels_v2_df": Sampling_skyreels_v2_df,
+    "kandinsky5": Sampling_kandinsky5,
     "mochi": Sampling_mochi,
     "latte": Sampling_latte,
 }

@@ -169,7 +169,11 @@ def test_wrong_requests_are_refused(
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "LTXConditionPipeline"}, "LTXConditionPipeline"),
+        (
+            "model_index.json",
+            {"_class_name": "LTXLatentUpsamplePipeline"},
+            "LTXLatentUpsamplePipeline",
+        ),
         ("model_index.json", {"scheduler": ["diffusers", "UniPCMultistepScheduler"]}, "scheduler"),
         ("model_index.json", {"text_encoder": [None, None]}, "text_encoder is missing"),
         ("vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),

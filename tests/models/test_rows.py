@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
+KANDINSKY = {"height": 32, "width": 32, "num_frames": 17, "max_sequence_length": 1024}
+LTX = {"height": 64, "width": 64, "num_frames": 9}
 LTX2 = {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1}
 DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
 
@@ -55,6 +57,20 @@ CASES = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "hunyuan-video-image": Case(
+        "hunyuan_video",
+        {"height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 420},
+        image=True,
+    ),
+    "framepack": Case("framepack", {"height": 32, "width": 32, "num_frames": 37}, image=True),
+    "framepack-chunks": Case(
+        "framepack",
+        {"height": 32, "width": 32, "num_frames": 109, "num_inference_steps": 6},
+        image=True,
+    ),
+    "hunyuan-video-1.5-image": Case(
+        "hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}, image=True
+    ),
     "hunyuan-video-1.5": Case("hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}),
     "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
     "cogvideox-dpm": Case(
@@ -66,6 +82,12 @@ CASES = {
         "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
     ),
     "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
+    "ltx-condition": Case("ltx_condition", LTX),
+    "ltx-condition-image": Case(
+        "ltx_condition", {**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025}, image=True
+    ),
+    "kandinsky5": Case("kandinsky5", KANDINSKY),
+    "kandinsky5-image": Case("kandinsky5", KANDINSKY, image=True),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
@@ -74,12 +96,13 @@ CASES = {
 def ranks(checkpoint: Any, sampling: SamplingConfig) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
     models: dict[Roles, EngineModel] = {}
+    steps = sampling.num_inference_steps
 
     def rank_for(start: int, end: int) -> EngineModel:
         roles = Roles(
             encode=(start, end) == (0, 0),
             denoise=start < end,
-            decode=(start, end) == (STEPS, STEPS),
+            decode=(start, end) == (steps, steps),
         )
         if roles not in models:
             named = model_of(checkpoint)
@@ -109,17 +132,17 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
     sampling = checkpoint.resolve(case.config())
     request, image = request_of(), photograph() if case.image else None
     latents, frames, audio = whole_clip(model_of(checkpoint), sampling, request, image)
-    rank_for = ranks(checkpoint, sampling)
-    check_every_cut(rank_for, STEPS, (latents, frames), request, image)
+    rank_for, steps = ranks(checkpoint, sampling), sampling.num_inference_steps
+    check_every_cut(rank_for, steps, (latents, frames), request, image)
     assert (audio is None) == (checkpoint.row.vocoder is None)
     if audio is not None:
-        ours = rank_for(STEPS, STEPS).audio
+        ours = rank_for(steps, steps).audio
         assert ours is not None
         assert torch.equal(ours.samples, audio.samples)
         assert audio.samples.unique().numel() > 1
         assert ours.rate == audio.rate
     assert {*loaded(rank_for(0, 1))} == {*checkpoint.row.denoisers}
-    _check_damage(rank_for, request, image)
+    _check_damage(rank_for, steps, request, image)
 
 
 QUICK = "ltx2"
@@ -135,12 +158,12 @@ def test_the_estimate_runs_the_call_without_weights(
     case, checkpoint = CASES[name], checkpoints(name)
     sampling = checkpoint.resolve(case.config())
     estimated = estimate(checkpoint, model_of(checkpoint), sampling, device="cpu")
-    rank_for = ranks(checkpoint, sampling)
+    rank_for, steps = ranks(checkpoint, sampling), sampling.num_inference_steps
     encoder = rank_for(0, 0)
     for part, model in (
         ("encode", encoder),
         ("denoise", rank_for(0, 1)),
-        ("decode", rank_for(STEPS, STEPS)),
+        ("decode", rank_for(steps, steps)),
     ):
         memory = getattr(estimated, part)
         assert memory.weight_bytes == num_bytes(loaded(model).values()), part
@@ -153,15 +176,17 @@ def test_the_estimate_runs_the_call_without_weights(
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes
 
 
-def _check_damage(rank_for: Callable[[int, int], EngineModel], request: Any, image: Any) -> None:
+def _check_damage(
+    rank_for: Callable[[int, int], EngineModel], steps: int, request: Any, image: Any
+) -> None:
     """Negative controls: what differs in a packet shows in the frames."""
     encoder = rank_for(0, 0)
     packet = encoder.encode({} if image is None else encoder.prepare(image), request)
     packet = rank_for(0, 1).denoise(packet, 0, 1, nothing)
 
     def frames(tensors: Any) -> torch.Tensor:
-        last = rank_for(1, STEPS).denoise(tensors, 1, STEPS, nothing)
-        return rank_for(STEPS, STEPS).decode(last)
+        last = rank_for(1, steps).denoise(tensors, 1, steps, nothing)
+        return rank_for(steps, steps).decode(last)
 
     expected = frames(packet)
     records = [name for name in packet if name.startswith("record.")]

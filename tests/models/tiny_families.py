@@ -118,9 +118,9 @@ def save_tiny_ltx(
         pipe = LTXPipeline(
             tokenizer=tokenizer(),
             text_encoder=T5EncoderModel(T5Config(**t5_sizes(width))).to(dtype),
-            vae=_ltx_vae(timestep_conditioning, width).to(dtype),
+            vae=ltx_vae(timestep_conditioning, width).to(dtype),
             scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
-            transformer=_ltx_transformer(width).to(dtype),
+            transformer=ltx_transformer(width).to(dtype),
         )
     pipe.save_pretrained(folder, safe_serialization=True)
     return folder
@@ -201,7 +201,8 @@ def _image_encoder() -> CLIPVisionModel:
     )
 
 
-def _ltx_vae(timestep_conditioning: bool, width: int) -> AutoencoderKLLTXVideo:
+def ltx_vae(timestep_conditioning: bool, width: int) -> AutoencoderKLLTXVideo:
+    """A VAE; `width` multiplies its channels."""
     vae = AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8 * width,) * 4,
@@ -215,7 +216,8 @@ def _ltx_vae(timestep_conditioning: bool, width: int) -> AutoencoderKLLTXVideo:
     return vae
 
 
-def _ltx_transformer(width: int) -> LTXVideoTransformer3DModel:
+def ltx_transformer(width: int) -> LTXVideoTransformer3DModel:
+    """A denoiser; `width` multiplies its heads."""
     return LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,

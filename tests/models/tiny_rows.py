@@ -24,7 +24,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.models.tiny_families import WAN_UNIPC, t5_sizes, tokenizer
+from tests.models.tiny_families import WAN_UNIPC, ltx_transformer, ltx_vae, t5_sizes, tokenizer
 
 TEXT = 16
 
@@ -153,7 +153,7 @@ def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
     return "LTX2ImageToVideoPipeline" if image else "LTX2Pipeline", parts
 
 
-def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
+def _hunyuan_video(image: bool) -> tuple[str, dict[str, Any]]:
     llama = LlamaConfig(
         vocab_size=300,
         hidden_size=TEXT,
@@ -199,14 +199,76 @@ def _hunyuan_video(_: bool) -> tuple[str, dict[str, Any]]:
             text_embed_dim=TEXT,
             pooled_projection_dim=8,
             rope_axes_dim=(2, 4, 4),
+            image_condition_type="token_replace" if image else None,
         ),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
     }
-    return "HunyuanVideoPipeline", parts
+    if not image:
+        return "HunyuanVideoPipeline", parts
+    marks = ["<image>", "<|end_header_id|>"]
+    parts["tokenizer"] = _fast_tokenizer(additional_special_tokens=marks)
+    llava = transformers.LlavaConfig(
+        vision_config=_vision(48, 2),  # the 576 patches that the pipeline expects
+        text_config=llama,
+        image_token_index=parts["tokenizer"].convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+    )
+    parts["text_encoder"] = transformers.LlavaForConditionalGeneration(llava)
+    parts["image_processor"] = CLIPImageProcessorPil(crop_size=48, size=48)
+    return "HunyuanVideoImageToVideoPipeline", parts
 
 
-def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
-    qwen = transformers.Qwen2_5_VLTextConfig(
+def _vision(image_size: int, patch_size: int) -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=4,
+        projection_dim=4,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=image_size,
+        intermediate_size=16,
+        patch_size=patch_size,
+    )
+
+
+def _siglip() -> dict[str, Any]:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    size = {"height": 16, "width": 16}
+    return {
+        "image_encoder": transformers.SiglipVisionModel(config),
+        "feature_extractor": transformers.SiglipImageProcessorPil(size=size),
+    }
+
+
+def _framepack(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {**_hunyuan_video(image=False)[1], **_siglip()}
+    parts["transformer"] = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=2,
+        text_embed_dim=TEXT,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+        has_image_proj=True,
+        image_proj_dim=12,
+        has_clean_x_embedder=True,
+    )
+    return "HunyuanVideoFramepackPipeline", parts
+
+
+def _qwen() -> Any:
+    return transformers.Qwen2_5_VLTextConfig(
         vocab_size=300,
         hidden_size=TEXT,
         intermediate_size=16,
@@ -215,10 +277,13 @@ def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
         num_key_value_heads=2,
         rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
     )
+
+
+def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
     template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     parts = {
         "tokenizer": _fast_tokenizer(chat_template=template),
-        "text_encoder": transformers.Qwen2_5_VLTextModel(qwen),
+        "text_encoder": transformers.Qwen2_5_VLTextModel(_qwen()),
         "tokenizer_2": transformers.ByT5Tokenizer(),
         "text_encoder_2": T5EncoderModel(T5Config(**{**t5_sizes(1), "vocab_size": 384})),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
@@ -249,6 +314,8 @@ def _hunyuan_video_15(_: bool) -> tuple[str, dict[str, Any]]:
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
     }
+    if image:
+        return "HunyuanVideo15ImageToVideoPipeline", {**parts, **_siglip()}
     return "HunyuanVideo15Pipeline", parts
 
 
@@ -302,16 +369,7 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     }
     if not image:
         return "SkyReelsV2Pipeline", parts
-    clip = CLIPVisionConfig(
-        hidden_size=4,
-        projection_dim=4,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        intermediate_size=16,
-        patch_size=8,
-    )
-    encoder = transformers.CLIPVisionModelWithProjection(clip)
+    encoder = transformers.CLIPVisionModelWithProjection(_vision(32, 8))
     processor = CLIPImageProcessorPil(crop_size=32, size=32)
     more = {"image_encoder": encoder, "image_processor": processor}
     return "SkyReelsV2ImageToVideoPipeline", {**parts, **more}
@@ -319,6 +377,51 @@ def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
 
 def _skyreels_v2_df(_: bool) -> tuple[str, dict[str, Any]]:
     return "SkyReelsV2DiffusionForcingPipeline", _skyreels_v2(image=False)[1]
+
+
+def _kandinsky5(image: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_hunyuan_video(image=False)[1],
+        "tokenizer": _fast_tokenizer(),
+        "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(
+            transformers.Qwen2_5_VLConfig(
+                text_config=_qwen().to_dict(),
+                vision_config={
+                    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2},
+                    **{"out_hidden_size": TEXT, "patch_size": 14, "fullatt_block_indexes": [0]},
+                },
+            )
+        ),
+        "transformer": diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=4,
+            out_visual_dim=4,
+            in_text_dim=TEXT,
+            in_text_dim2=8,
+            time_dim=8,
+            model_dim=12,
+            ff_dim=16,
+            num_text_blocks=1,
+            num_visual_blocks=1,
+            axes_dims=(2, 2, 2),
+            visual_cond=image,
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+    }
+    with torch.no_grad():
+        for weight in parts["transformer"].parameters():
+            if not weight.any():  # else the prompt has no effect
+                torch.nn.init.normal_(weight, std=0.1)
+    return "Kandinsky5I2VPipeline" if image else "Kandinsky5T2VPipeline", parts
+
+
+def _ltx_condition(_: bool) -> tuple[str, dict[str, Any]]:
+    parts = {
+        **_t5(),
+        "vae": ltx_vae(timestep_conditioning=True, width=1),
+        "transformer": ltx_transformer(1),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+    }
+    return "LTXConditionPipeline", parts
 
 
 def _mochi(_: bool) -> tuple[str, dict[str, Any]]:
@@ -377,10 +480,13 @@ _BLOCKS_2D = {
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
+    "framepack": _framepack,
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
     "skyreels_v2": _skyreels_v2,
     "skyreels_v2_df": _skyreels_v2_df,
+    "kandinsky5": _kandinsky5,
+    "ltx_condition": _ltx_condition,
     "mochi": _mochi,
     "latte": _latte,
 }

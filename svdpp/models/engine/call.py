@@ -4,7 +4,8 @@ The call sees all timesteps. Before the denoiser's first call, an encoding rank 
 pipeline's methods and components return, and every other rank replays it. Steps before the range
 are phantom: denoisers return zeros, and the scheduler's `step` returns what it returned to the rank
 before, so that the pipeline's own code rebuilds its loop variables. The schedulers' state is what
-`step` has changed in their `__dict__`. A step is calls of denoisers, then calls of `step`.
+`step` has changed in their `__dict__`. A step is calls of denoisers, then calls of `step`. Some
+pipelines have several loops, one for each chunk of the clip; their steps are counted through.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from svdpp.models.engine.values import (
 #: Name of the tensor that holds a packet's structure: JSON, in host memory.
 STRUCTURE = "structure"
 
+# What the noise is called in a packet after the first step.
+_NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__call__", "check_inputs", "progress_bar")
@@ -97,6 +100,10 @@ class RangeCall:
         self._results: list[tuple[int, Any, Any, list[int]]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
+        self._chunk = 0
+        # For each chunk that is finished: of each scheduler, what `step` returned last.
+        self._chunks: list[list[list[Node]]] = []
+        self._packer = Packer()
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
         return self  # a pipeline may copy its scheduler
@@ -111,7 +118,7 @@ class RangeCall:
         check_pipeline(self._pipe)
         extra: dict[str, Any] = {}
         if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
-            extra["callback_on_step_end"] = self._note_latents
+            extra["callback_on_step_end"] = self._on_step_end
         before, result = _global_states(self._device), None
         with self._patched(), suppress(_Stop):
             result = self._pipe(**arguments, **extra, return_dict=False)
@@ -223,7 +230,9 @@ class RangeCall:
         self._ran = True
         result = real(*args, **kwargs)
         versions = [each._version for each in _tensors_in(result)]
-        self._results.append((place, result, _copied(result) if self._is_last else None, versions))
+        self._results.append(
+            (place, result, _copied(result) if self._end is not None else None, versions)
+        )
         return result
 
     def _phantom_step(self, scheduler: Any, place: int, call: int) -> Any:
@@ -234,7 +243,10 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self._start - 1:
             self._restore(step["generators"])
-        return unpack(step["results"][place][call], self._received, self._device)
+        return self._received_result(step["chunks"][self._chunk][place][call])
+
+    def _received_result(self, node: Node) -> Any:
+        return unpack(node, self._received, self._device)
 
     def _finish_step(self) -> None:
         """Ends a step that ran; only now, as a pipeline may change what its scheduler keeps."""
@@ -251,17 +263,24 @@ class RangeCall:
         latents = self._latents
         return _tensors_in(self._results[0][1])[0] if latents is None else latents
 
-    def _note_latents(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
         self._latents = values[LATENTS]
-        return {}
+        if self._given is None or self._index != self._start - 1:
+            return {}
+        return {LATENTS: self._received_result(self._given["step"]["latents"])}
 
     # 3. The loop.
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Stands for the pipeline's; its `update` ends a step."""
+        """Stands for the pipeline's; its `update` ends a step, and its own end a chunk."""
         yield self
         self.update()
+        if self._end is not None:
+            self._finish_chunk()
+        self._chunk += 1
+        self._in_steps = False
 
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
@@ -277,13 +296,14 @@ class RangeCall:
     # 4. The packet.
 
     def _pack(self) -> None:
-        packer = Packer()
+        packer = self._packer
         try:
             if self._given is None:
                 records, step = self._packed_records(packer), None
             else:
-                packer.pack(self._reached(), LATENTS)  # often the result of `step` itself
-                step, records = self._packed_step(packer), self._passed_on(packer.tensors)
+                latents = packer.pack(self._reached(), LATENTS)  # often the result of `step` itself
+                step = {"latents": latents, **self._packed_step(packer)}
+                records = self._passed_on(packer.tensors)
         except NotPackableError as error:
             name = type(self._pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
@@ -310,23 +330,47 @@ class RangeCall:
             for leaf in (*leaves(record["result"]), *drew):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = LATENTS if self._row.noise_stays else None
-                elif name is not None:
-                    tensors[name] = self._received[name]
+                    leaf["name"] = _NOISE[self._row.noise_use]
+                if leaf["name"] not in (None, LATENTS):
+                    tensors[leaf["name"]] = self._received[name]
         return records
 
-    def _packed_step(self, packer: Packer) -> Node:
+    def _finish_chunk(self) -> None:
+        """Keeps what the next ranks need of a chunk that is finished."""
+        name = f"chunk.{self._chunk}"
+        if self._index >= self._start:
+            self._chunks.append(self._packed_results(self._packer, name))
+            return
+        assert self._given is not None
+        self._chunks.append(
+            [
+                [
+                    self._packer.pack(self._received_result(node), f"{name}.{i}.{j}")
+                    for j, node in enumerate(nodes)
+                ]
+                for i, nodes in enumerate(self._given["step"]["chunks"][self._chunk])
+            ]
+        )
+
+    def _packed_results(self, packer: Packer, name: str) -> list[list[Node]]:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before, versions in self._results:
             changed = versions != [each._version for each in _tensors_in(result)]
-            name = f"result.{place}.{len(results[place])}"
-            results[place].append(packer.pack(before if changed else result, name))
+            if place == 0 and self._row.result_in_latents:
+                results[place].append(describe(result))
+            else:
+                value, call = before if changed else result, len(results[place])
+                results[place].append(packer.pack(value, f"{name}.{place}.{call}"))
+        return results
+
+    def _packed_step(self, packer: Packer) -> Node:
+        chunks = [*self._chunks, self._packed_results(packer, "result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
             states.append(packed_state(packer, changed_state(before, scheduler), prefix))
         return {
-            "results": results,
+            "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
             "generators": packer.pack([each.get_state() for each in self._generators], GENERATOR),

@@ -32,6 +32,8 @@ class RowCheckpoint(Checkpoint):
     """The number of frames is a multiple of this plus 1."""
     fixed_frames: int | None = None
     """The only number of frames that the model makes; None: any."""
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    """Heights and widths of clips from an image; empty: any."""
     image_use: Use = "refused"
     unused_parameters: tuple[str, ...] = ()
     boundary_ratio: float | None = None

@@ -54,11 +54,13 @@ class EngineReference:
                 before.update(snapshot(pipe.scheduler))
             before_steps()
 
-        def on_step_end(_: Any, step: int, __: Any, values: Tensors) -> Tensors:
+        steps = itertools.count()  # those of all loops, if there are several
+
+        def on_step_end(_: Any, __: int, ___: Any, values: Tensors) -> Tensors:
             packer = Packer()
             packed_state(packer, changed_state(before, pipe.scheduler))
             last[LATENTS] = values[LATENTS]
-            after_step(step, {**packer.tensors, **last})
+            after_step(next(steps), {**packer.tensors, **last})
             return {}
 
         callback: dict[str, Any] = {"callback_on_step_end": on_step_end}
@@ -109,12 +111,12 @@ class EngineReference:
 
 def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
     """Calls `on_step_end` after each `scheduler.step`, of a pipeline without such a callback."""
-    step, count = scheduler.step, itertools.count()
+    step = scheduler.step
 
     @functools.wraps(step)
     def observed(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        on_step_end(None, next(count), None, {LATENTS: result[0]})
+        on_step_end(None, 0, None, {LATENTS: result[0]})
         return result
 
     scheduler.step = observed

@@ -173,8 +173,11 @@ class EngineModel:
         signature = inspect.signature(encode)
 
         def embeds(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            if _IMAGE in arguments:
+                return encode(*args, **kwargs)
             # Values such as prompts, lengths and dtypes, whose text is all that matters of them.
-            key = (name, repr(signature.bind(*args, **kwargs).arguments))
+            key = (name, repr(arguments))
             if key not in texts:
                 while len(texts) >= _MAX_CACHED_TEXTS:
                     del texts[next(iter(texts))]

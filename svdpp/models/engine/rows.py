@@ -7,15 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config.limits import require
-from svdpp.models.engine import ltx, wan
-from svdpp.models.engine.configs import Configs, Facts
+from svdpp.models.engine import hunyuan, ltx, wan
+from svdpp.models.engine.configs import Configs, Facts, require_equal
 
 #: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
+_SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
+_HUNYUAN = {
+    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
+    "text_encoder_2": ("CLIPTextModel",),
+    "vae": ("AutoencoderKLHunyuanVideo",),
+}
+_LTX = {
+    "tokenizer": _T5,
+    "text_encoder": ("T5EncoderModel",),
+    "vae": ("AutoencoderKLLTXVideo",),
+    "transformer": ("LTXVideoTransformer3DModel",),
+}
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -32,6 +45,21 @@ def _no_length(_: Configs) -> Facts:
 def _latte(configs: Configs) -> Facts:
     frames = configs.of("transformer", video_length=16).count("video_length", 1024)
     return {**_no_length(configs), "fixed_frames": frames}
+
+
+def _kandinsky5(configs: Configs) -> Facts:
+    """Refuses the sparse attention, whose kernels only CUDA has."""
+    reason = "as sparse attention needs kernels of CUDA, and was never compared"
+    require_equal(
+        configs.of("transformer", attention_type="regular"), "attention_type", "regular", reason
+    )
+    return {}
+
+
+def _kandinsky5_frames(_: Any, sampling: Any) -> None:
+    """The pipeline adapts the first four latent frames to those that follow."""
+    enough = not sampling.from_image or sampling.num_frames >= 17
+    require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
 
 
 def _one_window(_: Any, sampling: Any) -> None:
@@ -85,8 +113,11 @@ class Row:
     """Records that steps and decode do not use."""
     noise: str = "prepare_latents"
     """The record whose first tensor is the latent before the first step."""
-    noise_stays: bool = False
-    """Whether steps leave parts of that tensor as they are; later ranks find them in the latent."""
+    noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
+    """Which steps use that tensor. `in_latents`: later steps use parts of it which no step changes,
+    so that ranks find them in the latent."""
+    result_in_latents: bool = False
+    """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -130,20 +161,31 @@ ROWS: Mapping[str, Row] = {
         text="LTXPipeline",
         image="LTXImageToVideoPipeline",
         both=True,
-        components={
-            "tokenizer": _T5,
-            "text_encoder": ("T5EncoderModel",),
-            "vae": ("AutoencoderKLLTXVideo",),
-            "transformer": ("LTXVideoTransformer3DModel",),
-        },
+        components=_LTX,
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
-        noise_stays=True,
+        noise_use="in_latents",
+        result_in_latents=True,
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
+    ),
+    "ltx_condition": Row(
+        title="LTX-Video 0.9.5 and later, whose image is a condition",
+        text="LTXConditionPipeline",
+        image="LTXConditionPipeline",
+        both=True,
+        components=_LTX,
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        only_encode=("encoder",),
+        only_decode=("decoder",),
+        renamed={"frame_rate": "fps"},
+        noise_use="later_steps",
+        result_in_latents=True,
+        facts=ltx.facts,
+        check=ltx.check,
     ),
     "ltx2": Row(
         title="LTX-2",
@@ -168,28 +210,52 @@ ROWS: Mapping[str, Row] = {
         renamed={"frame_rate": "fps"},
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
-        noise_stays=True,
+        noise_use="in_latents",
+        result_in_latents=True,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
     ),
     "hunyuan_video": Row(
         title="HunyuanVideo",
         text="HunyuanVideoPipeline",
+        image="HunyuanVideoImageToVideoPipeline",
         components={
-            "tokenizer": ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER),
-            "text_encoder": ("LlamaModel",),
-            "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
-            "text_encoder_2": ("CLIPTextModel",),
-            "vae": ("AutoencoderKLHunyuanVideo",),
+            "tokenizer": _LLAMA,
+            "text_encoder": ("LlamaModel", "LlavaForConditionalGeneration"),
+            **_HUNYUAN,
             "transformer": ("HunyuanVideoTransformer3DModel",),
+            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+        },
+        optional=frozenset({"image_processor"}),
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_processor"),
+        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+        result_in_latents=True,
+        facts=hunyuan.facts,
+    ),
+    "framepack": Row(
+        title="FramePack",
+        image="HunyuanVideoFramepackPipeline",
+        components={
+            "tokenizer": _LLAMA,
+            "text_encoder": ("LlamaModel",),
+            **_HUNYUAN,
+            "transformer": ("HunyuanVideoFramepackTransformer3DModel",),
+            "image_encoder": ("SiglipVisionModel",),
+            "feature_extractor": _SIGLIP,
         },
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_encoder", "feature_extractor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
+        check=hunyuan.check_framepack,
+        arguments=hunyuan.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
         text="HunyuanVideo15Pipeline",
+        image="HunyuanVideo15ImageToVideoPipeline",
         components={
             "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
             "text_encoder": ("Qwen2_5_VLTextModel",),
@@ -198,15 +264,20 @@ ROWS: Mapping[str, Row] = {
             "vae": ("AutoencoderKLHunyuanVideo15",),
             "transformer": ("HunyuanVideo15Transformer3DModel",),
             "guider": ("ClassifierFreeGuidance",),
+            "image_encoder": ("SiglipVisionModel",),
+            "feature_extractor": _SIGLIP,
         },
+        optional=frozenset({"image_encoder", "feature_extractor"}),
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
         loras=False,
-        facts=_no_length,
+        facts=hunyuan.facts_15,
+        check=hunyuan.check_15,
     ),
     "cogvideox": Row(
         title="CogVideoX",
@@ -248,8 +319,28 @@ ROWS: Mapping[str, Row] = {
             "transformer": ("SkyReelsV2Transformer3DModel",),
         },
         fp32=frozenset({"vae"}),
-        noise_stays=True,
+        noise_use="in_latents",
+        result_in_latents=True,
         check=_one_window,
+    ),
+    "kandinsky5": Row(
+        title="Kandinsky 5",
+        text="Kandinsky5T2VPipeline",
+        image="Kandinsky5I2VPipeline",
+        both=True,
+        components={
+            "tokenizer": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", *_ANY_TOKENIZER),
+            "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+            **_HUNYUAN,
+            "transformer": ("Kandinsky5Transformer3DModel",),
+        },
+        schedulers=("FlowMatchEulerDiscreteScheduler",),
+        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
+        noise_use="in_latents",
+        result_in_latents=True,
+        facts=_kandinsky5,
+        check=_kandinsky5_frames,
     ),
     "mochi": Row(
         title="Mochi 1",

@@ -1,0 +1,84 @@
+"""What is special about HunyuanVideo, HunyuanVideo-1.5 and FramePack: conditions, sizes, chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.config.limits import require
+from svdpp.errors import RequestError
+from svdpp.models.engine.configs import Configs, Facts, require_equal
+
+#: Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
+FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
+
+
+def facts(configs: Configs) -> Facts:
+    """Refuses an image to video checkpoint that removes frames of the clip.
+
+    Raises:
+        ModelError: the image is concatenated to the latent.
+    """
+    if configs.has("image_processor"):
+        transformer = configs.of("transformer", image_condition_type=None)
+        reason = "as for others the clip lacks its first four frames"
+        require_equal(transformer, "image_condition_type", "token_replace", reason)
+    return {}
+
+
+def facts_15(configs: Configs) -> Facts:
+    """Prompts have a fixed length, and the pipeline chooses an image's size by its shape."""
+    unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
+    target = configs.of("transformer", target_size=640).count("target_size", 8192)
+    return {"unused_parameters": ("max_sequence_length",), "image_sizes": image_sizes(target, unit)}
+
+
+def image_sizes(target: int, unit: int) -> tuple[tuple[int, int], ...]:
+    """Heights and widths, as `HunyuanVideo15ImageProcessor` lists them."""
+    sizes, width, height = [], round((target / unit) ** 2), 1
+    patches = width
+    while width > 0:
+        if max(width, height) / min(width, height) <= 4:
+            sizes.append((width * unit, height * unit))
+        if (height + 1) * width <= patches:
+            height += 1
+        else:
+            width -= 1
+    return tuple(sizes)
+
+
+def check_15(checkpoint: Any, sampling: Any) -> None:
+    """Refuses the size of a clip from an image that the pipeline would change.
+
+    Raises:
+        RequestError: it is none of the sizes; the hint names the nearest one.
+    """
+    size, sizes = (sampling.height, sampling.width), checkpoint.image_sizes
+    if not sampling.from_image or size in sizes:
+        return
+    ratio = sampling.height / sampling.width
+    height, width = min(sizes, key=lambda each: abs(each[0] / each[1] - ratio))
+    raise RequestError(
+        f"from an image the model makes no clips of --height {size[0]} --width {size[1]}",
+        f"nearest: --height {height} --width {width}",
+    )
+
+
+def check_framepack(_: Any, sampling: Any) -> None:
+    """Refuses a number of frames or steps that does not divide into chunks."""
+    frames, steps = sampling.num_frames, sampling.num_inference_steps
+    chunks = (frames - 1) // FRAMEPACK_CHUNK
+    require(frames > 1, "--frames must be 37 or more")
+    require(
+        steps % chunks == 0,
+        f"--steps counts those of all chunks: for {frames} frames it must be a multiple of "
+        f"{chunks}, got {steps}",
+    )
+
+
+def framepack_arguments(sampling: Any) -> dict[str, Any]:
+    """Steps of each chunk; the frames by which the pipeline finds the number of chunks."""
+    chunks = (sampling.num_frames - 1) // FRAMEPACK_CHUNK
+    return {
+        "num_frames": chunks * _FRAMEPACK_WINDOW,
+        "num_inference_steps": sampling.num_inference_steps // chunks,
+    }
