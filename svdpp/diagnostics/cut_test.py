@@ -19,7 +19,7 @@ from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS, Tensors, VideoModel
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.families import family_of
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
@@ -48,7 +48,7 @@ def _compare(
     original, folder = asked
     write_tiny_copy(original, Path(folder))
     model = ModelConfig(name=folder, dtype=config.model.dtype)
-    sampling = tiny_sampling(original, config.sampling)
+    sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
     test = _CutTest(config, checkpoint, torch.device(device_of(config, context.world)))

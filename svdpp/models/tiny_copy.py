@@ -6,7 +6,9 @@ equal in two components stay equal, because a key has the same limit in all of t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 
 from svdpp.config import SamplingConfig
+from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.loading import silence_libraries
 
 #: Steps of the tiny copy's clips.
 NUM_STEPS = 4
-_SIDE, _FRAMES = 64, 8
+_SIDE, _FRAMES = 64, 16
 _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 
 _WIDTH = 64
@@ -40,9 +43,12 @@ _LIMITS: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "text_dim", "caption_channels"), _WIDTH),
     **dict.fromkeys(("text_embed_dim", "text_embed_2_dim", "pooled_projection_dim"), _WIDTH),
     **dict.fromkeys(("projection_dim", "image_dim", "cross_attention_dim"), _WIDTH),
-    **dict.fromkeys(("d_ff", "intermediate_size", "ffn_dim"), _WIDTH),
+    **dict.fromkeys(("in_text_dim", "in_text_dim2", "out_hidden_size"), _WIDTH),
+    **{"model_dim": 2 * _WIDTH, "num_text_blocks": 1, "num_visual_blocks": 2, "depth": 1},
+    **dict.fromkeys(("ff_dim", "d_ff", "intermediate_size", "ffn_dim"), _WIDTH),
     **{"base_dim": 8, "decoder_base_dim": 8, "hidden_channels": _WIDTH},
     **{"sample_height": _SIDE // 8, "sample_width": _SIDE // 8, "sample_frames": 9},
+    "target_size": _SIDE,
 }
 _ALL_ONE = ("layers_per_block", "decoder_layers_per_block", "ch_mult")
 # Most normalise groups of channels, of which there are 32.
@@ -70,19 +76,25 @@ def write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def tiny_sampling(checkpoint: Checkpoint, sampling: SamplingConfig) -> SamplingConfig:
-    """A small clip of the same kind as those of `sampling`."""
+    """The first small clip of the kind of `sampling` that the tiny copy `checkpoint` can make.
+
+    Raises:
+        RequestError: it makes no such clip.
+    """
     unit, frames = sampling.side_unit, sampling.frames_unit
-    side = unit * -(-_SIDE // unit)
-    fixed = getattr(checkpoint, "fixed_frames", None)
-    wanted = {
-        **{"num_inference_steps": NUM_STEPS, "height": side, "width": side, "stg_block": 1},
-        "num_frames": fixed or frames * max(1, _FRAMES // frames) + 1,
-        "from_image": getattr(sampling, "from_image", None),
-    }
     known = {each.name for each in fields(sampling) if each.init}
     kind: Any = type(sampling)
-    made: SamplingConfig = kind(**{key: wanted[key] for key in wanted if key in known})
-    return made
+    for side, number in itertools.product((_SIDE, _SIDE // 2, _SIDE // 4), range(1, 1 + _FRAMES)):
+        rounded = unit * -(-side // unit)
+        wanted = {
+            **{"num_inference_steps": NUM_STEPS, "height": rounded, "width": rounded},
+            **{"num_frames": frames * number + 1, "stg_block": 1},
+            "from_image": getattr(sampling, "from_image", None),
+        }
+        with contextlib.suppress(RequestError):
+            found: SamplingConfig = kind(**{key: wanted[key] for key in wanted if key in known})
+            return checkpoint.resolve(found)
+    raise RequestError(f"{checkpoint.label} makes no small clip")
 
 
 def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
