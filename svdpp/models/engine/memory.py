@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
+from svdpp.errors import RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.engine.call import component_methods, replaced
 from svdpp.models.engine.checkpoint import RowCheckpoint, has_weights
@@ -30,7 +31,7 @@ from svdpp.models.engine.load import (
     unused_parts,
 )
 from svdpp.models.engine.model import EngineModel
-from svdpp.models.loading import new_module
+from svdpp.models.loading import first_line, new_module
 from svdpp.models.memory import FakeRun, MemoryEstimate, PartMemory, joined, num_bytes
 from svdpp.plan.layout import Roles
 
@@ -43,9 +44,20 @@ def estimate_parts(
 ) -> MemoryEstimate:
     """The memory of the model's parts; see `models.memory.estimate`."""
     hollow = _Hollow(fake_run, checkpoint, model, sampling)
-    packet, encode = hollow.encode()
-    packet, denoise = hollow.denoise(packet)
-    return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+    try:
+        packet, encode = hollow.encode()
+        packet, denoise = hollow.denoise(packet)
+        return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+    except (
+        IndexError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # such as a table of positions that ends
+        size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
+        raise RequestError(
+            f"{checkpoint.label} cannot make a clip of {size} ({first_line(error)})",
+            "use another --height, --width or --frames",
+        ) from error
 
 
 def probe_packet(
