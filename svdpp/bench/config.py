@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from svdpp.bench.noise import check_rounds
+from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, Fit, PipelineConfig
 from svdpp.config.limits import MAX_CLIPS

@@ -17,7 +17,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.rank_count import joined_world
-from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.config import (
     DUMMY_MODEL,
     LtxSampling,
@@ -149,10 +149,9 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
         sampling=sampling,
         layout=LayoutOptions(**asked.model_dump(include=of_layout, exclude_defaults=True)),
         experts=ShareOptions(share_experts=asked.share_experts),
-        device=asked.device,
         from_image=from_image,
     )
-    return options.config(point.workload.clips)[0]
+    return resolve(options, point.workload.clips)[0]
 
 
 def family(point: BenchConfig) -> str | None:

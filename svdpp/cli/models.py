@@ -22,7 +22,7 @@ from svdpp.errors import ModelError, RequestError
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
 
-_COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps")
+_COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 # The same for all families so far; tests/models and tests/driver hold it.
 _VERIFIED = (
     "every cut, latents and frames, on the CPU, with small random models of these classes and "
@@ -68,17 +68,18 @@ def describe(family: str) -> dict[str, Any]:
     """A family: its pipelines, inputs, schedulers, and parameters with their defaults."""
     from svdpp.models.engine.rows import ROWS
 
-    sampling = SAMPLING_CLASSES[family]()
-    about: dict[str, Any] = {
+    row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
+    classes = {"text": row.text, "an image": row.image}
+    return {
         "family": family,
-        "title": "Stable Video Diffusion",
-        "pipelines": ["StableVideoDiffusionPipeline"],
-        "inputs": ["an image"],
-        "schedulers": ["EulerDiscreteScheduler"],
-        "lora": False,
+        "title": row.title,
+        "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
+        "inputs": [what for what, name in classes.items() if name is not None],
+        "schedulers": list(row.schedulers),
+        "lora": row.loras,
         "verified": _VERIFIED,
         "never_ran": _NEVER_RAN,
-        "defaults": {name: getattr(sampling, name) for name in _COMMON},
+        "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {
                 **{"default": param.default, "default_in_words": param.shown_default},
@@ -87,17 +88,6 @@ def describe(family: str) -> dict[str, Any]:
             for name, param in own_params(type(sampling)).items()
         },
     }
-    if (row := ROWS.get(family)) is not None:
-        classes = {"text": row.text, "an image": row.image}
-        about |= {
-            "title": row.title,
-            "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
-            "inputs": [what for what, name in classes.items() if name is not None],
-            "schedulers": list(row.schedulers),
-            "lora": row.loras,
-        }
-        about["defaults"] |= {"guidance_scale": sampling.guidance_scale}
-    return about
 
 
 def _describe_checkpoint(name: str) -> dict[str, Any]:
@@ -120,19 +110,18 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         "inputs": takes[checkpoint.image_use],
         "components": list(checkpoint.weighted),
         "experts": checkpoint.num_experts,
+        "schedulers": [checkpoint.scheduler.name],
         **_memory(checkpoint, sampling),
     }
     for unused in checkpoint.unused_parameters:
         about["parameters"].pop(unused, None)
-    if (scheduler := getattr(checkpoint, "scheduler", None)) is not None:
-        of_model["schedulers"] = [scheduler.name]
     return {**about, **of_model}
 
 
 def _default_clip(checkpoint: Checkpoint) -> SamplingConfig:
     kind: Any = SAMPLING_CLASSES[checkpoint.family]
     values = dict(sampling_defaults(checkpoint.name))
-    if checkpoint.family != "svd":
+    if checkpoint.row.takes_prompt:
         values["from_image"] = checkpoint.image_use == "needed"
     asked: SamplingConfig = kind(**values)
     with contextlib.suppress(RequestError):  # of a model that makes other sizes; see `_memory`

@@ -19,7 +19,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, end_one, end_several, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -73,16 +73,15 @@ class ProofOptions(ClipOptions):
             "first rank and clip are 0.",
         ),
     ] = None
-    report: Annotated[
+    picture: Annotated[
         Path | None,
         option(
-            "--report",
+            "--picture",
             panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Write verdict, checks, frames of both runs and their difference as one page.",
+            metavar="FILE.png",
+            help="Draw frames of both runs and their difference.",
         ),
     ] = None
-
     image: Annotated[
         Path | None,
         option(
@@ -103,9 +102,9 @@ class ProofOptions(ClipOptions):
     examples=(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
-        "svdpp verify photo.jpg --gpus 4 --split dithered --report proof.html",
+        "svdpp verify photo.jpg --gpus 4 --split dithered --picture proof.png",
     ),
-    common=("world", "model", "clips", "steps", "split", "num_frames", "report", "as_json"),
+    common=("world", "model", "clips", "steps", "split", "num_frames", "picture", "as_json"),
     without=("checksum",),
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU 2",
@@ -139,7 +138,7 @@ def verify(
     from svdpp.verification.clip_files import are_clips
 
     log.open(console, launched)
-    trace_outputs.check_target("--report", proof.report, ".html")
+    trace_outputs.check_target("--picture", proof.picture, ".png")
     inputs = proof.inputs or []
     if are_clips(inputs):
         _refuse_without_effect(context)
@@ -161,10 +160,10 @@ def verify(
         layout=layout,
         experts=experts,
         # `auto` may take the CPU for every model: a proof need not be fast.
-        device=ranks.device_for(DEMO_MODEL),
+        device_as_for=DEMO_MODEL,
         from_image=from_image,
     )
-    config, why = options.config(None if launched else len(requests))
+    config, why = resolve(options, None if launched else len(requests))
     if is_member(launched):
         _serve(console, config, launched, proof.inject_fault)
         return
@@ -242,7 +241,7 @@ def _compare(
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification import verify as proof
-    from svdpp.verification.report import write_report
+    from svdpp.verification.picture import draw_differences
     from svdpp.worker.fault_injection import InjectedFault
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
@@ -262,18 +261,13 @@ def _compare(
         with Progress(console, "sequential", theirs, labels=names) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
-        if asked.report is not None:
-            about = {
-                "tolerance": f"{asked.tolerance:g}",
-                "injected fault": asked.inject_fault or "none",
-            }
-            write_report(asked.report, verdict, config, requests, folder, about, conditions)
+        if asked.picture is not None:
+            draw_differences(asked.picture, verdict, config, folder)
+            console.info(f"picture: {asked.picture}")
     if console.as_json:
-        console.json(verdict.to_json())
+        console.json({**verdict.to_json(), "conditions": conditions})
     else:
         print_verdict(console, verdict)
-    if asked.report is not None:
-        console.info(f"report: {asked.report}")
     if not verdict.equal:
         raise VerificationError(difference(verdict))
 
@@ -289,10 +283,10 @@ def _refuse_without_effect(context: typer.Context) -> None:
         for parameter in context.command.params
         if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
     }
-    if "report" in given:
+    if "picture" in given:
         raise RequestError(
-            "--report shows the frames of two runs, but a finished clip has only their hash",
-            "verify the photograph: svdpp verify PHOTO --report FILE.html",
+            "--picture shows the frames of two runs, but a finished clip has only their hash",
+            "verify the image: svdpp verify IMAGE --picture FILE.png",
         )
     if given:
         raise RequestError(

@@ -149,6 +149,7 @@ class SvdSampling(CommonSampling):
     """
 
     latent_axes: ClassVar[str] = "BFCHW"
+    from_image: ClassVar[bool] = True
 
     family: Literal["svd"] = "svd"
     num_inference_steps: Steps = DEFAULT_NUM_STEPS

@@ -20,7 +20,7 @@ from svdpp.media.examples import example_requests
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.families import family_of
+from svdpp.models.engine.reference import Reference
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import device_of
@@ -84,9 +84,7 @@ class _CutTest:
 
     def _whole_call(self) -> str:
         """Keeps the hash of the latent after each step; returns that of the frames."""
-        reference = family_of(self._checkpoint).load_reference(
-            self._checkpoint, self._config.model, str(self._device)
-        )
+        reference = Reference(self._checkpoint, self._config.model, str(self._device))
         _, frames = reference.run(
             self._request,
             self._image,

@@ -8,28 +8,23 @@ memory grows linearly: the decoder's attention stays within a frame, and the res
 from __future__ import annotations
 
 import ctypes
-import json
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from svdpp.config import PipelineConfig, SvdSampling
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES
+from svdpp.diagnostics.rank_probe import ask_ranks
 from svdpp.driver.resolve import resolve
-from svdpp.errors import OutOfMemoryError, RankError, error_from_dict, error_to_dict
+from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.group import RankContext
-from svdpp.launch.started import StartedGroup
-from svdpp.launch.world import World
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
-from svdpp.worker.device import take_device
 from svdpp.worker.memory import out_of_memory_named, peak_in_use, reset_peak_of
 from svdpp.worker.rank import load_model
 
@@ -88,65 +83,36 @@ class DecodeMemory:
 
 def measure_decode(config: PipelineConfig) -> DecodeMemory:
     """Measures in a separate process, on the decoding rank's device, at the run's frame size."""
-    process_group.check_devices(config.device, config.world_size)
-    setup = _Setup(*resolve(config, weights="all"))
-    group = StartedGroup(
-        _measure_main,
-        setup,
-        world_size=1,
-        backend="gloo",
-        device=config.device,
-        preload=fork_server.modules_for("svd"),  # as for the ranks that follow
-    )
+    resolved, checkpoint = resolve(config, weights="all")
+    # A run's last rank decodes, so its device is measured.
+    last, size = config.world_size - 1, config.world_size
+    device = process_group.device_of_rank(config.device, last, size, config.device_order)
+    alone = replace(resolved.alone(), device=device)
+    modules = fork_server.modules_for("svd")  # as for the ranks that follow
     try:
-        answer = _wait(group, config.start_timeout_seconds + config.timeout_seconds)
-    finally:
-        group.kill()
-    if "error" in answer:
-        raise error_from_dict(answer["error"])
+        (answer,) = ask_ranks(_measure, alone, (resolved, checkpoint), preload=modules)
+    except RankError as error:
+        if "SIGKILL" not in error.message:
+            raise
+        words = "the process that measures the decoding was killed, probably for lack of memory"
+        raise OutOfMemoryError(words, _HINT) from error
     return DecodeMemory(**answer)
 
 
-@dataclass(frozen=True)
-class _Setup:
-    config: PipelineConfig
-    checkpoint: Checkpoint | None
-
-
-def _wait(group: StartedGroup, seconds: float) -> dict[str, Any]:
-    what, deadline = "the process that measures the decoding", time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended = group.exited()
-        for _, message in group.poll(0.2):
-            answer: dict[str, Any] = json.loads(message)
-            return answer
-        if ended:
-            if ended[0] == -9:
-                raise OutOfMemoryError(f"{what} was killed, probably for lack of memory", _HINT)
-            raise RankError(f"{what} ended with {ended[0]}", trace=group.output_tail(0) or "")
-    raise RankError(f"{what} did not end within {seconds:.0f} s", "raise --timeout")
-
-
-def _measure_main(context: RankContext, setup: _Setup) -> None:
-    try:
-        answer = asdict(_measure(setup))
-    except BaseException as error:
-        context.channel.send(json.dumps({"error": error_to_dict(error)}).encode())
-        raise
-    context.channel.send(json.dumps(answer).encode())
-
-
-def _measure(setup: _Setup) -> DecodeMemory:
-    config, checkpoint = setup.config, setup.checkpoint
+def _measure(
+    context: RankContext,  # noqa: ARG001
+    alone: PipelineConfig,
+    argument: tuple[PipelineConfig, Checkpoint | None],
+) -> dict[str, int]:
+    config, checkpoint = argument
     assert checkpoint is not None, "the dummy model decodes nothing"
-    device = take_device(config, _as_last_rank(config))
     decoding = [roles for roles in config.layout.roles if roles.decode]
     roles = Roles(
         encode=any(each.encode for each in decoding),
         denoise=any(each.denoise for each in decoding),
         decode=True,
     )
-    model = load_model(config, checkpoint, str(device), roles)
+    model = load_model(config, checkpoint, alone.device, roles)
 
     # Decoding does not depend on guidance, which a clip of one frame cannot have.
     assert isinstance(config.sampling, SvdSampling), "other families decode all frames at once"
@@ -154,29 +120,24 @@ def _measure(setup: _Setup) -> DecodeMemory:
 
     def peak(frames: int, chunk: int) -> int:
         part = model.with_sampling(replace(sampling, num_frames=frames, decode_chunk_size=chunk))
-        latent = torch.zeros_like(part.probe_packet()[LATENTS])
+        packet = part.probe_packet(has_stepped=True)
+        packet[LATENTS] = torch.zeros_like(packet[LATENTS])
         with out_of_memory_named(Action.at(Kind.DECODE, 0, 0), chunk):
-            return _peak(model.device, lambda: part.decode({LATENTS: latent}))
+            return _peak(model.device, lambda: part.decode(packet))
 
     peak(1, 1)  # warm-up: reads the mapped weights, selects kernels, allocates workspaces
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     free = _free_for_each(config, checkpoint, model.device, roles)
     one, kept, both = peak(1, 1), peak(2, 1), peak(2, 2)
-    return DecodeMemory(
-        num_frames=config.sampling.frames,
-        one_frame=one,
+    return {
+        "num_frames": config.sampling.frames,
+        "one_frame": one,
         # At least half of two frames' peak, because resident memory is not exact.
-        each_in_chunk=max(both // 2, both - kept),
-        each_kept=max(0, kept - one),
-        free=free,
-    )
-
-
-def _as_last_rank(config: PipelineConfig) -> World:
-    """The world of the run's last rank, which decodes, so that its device is measured."""
-    size = config.world_size
-    return World(rank=size - 1, local_rank=size - 1, size=size, local_size=size)
+        "each_in_chunk": max(both // 2, both - kept),
+        "each_kept": max(0, kept - one),
+        "free": free,
+    }
 
 
 def _free_for_each(

@@ -30,7 +30,6 @@ _ABOVE_ZERO = (
     "transfer_bytes_per_second",
     "inter_host_bytes_per_second",
     "ranks_per_host",
-    "offload_gib_per_second",
 )
 
 
@@ -39,9 +38,6 @@ class Costs:
     """Seconds of each kind of work, and its memory where that is known.
 
     Without measurements the unit is one step: a step takes 1, everything else 0.
-
-    Raises:
-        RequestError: a value that is not a finite number of 0 or more, named by its option.
     """
 
     step_seconds: PerRank = 1.0
@@ -73,9 +69,6 @@ class Costs:
     denoise_work_gib: float | None = None
     decode_work_gib: float | None = None
     """Peak memory of the part at work, GiB, without any weights."""
-    offload_gib_per_second: float | None = None
-    """Rate at which weights move between host memory and the device, in either direction; None:
-    unknown. Only the forecast of diffusers' model offload uses it."""
     name: str = ""
     """What the costs describe, such as a model."""
     source: str = ""
@@ -100,11 +93,7 @@ class Costs:
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def transfer(self, source: int, target: int) -> float:
-        """Seconds of one transfer from rank `source` to rank `target`.
-
-        Raises:
-            RequestError: the ranks are on two hosts, and the time between hosts is unknown.
-        """
+        """Seconds of one transfer from rank `source` to rank `target`."""
         if self.host_of(source) == self.host_of(target):
             return self.local_transfer_seconds
         if self.inter_host_transfer_seconds is None:
@@ -223,6 +212,7 @@ class Costs:
         version = values.pop("schema_version", None)
         if not is_version(version, SCHEMA_VERSION):
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+        values.pop("offload_gib_per_second", None)  # of earlier versions
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import secrets
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -21,7 +19,6 @@ from svdpp.serve.api_create import create_routes
 from svdpp.serve.api_errors import documented
 from svdpp.serve.api_requests import Owned, Served
 from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
-from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.offer import no_model
 from svdpp.serve.page_files import page_file
@@ -36,8 +33,8 @@ The routes have the shape of OpenAI's video API. Every answer of 400 and above, 
 `/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
 """
 
-#: Makes the ids of other owners' clips unrecognisable, and the same in every answer.
-_SALT = secrets.token_bytes(16)
+#: In place of the ids of other owners' clips.
+_OTHER = "other"
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
 about = APIRouter()
@@ -115,37 +112,23 @@ def get_model(id: str, service: Served, request: Request) -> Model:
 
 @about.get("/v1/engine", tags=["server"])
 def get_engine(service: Served, owner: Owned) -> EngineStatus:
-    """What the ranks do now, and did in the last minute.
+    """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
+    engine = service.engine
 
-    A clip of another key has a name that says nothing.
-    """
-    engine, names = service.engine, _Names(service, owner)
+    @functools.cache
+    def shown(id: str | None) -> str | None:
+        job = None if id is None else service.store.get(id)
+        is_shown = id is None or (job is not None and job.owner == owner.name)
+        return id if is_shown else _OTHER
+
     return EngineStatus(
         state=engine.state,
         restarts=engine.restarts,
         queue=service.store.counts(),
-        ranks=[replace(rank, video=names(rank.video)) for rank in engine.ranks()],
-        spans=[replace(span, video=names(span.video)) for span in engine.spans()],
+        ranks=[replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
+        spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
         eta_error=service.metrics.eta_error(),
     )
-
-
-class _Names:
-    """The names of clips for one owner."""
-
-    def __init__(self, service: Service, owner: Owner) -> None:
-        self._service, self._owner = service, owner
-        self._known: dict[str, str] = {}
-
-    def __call__(self, id: str | None) -> str | None:
-        if id is None:
-            return None
-        if id not in self._known:
-            job = self._service.store.get(id)
-            is_own = job is not None and job.owner == self._owner.name
-            disguised = f"other_{hashlib.sha256(_SALT + id.encode()).hexdigest()[:8]}"
-            self._known[id] = id if is_own else disguised
-        return self._known[id]
 
 
 @about.get("/health", tags=["server"], responses={503: {"model": Health}})
@@ -169,7 +152,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
         status="unavailable" if reason else "ok",
         reason=reason,
         state=engine.state,
-        ranks=sum(bool(each.device) for each in engine.ranks()),
+        ranks=sum(bool(each.device) for each in engine.rank_view.now()),
         restarts=engine.restarts,
     )
     return JSONResponse(body.model_dump(), 503 if reason else 200)

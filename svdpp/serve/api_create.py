@@ -20,10 +20,10 @@ from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, documented
 from svdpp.serve.api_requests import IdempotencyKey, Owned, Served, in_thread
 from svdpp.serve.api_videos import check_streams, get_content
+from svdpp.serve.auth import Owner
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES, Limits
 from svdpp.serve.job import JobState
-from svdpp.serve.keys import Owner
 from svdpp.serve.schemas import Video
 from svdpp.serve.service import Service
 

@@ -26,8 +26,8 @@ from svdpp.errors import (
 )
 from svdpp.redaction import redact, redact_all, without_folders
 from svdpp.serve.forms import ALL_FIELDS
+from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.schemas import ErrorAnswer
-from svdpp.serve.upload import DecoderBusyError
 
 #: Kind of the error, for people, by status.
 _TYPES: Mapping[int, str] = {

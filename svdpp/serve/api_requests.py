@@ -11,7 +11,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, Request
 
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.keys import Owner
+from svdpp.serve.auth import Owner
 from svdpp.serve.service import Service
 
 _MAX_KEY = 255

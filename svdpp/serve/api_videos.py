@@ -65,14 +65,10 @@ def list_videos(
     )
 
 
-@routes.get("/v1/videos/{id}", response_model=Video, responses=documented(404))
-async def get_video(id: str, service: Served, owner: Owned) -> Response:
+@routes.get("/v1/videos/{id}", responses=documented(404))
+def get_video(id: str, service: Served, owner: Owned) -> Video:
     """A video's state, progress and ETA."""
-    # Most requests to a busy server: from memory if possible, without a thread.
-    video = service.video_at_hand(id, owner)
-    if video is None:
-        video = await run_in_threadpool(lambda: service.video(service.job(id, owner)))
-    return Response(video.model_dump_json(), media_type="application/json")
+    return service.video(service.job(id, owner))
 
 
 @routes.delete("/v1/videos/{id}", responses=documented(404, 503))

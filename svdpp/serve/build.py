@@ -21,20 +21,20 @@ from svdpp.media.image import MAX_PIXELS
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.api import create_app
+from svdpp.serve.auth import Keys
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.guard import Limits
-from svdpp.serve.job import Job
-from svdpp.serve.keys import Keys
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job
 from svdpp.serve.metrics import Metrics, Sources
 from svdpp.serve.offer import Inputs, Offer
+from svdpp.serve.photos import DecodeLimits, PhotoFolder
 from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
-from svdpp.serve.store import JobStore
-from svdpp.serve.upload import DecodeLimits, PhotoFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
     """The application and its service, by a config of `check_config`; nothing is started."""
     folder = settings.folder.absolute()
-    store = JobStore(folder, adopts=settings.adopts)
+    store = JobQueue(folder, adopts=settings.adopts)
     try:
         service = _service(settings, folder, store)
     except BaseException:
@@ -98,7 +98,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     return create_app(service, limits=settings.limits, owner_of=owner_of), service
 
 
-def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service:
+def _service(settings: ServerSettings, folder: Path, store: JobQueue) -> Service:
     for name in (PHOTOS, CLIPS, LATENTS):
         output_files.check_writable(folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,6 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
             oldest_waiting=store.oldest_waiting,
             restarts=lambda: service.engine.restarts,
             live_ranks=lambda: service.engine.live_ranks,
-            speeds=lambda: service.engine.speeds.read(),
             subscribers=lambda: events.num_subscribers,
         )
     )
@@ -159,7 +158,7 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     return service
 
 
-def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
+def _hold(store: JobQueue, offer: Offer, gate: ClipGate) -> None:
     """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
 
     They keep their places, and go on at the start of a server that can make them.

@@ -17,9 +17,8 @@ from weakref import WeakSet
 
 from loguru import logger
 
-from svdpp.serve.estimate import JobEstimates
 from svdpp.serve.job import Job
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 _MAX_JOBS = 1000
 _PLACES_SECONDS = 0.5
@@ -218,7 +217,7 @@ class Subscription:
             self._loop.call_soon_threadsafe(self._flag.set)
 
 
-class Announcer:
+class Notifier:
     """Publishes an event for each change of a job's state, step or place.
 
     The callbacks must not stop the engine: what they raise goes to the log. `describe` gives the
@@ -227,16 +226,14 @@ class Announcer:
 
     def __init__(
         self,
-        store: JobStore,
+        queue: JobQueue,
         events: Events,
-        estimates: JobEstimates,
         *,
         describe: Callable[[Job], Mapping[str, Any]],
         on_ended: Callable[[Job], None],
     ) -> None:
-        self._store = store
+        self._queue = queue
         self._events = events
-        self._estimates = estimates
         self._describe = describe
         self._on_ended = on_ended
         self._places: dict[str, int | None] = {}
@@ -246,52 +243,44 @@ class Announcer:
     def changed(self, job_id: str) -> Job | None:
         """Publishes the job as it is now; returns it, None if it does not exist any more."""
         self._places_changed = True
-        job = self._store.get(job_id)
+        job = self._queue.get(job_id)
         if job is None:
             self._events.forget(job_id)
             return None
         if job.state.is_final:
             logger.info("{} is {}", job_id, job.state)
-            self._quietly(lambda: self._on_ended(job))
+            _quietly(lambda: self._on_ended(job))
         self._publish(job)
         return job
 
     def stepped(self, job_ids: Iterable[str]) -> None:
         """Publishes jobs whose progress has changed, if somebody watches them."""
         for job_id in self._events.watched().intersection(job_ids):
-            job = self._store.get(job_id)
+            job = self._queue.get(job_id)
             if job is not None and not job.state.is_final:
                 self._publish(job)
 
-    def places(self) -> None:
+    def moved(self, places: Callable[[], Mapping[str, int | None]]) -> None:
         """Publishes waiting jobs whose place has changed, if somebody watches them."""
         begun = time.monotonic()
         if not self._places_changed or begun < self._places_next:
             return
         self._places_changed = False
-        self._publish_places()
+        watched = self._events.watched()
+        now = {id: place for id, place in places().items() if id in watched} if watched else {}
+        before, self._places = self._places, now
+        self.stepped(id for id, place in now.items() if before.get(id) != place)
         pause = max(_PLACES_SECONDS, _PLACES_PAUSE * (time.monotonic() - begun))
         self._places_next = begun + pause
 
-    def _publish_places(self) -> None:
-        watched = self._events.watched()
-        if not watched:
-            self._places = {}
-            return
-        estimates = self._estimates.all(max_age=0.0)
-        places = {job_id: estimates[job_id].place for job_id in watched if job_id in estimates}
-        moved = [job_id for job_id, place in places.items() if self._places.get(job_id) != place]
-        self._places = places
-        self.stepped(moved)
-
     def _publish(self, job: Job) -> None:
-        self._quietly(
+        _quietly(
             lambda: self._events.publish(job.id, self._describe(job), is_final=job.state.is_final)
         )
 
-    @staticmethod
-    def _quietly(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception:
-            logger.exception("a callback about a job failed")
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        logger.exception("a callback about a job failed")

@@ -25,12 +25,9 @@ from pydantic_core import PydanticKnownError, from_json
 
 from svdpp.config import SAMPLING_CLASSES, own_params
 from svdpp.config.limits import (
-    MAX_FLOW_SHIFT,
     MAX_FPS,
     MAX_FRAMES,
     MAX_GUIDANCE_SCALE,
-    MAX_MOTION_BUCKET_ID,
-    MAX_NOISE_AUG_STRENGTH,
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
     MAX_STEPS,
@@ -84,7 +81,6 @@ _Guidance = Annotated[float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
 _Fit = Annotated[
     Fit | None, Field(description="How a photograph of another shape becomes the frame.")
 ]
-_Unit = Annotated[float | None, Field(ge=0, le=1)]
 
 
 class VideoRequest(BaseModel):
@@ -187,15 +183,6 @@ class _Svd(VideoRequest):
             description="Must be empty: Stable Video Diffusion takes no text.", max_length=10_000
         ),
     ] = None
-    motion_bucket_id: Annotated[
-        int | None, Field(ge=0, le=MAX_MOTION_BUCKET_ID, description="Amount of motion.")
-    ] = None
-    noise_aug_strength: Annotated[
-        float | None,
-        Field(ge=0, le=MAX_NOISE_AUG_STRENGTH, description="Noise added to the photograph."),
-    ] = None
-    min_guidance_scale: Annotated[_Guidance, Field(description="Of the first frame.")] = None
-    max_guidance_scale: Annotated[_Guidance, Field(description="Of the last frame.")] = None
 
 
 class _Prompted(VideoRequest):
@@ -220,32 +207,7 @@ class _Prompted(VideoRequest):
     ] = None
 
 
-class _Wan(_Prompted):
-    guidance_scale_2: Annotated[
-        _Guidance,
-        Field(
-            description="Guidance in the steps of the low-noise expert; by default "
-            "`guidance_scale`."
-        ),
-    ] = None
-    flow_shift: Annotated[
-        float | None,
-        Field(gt=0, le=MAX_FLOW_SHIFT, description="Shift of the noise levels."),
-    ] = None
-
-
-class _Ltx(_Prompted):
-    guidance_rescale: Annotated[_Unit, Field(description="Rescaling of the guided prediction.")] = (
-        None
-    )
-    decode_timestep: Annotated[_Unit, Field(description="Noise level of the decode.")] = None
-    decode_noise_scale: Annotated[
-        _Unit,
-        Field(description="Noise added before the decode; by default `decode_timestep`."),
-    ] = None
-
-
-_FAMILIES: Mapping[str, type[VideoRequest]] = {"svd": _Svd, "wan": _Wan, "ltx": _Ltx}
+_FAMILIES: Mapping[str, type[VideoRequest]] = {"svd": _Svd}
 _PHOTOS: Mapping[Use, type[VideoRequest]] = {
     "needed": _Photo,
     "optional": _OptionalPhoto,
@@ -265,8 +227,14 @@ def form_of(
     """The form of a server's requests, by the family of its model and its use of photographs."""
     own: dict[str, Any] = {
         name: (
-            type(param.default) | None,
-            Field(None, ge=0, le=param.highest, description=param.help),
+            param.kind | None,
+            Field(
+                None,
+                ge=None if param.above else param.lowest,
+                gt=param.lowest if param.above else None,
+                le=param.highest,
+                description=param.help,
+            ),
         )
         for name, param in own_params(SAMPLING_CLASSES[family]).items()
     }

@@ -32,10 +32,9 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
 )
-from svdpp.serve.helper_process import helper_command, helper_environment
-from svdpp.serve.job import Job, JobState
-from svdpp.serve.retention import CLIPS, PHOTOS
-from svdpp.serve.store import JobStore
+from svdpp.launch.environment import helper_command, helper_environment
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState
+from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
 
@@ -67,7 +66,7 @@ class Prover:
 
     def __init__(
         self,
-        store: JobStore,
+        store: JobQueue,
         folder: Path,
         is_idle: Callable[[], bool],
         *,

@@ -13,7 +13,7 @@ from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.forms import API_NAMES, Fit
 from svdpp.serve.job import Job, JobState, Proof
-from svdpp.serve.rank_view import Rank, RankSpan
+from svdpp.serve.ranks import Rank, RankSpan
 
 #: Fields of a family's parameters that the API does not show, or shows in other forms.
 _NOT_SHOWN = ("family", "from_image", "decode_chunk_size", "height", "width", "num_frames")

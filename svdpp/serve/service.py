@@ -15,20 +15,20 @@ from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError
+from svdpp.serve.auth import Owner
 from svdpp.serve.engine import Engine
-from svdpp.serve.estimate import Estimate
+from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.forms import VideoRequest
 from svdpp.serve.gate import ClipGate
-from svdpp.serve.job import Job, JobState, new_id, seed_of
-from svdpp.serve.keys import Owner
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.offer import Offer
+from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
+from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.retention import remove_job
 from svdpp.serve.schemas import DeletedVideo, Video, video_of
-from svdpp.serve.store import JobStore, QueueFullError
-from svdpp.serve.upload import PhotoFolder, shown_name
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
@@ -49,7 +49,7 @@ class Service:
     """
 
     folder: Path
-    store: JobStore
+    store: JobQueue
     photos: PhotoFolder
     engine: Engine
     events: Events
@@ -246,14 +246,6 @@ class Service:
         if job.held is not None:
             return video_of(job)
         return self._open_video(job, self.engine.estimates.of(job.id))
-
-    def video_at_hand(self, id: str, owner: Owner) -> Video | None:
-        """The view of an open job of `owner` from memory alone; None says nothing."""
-        job = self.store.at_hand(id)
-        if job is None or job.owner != owner.name:
-            return None
-        estimate = self.engine.estimates.at_hand(id)
-        return None if estimate is None else self._open_video(job, estimate)
 
     def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
         clip = self.engine.clip(job.id)

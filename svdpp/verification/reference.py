@@ -27,7 +27,6 @@ from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.worker.memory import out_of_memory_named
@@ -198,8 +197,9 @@ class _Diffusers:
 
     def __init__(self, setup: _Setup, checkpoint: Checkpoint, device: str) -> None:
         self._setup = setup
-        family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
-        self._reference = family.load_reference(checkpoint, setup.config.model, device)
+        from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
+
+        self._reference = Reference(checkpoint, setup.config.model, device)
 
     def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, Frames]:
         latent, frames = self._reference.run(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from svdpp.media import video
 from svdpp.models.base import Frames
@@ -73,11 +74,6 @@ class Check:
             return f"{self.max_ulp} of {_LOUDEST}"
         return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
 
-    @property
-    def first_place(self) -> str:
-        """The place of the first difference in words; empty if there is none."""
-        return "" if self.first_index is None else describe_index(self.first_index, self.axes)
-
     def __str__(self) -> str:
         """The place and size of the difference, in words."""
         what = {
@@ -87,9 +83,11 @@ class Check:
             "audio": "the sound",
             "solver_history": f"the solver's history after step {self.step - 1}",
         }[self.what]
+        index = self.first_index or ()
         return (
-            f"clip {self.clip}, {what}, done by rank {self.rank}: first at {self.first_place} "
-            f"(index {list(self.first_index or ())}), max difference {self.distance}"
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at "
+            f"{describe_index(index, self.axes)} (index {list(index)}), max difference "
+            f"{self.distance}"
         )
 
 
@@ -184,20 +182,8 @@ def compare_frames(
     if ours.shape != theirs.shape:
         raise ValueError(f"frames {ours.shape} against {theirs.shape}")
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
-    largest = int(difference.max())
-    return Check(
-        clip=clip,
-        what="frames",
-        step=step,
-        rank=rank,
-        equal=largest / _LEVELS <= tolerance,
-        bitwise=largest == 0,
-        max_abs_diff=largest / _LEVELS,
-        max_ulp=largest,
-        first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
-        sha256=video.frames_sha256(ours),
-        axes=_FRAME_AXES,
-    )
+    sha256, place = video.frames_sha256(ours), {"clip": clip, "step": step, "rank": rank}
+    return _of_levels(difference, _LEVELS, tolerance, "frames", sha256, _FRAME_AXES, place)
 
 
 def compare_audio(
@@ -210,20 +196,31 @@ def compare_audio(
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"samples {ours.shape} against {theirs.shape}")
-    difference = (ours.int() - theirs.int()).abs()
+    difference = (ours.int() - theirs.int()).abs().numpy()
+    place = {"clip": clip, "step": step, "rank": rank}
+    return _of_levels(difference, _LOUDEST, tolerance, "audio", tensor_sha256(ours), "SC", place)
+
+
+def _of_levels(
+    difference: NDArray[Any],
+    highest: int,
+    tolerance: float,
+    what: Literal["frames", "audio"],
+    sha256: str,
+    axes: str,
+    place: Mapping[str, int],
+) -> Check:
     largest = int(difference.max())
     return Check(
-        clip=clip,
-        what="audio",
-        step=step,
-        rank=rank,
-        equal=largest / _LOUDEST <= tolerance,
+        **place,
+        what=what,
+        equal=largest / highest <= tolerance,
         bitwise=largest == 0,
-        max_abs_diff=largest / _LOUDEST,
+        max_abs_diff=largest / highest,
         max_ulp=largest,
-        first_index=tuple(int(i) for i in difference.nonzero()[0]) if largest else None,
-        sha256=tensor_sha256(ours),
-        axes="SC",
+        first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
+        sha256=sha256,
+        axes=axes,
     )
 
 

@@ -263,9 +263,7 @@ def parse_clip_json(path: Path) -> Any:
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     """`values` as a clip's metadata, with types checked and defaults for missing fields.
 
-    Args:
-        values: parsed JSON.
-        fault: how the error message begins.
+    The error message begins with `fault`.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
@@ -300,9 +298,7 @@ def weights_identity(checkpoint: Checkpoint) -> object:
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    Args:
-        metadata: of the clip: its parameters, and the libraries' versions.
-        weights: from `weights_identity`.
+    `weights` is from `weights_identity`.
     """
     return _sha256(
         {

@@ -16,7 +16,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_params
 from svdpp.config import SAMPLING_CLASSES, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.diagnostics import doctor
-from svdpp.diagnostics.cost_profile import Profile, measured_config
+from svdpp.diagnostics.cost_profile import measured_config
 from svdpp.diagnostics.utilisation import count_flops
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -127,12 +127,6 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(
     layout = resolve(measured_config(config))[0].layout
     assert all(rank.denoise for rank in layout.roles)
     assert layout.expert_boundary
-
-
-def test_a_profile_says_from_what_clips_start(folders: dict[str, str]) -> None:
-    sampling = LtxSampling(from_image=True)
-    config = PipelineConfig(world_size=1, model=ModelConfig(name=folders["ltx"]), sampling=sampling)
-    assert Profile(config, step_seconds=[1.0]).costs("").name.endswith(", from a photograph")
 
 
 def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> None:

@@ -39,11 +39,6 @@ def _break(*_: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_the_rate_of_moving_weights_is_that_of_the_slowest_rank() -> None:
-    assert 0 < rank_probe.measure_offload(_dummy(2), num_weights=1) < 1000
-
-
-@pytest.mark.processes
 def test_each_rank_answers_for_itself() -> None:
     answers = rank_probe.ask_ranks(_who, _dummy(3), "x")
 
@@ -57,17 +52,6 @@ def test_what_a_rank_cannot_do_is_said_in_its_words() -> None:
     assert caught.value.hint == "another one"
     with pytest.raises(RankError, match="RuntimeError: a bug"):
         rank_probe.ask_ranks(_break, _dummy(1))
-
-
-@pytest.mark.processes
-def test_every_pair_of_neighbours_is_measured() -> None:
-    transfers = rank_probe.measure_transfers(_dummy(3))
-
-    assert [(transfer.source, transfer.target) for transfer in transfers] == [(0, 1), (1, 2)]
-    for transfer in transfers:
-        assert 0 < transfer.latency_seconds < 10
-        assert 1e5 < transfer.bytes_per_second < 1e13
-    assert rank_probe.measure_transfers(_dummy(1)) == []
 
 
 @pytest.mark.processes

@@ -10,8 +10,8 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import run_recorder
+from svdpp.diagnostics.report import read_report
 from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder, left_in
-from svdpp.diagnostics.run_report import read_report
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.launch.gpus import Gpu

@@ -14,8 +14,8 @@ import torch
 from svdpp.config import SAMPLING_CLASSES, Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.family import load_reference
 from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.reference import Reference
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
 from tests.models.range_checks import check_every_cut, read_folder, request_of
@@ -94,7 +94,7 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
     plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
     assert not np.array_equal(plain[1], with_loras[1])
     check_every_cut(rank_for, STEPS, with_loras, request, None)
-    whole = _run(load_reference(checkpoint, model, "cpu"), sampling, request)
+    whole = _run(Reference(checkpoint, model, "cpu"), sampling, request)
     assert np.array_equal(whole[1], with_loras[1])
     assert not hasattr(rank_for(STEPS, STEPS)._pipe.transformer, "peft_config")
 
@@ -102,7 +102,7 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
     """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
     model = ModelConfig(name=str(folder))
-    reference: Any = load_reference(read_folder(folder), model, "cpu")
+    reference: Any = Reference(read_folder(folder), model, "cpu")
     pipe, names = reference._pipe(False), ["first", "second"][: len(loras)]
     for lora, name in zip(loras, names, strict=True):
         options = {"load_into_transformer_2": True} if lora.expert == "low" else {}

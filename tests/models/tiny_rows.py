@@ -24,13 +24,25 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.models.tiny_families import WAN_UNIPC, ltx_transformer, ltx_vae, t5_sizes, tokenizer
+from tests.models.tiny_families import (
+    WAN_UNIPC,
+    ltx_transformer,
+    ltx_vae,
+    save_tiny_ltx,
+    save_tiny_wan,
+    t5_sizes,
+    tokenizer,
+)
 
 TEXT = 16
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
     """Saves a pipeline of a family with random weights to `folder`, and returns the folder."""
+    if family == "wan":
+        return save_tiny_wan(folder, image_to_video=image, **changes)
+    if family == "ltx":
+        return save_tiny_ltx(folder, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         name, parts = _MAKERS[family](image)

@@ -24,7 +24,6 @@ NUMBERS = [
         "transfer_bytes_per_second",
     ),
     *("packet_bytes", "write_seconds", "encode_weights_gib", "decode_work_gib"),
-    "offload_gib_per_second",
 ]
 BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
 MEASURED = Costs(
@@ -41,7 +40,6 @@ MEASURED = Costs(
     encode_work_gib=1.0,
     denoise_work_gib=6.0,
     decode_work_gib=8.0,
-    offload_gib_per_second=12.5,
     name="demo",
     source="measured",
     device="2 cores",
@@ -58,9 +56,7 @@ def test_costs_that_are_none(name: str, value: float) -> None:
     assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
 
 
-@pytest.mark.parametrize(
-    "name", ["step_seconds", "transfer_bytes_per_second", "offload_gib_per_second"]
-)
+@pytest.mark.parametrize("name", ["step_seconds", "transfer_bytes_per_second"])
 def test_what_must_be_above_zero(name: str) -> None:
     with pytest.raises(RequestError, match=f"--{name.replace('_', '-')} must be above 0"):
         Costs(**{name: 0})  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
@@ -63,7 +63,7 @@ def dummy_job(seed: int, **values: Any) -> Job:
 class Serving:
     """A running engine and what it works with."""
 
-    store: JobStore
+    store: JobQueue
     engine: Engine
     events: Events
     ended: list[Job]
@@ -91,7 +91,7 @@ class Serving:
         return [self.job(job_id) for job_id in ids]
 
     def wait(self, happens: Callable[[], object], what: str) -> None:
-        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.ranks()}")
+        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_view.now()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
@@ -139,7 +139,7 @@ def serving(
         settings: of the engine.
     """
     ended: list[Job] = []
-    store, events = JobStore(folder, adopts=True), events or Events()
+    store, events = JobQueue(folder, adopts=True), events or Events()
     settings = {"first_back_off": 0.05, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if stop is not None:

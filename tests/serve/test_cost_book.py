@@ -8,7 +8,7 @@ import pytest
 
 from svdpp.config import SvdSampling
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.serve.cost_book import CostBook
+from svdpp.serve.eta import MeasuredCosts
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 SAMPLING = SvdSampling(num_frames=25)
@@ -20,14 +20,14 @@ def _step(seconds: float) -> StepDone:
 
 
 def test_before_a_measurement_the_preset_is_scaled_by_size() -> None:
-    book = CostBook(None, HALF)
+    book = MeasuredCosts(None, HALF)
     preset = PRESETS["svd-xt-a100"]
     assert book.costs(SAMPLING) == preset
     assert book.costs(HALF).step_on(0) == pytest.approx(preset.step_on(0) / 2)
 
 
 def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
-    book = CostBook(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
+    book = MeasuredCosts(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
     book.add(0, _step(9.0), SAMPLING)
     assert book.costs(SAMPLING).step_on(0) == 9.0, "the only one, though the rank warms up"
     book.add(0, _step(1.0), SAMPLING)
@@ -47,7 +47,7 @@ def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
 
 
 def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
-    book = CostBook(None, SAMPLING)
+    book = MeasuredCosts(None, SAMPLING)
     waits = {"photograph": 3.0, "send": 9.0}
     encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
     for event in (_step(1.0), encode):
@@ -56,7 +56,7 @@ def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
 
 
 def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
-    book = CostBook(None, SAMPLING)
+    book = MeasuredCosts(None, SAMPLING)
     for width in range(64, 64 + 8 * 50, 8):
         for _ in range(3):
             book.add(0, _step(float(width)), replace(SAMPLING, width=width))
@@ -66,7 +66,7 @@ def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
 
 
 def test_ranks_that_start_again_warm_up_again() -> None:
-    book = CostBook(None, SAMPLING)
+    book = MeasuredCosts(None, SAMPLING)
     for _ in range(3):
         book.add(0, _step(1.0), SAMPLING)
     book.begin()

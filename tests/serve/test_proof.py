@@ -21,7 +21,7 @@ from svdpp.launch.gpus import Gpu
 from svdpp.serve import prove_clip
 from svdpp.serve.job import JobState
 from svdpp.serve.proof import Prover
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from svdpp.verification import clip_proof
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import is_there, wait_until
@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @dataclass
 class Proving:
-    store: JobStore
+    store: JobQueue
     prover: Prover
     ids: list[str]
     folder: Path
@@ -69,7 +69,7 @@ def _proving(
 ) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobStore(folder, adopts=adopts), threading.Event()
+    store, idle = JobQueue(folder, adopts=adopts), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)

@@ -21,11 +21,11 @@ from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.plan.layout import Layout
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.estimate import Layouts
+from svdpp.serve.eta import Layouts
 from svdpp.serve.forms import form_of
 from svdpp.serve.gate import ClipGate
 from svdpp.serve.offer import Inputs, Offer
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
@@ -55,7 +55,7 @@ def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A server over the folder of an earlier one, which ran Stable Video Diffusion."""
     folder = tmp_path_factory.mktemp("data")
-    store = JobStore(folder)
+    store = JobQueue(folder)
     store.add(new_job(id=f"video_{0:032x}"), max_open=None)
     store.close()
     with HttpServer(folder, *WAN, "--model", str(wan_folder)) as server:

@@ -14,25 +14,25 @@ import pytest
 
 from svdpp.errors import RankError, RequestError
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.store import JobStore, QueueFullError
+from svdpp.serve.queue import JobQueue, QueueFullError
 from tests.serve.store_jobs import SAMPLING, add, new_job
 
 
 @contextlib.contextmanager
-def restarted(store: JobStore, tmp_path: Path) -> Iterator[JobStore]:
+def restarted(store: JobQueue, tmp_path: Path) -> Iterator[JobQueue]:
     """The store of the same folder, opened again."""
     store.close()
-    with contextlib.closing(JobStore(tmp_path / "data")) as again:
+    with contextlib.closing(JobQueue(tmp_path / "data")) as again:
         yield again
 
 
-def state_of(store: JobStore, id: str) -> JobState:
+def state_of(store: JobQueue, id: str) -> JobState:
     job = store.get(id)
     assert job is not None
     return job.state
 
 
-def test_a_job_is_stored_as_it_is(store: JobStore, tmp_path: Path) -> None:
+def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path) -> None:
     job = new_job(
         owner="ann",
         seed=2**63 - 1,
@@ -48,7 +48,7 @@ def test_a_job_is_stored_as_it_is(store: JobStore, tmp_path: Path) -> None:
         assert again.get(new_id()) is None
 
 
-def test_a_job_from_request_to_removal(store: JobStore) -> None:
+def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     before = time.time()
     id = add(store)
     assert store.counts() == {**dict.fromkeys(JobState, 0), JobState.QUEUED: 1}
@@ -78,7 +78,7 @@ def test_a_job_from_request_to_removal(store: JobStore) -> None:
     assert store.photos() == {}
 
 
-def test_a_failure_is_kept_with_its_details(store: JobStore) -> None:
+def test_a_failure_is_kept_with_its_details(store: JobQueue) -> None:
     id = add(store)
     store.take_next()
     assert store.fail(id, RankError("rank 1 died", "look", details={"rank": 1}))
@@ -92,7 +92,7 @@ def test_a_failure_is_kept_with_its_details(store: JobStore) -> None:
     }
 
 
-def test_a_failure_is_kept_whatever_its_details_are(store: JobStore) -> None:
+def test_a_failure_is_kept_whatever_its_details_are(store: JobQueue) -> None:
     id = add(store)
     store.take_next()
     details = {"sigma": float("nan"), "path": Path("x"), 3: [float("inf"), (1, 0.5)]}
@@ -105,7 +105,7 @@ def test_a_failure_is_kept_whatever_its_details_are(store: JobStore) -> None:
     }
 
 
-def _changes(store: JobStore) -> dict[str, Callable[[str], bool]]:
+def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
     return {
         "put_back": lambda id: store.put_back(id, counts=True),
         "complete": lambda id: store.complete(id, {"late": True}),
@@ -127,7 +127,7 @@ ALLOWED = {
 }
 
 
-def in_state(store: JobStore, state: JobState) -> str:
+def in_state(store: JobQueue, state: JobState) -> str:
     id = add(store)
     if state is not JobState.QUEUED:
         store.take_next()
@@ -143,18 +143,18 @@ def in_state(store: JobStore, state: JobState) -> str:
 
 
 @pytest.mark.parametrize("state", list(JobState))
-def test_what_a_state_does_not_allow_changes_nothing(store: JobStore, state: JobState) -> None:
+def test_what_a_state_does_not_allow_changes_nothing(store: JobQueue, state: JobState) -> None:
     """Among them: a completion after a cancellation, or after a failure."""
     for name, change in _changes(store).items():
         id = in_state(store, state)
         before = store.get(id)
         assert change(id) is (name in ALLOWED[state]), name
         assert (store.get(id) == before) is (name not in ALLOWED[state]), name
-        for job in store.waiting():
-            store.cancel_waiting(job.id)
+        for waiting, _ in store.waiting():
+            store.cancel_waiting(waiting)
 
 
-def test_nothing_brings_a_removed_job_back(store: JobStore) -> None:
+def test_nothing_brings_a_removed_job_back(store: JobQueue) -> None:
     id = in_state(store, JobState.CANCELLED)
     assert store.remove(id)
     for change in _changes(store).values():
@@ -163,7 +163,7 @@ def test_nothing_brings_a_removed_job_back(store: JobStore) -> None:
     assert sum(store.counts().values()) == 0
 
 
-def test_only_one_of_many_threads_ends_a_job(store: JobStore) -> None:
+def test_only_one_of_many_threads_ends_a_job(store: JobQueue) -> None:
     for _ in range(20):
         id = in_state(store, JobState.IN_PROGRESS)
         store.ask_to_cancel(id)
@@ -179,7 +179,7 @@ def test_only_one_of_many_threads_ends_a_job(store: JobStore) -> None:
         assert state_of(store, id).is_final
 
 
-def test_a_restart_puts_back_what_was_running(store: JobStore, tmp_path: Path) -> None:
+def test_a_restart_puts_back_what_was_running(store: JobQueue, tmp_path: Path) -> None:
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.take_next()
@@ -191,8 +191,9 @@ def test_a_restart_puts_back_what_was_running(store: JobStore, tmp_path: Path) -
             (ids[1], JobState.CANCELLED),
             (ids[2], JobState.QUEUED),
         ]
-        assert [job.id for job in again.waiting()] == ids[2:]
-        back = again.waiting()[0]
+        assert [id for id, _ in again.waiting()] == ids[2:]
+        back = again.get(ids[2])
+        assert back is not None
         assert (back.started_at, back.attempts) == (None, 0)
         done = again.get(ids[0])
         assert done is not None
@@ -201,7 +202,7 @@ def test_a_restart_puts_back_what_was_running(store: JobStore, tmp_path: Path) -
         assert again.recover() == []
 
 
-def test_putting_back_cancels_what_was_to_be_cancelled(store: JobStore) -> None:
+def test_putting_back_cancels_what_was_to_be_cancelled(store: JobQueue) -> None:
     id = in_state(store, JobState.IN_PROGRESS)
     assert store.ask_to_cancel(id)
     assert store.put_back(id, counts=True)
@@ -212,15 +213,17 @@ def test_putting_back_cancels_what_was_to_be_cancelled(store: JobStore) -> None:
     assert store.take_next() is None
 
 
-def test_attempts_are_counted(store: JobStore) -> None:
+def test_attempts_are_counted(store: JobQueue) -> None:
     id = add(store)
     for counts, attempts in ((True, 1), (False, 1), (True, 2)):
         store.take_next()
         assert store.put_back(id, counts=counts)
-        assert store.waiting()[0].attempts == attempts
+        job = store.get(id)
+        assert job is not None
+        assert job.attempts == attempts
 
 
-def test_a_full_queue_refuses(store: JobStore) -> None:
+def test_a_full_queue_refuses(store: JobQueue) -> None:
     ids = [store.add(new_job(), max_open=2).id for _ in range(2)]
     store.take_next()  # a job in progress is open, too
     with pytest.raises(QueueFullError) as full:
@@ -230,7 +233,7 @@ def test_a_full_queue_refuses(store: JobStore) -> None:
     store.add(new_job(), max_open=2)
 
 
-def test_an_owner_has_a_limit_of_its_own(store: JobStore) -> None:
+def test_an_owner_has_a_limit_of_its_own(store: JobQueue) -> None:
     for owner in ("a", "a", "b"):
         store.add(new_job(owner=owner), max_open=10, max_open_of_owner=2)
     with pytest.raises(QueueFullError) as full:
@@ -239,7 +242,7 @@ def test_an_owner_has_a_limit_of_its_own(store: JobStore) -> None:
     store.add(new_job(owner="b"), max_open=10, max_open_of_owner=2)
 
 
-def test_threads_do_not_pass_the_limit_together(store: JobStore) -> None:
+def test_threads_do_not_pass_the_limit_together(store: JobQueue) -> None:
     def ask(_: int) -> bool:
         try:
             store.add(new_job(), max_open=5)
@@ -251,7 +254,7 @@ def test_threads_do_not_pass_the_limit_together(store: JobStore) -> None:
         assert sum(threads.map(ask, range(40))) == 5
 
 
-def test_the_same_request_gives_the_same_job(store: JobStore) -> None:
+def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     first = store.add(new_job(idempotency_key="k"), max_open=1)
     again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
     assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
@@ -271,7 +274,7 @@ def test_the_same_request_gives_the_same_job(store: JobStore) -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_a_used_key_refuses_another_request(store: JobStore, other: dict[str, object]) -> None:
+def test_a_used_key_refuses_another_request(store: JobQueue, other: dict[str, object]) -> None:
     first = add(store, idempotency_key="k")
     with pytest.raises(RequestError) as refused:
         add(store, idempotency_key="k", **other)
@@ -279,7 +282,7 @@ def test_a_used_key_refuses_another_request(store: JobStore, other: dict[str, ob
     assert sum(store.counts().values()) == 1
 
 
-def test_threads_with_one_key_get_one_job(store: JobStore) -> None:
+def test_threads_with_one_key_get_one_job(store: JobQueue) -> None:
     barrier = threading.Barrier(8)
 
     def ask(_: int) -> Job:
@@ -291,7 +294,7 @@ def test_threads_with_one_key_get_one_job(store: JobStore) -> None:
     assert store.counts()[JobState.QUEUED] == 1
 
 
-def test_of_other_requests_with_one_key_one_becomes_a_job(store: JobStore) -> None:
+def test_of_other_requests_with_one_key_one_becomes_a_job(store: JobQueue) -> None:
     barrier = threading.Barrier(8)
 
     def ask(seed: int) -> str | None:
@@ -307,7 +310,7 @@ def test_of_other_requests_with_one_key_one_becomes_a_job(store: JobStore) -> No
     assert len(made) == 1
 
 
-def test_a_removed_jobs_key_is_free_again(store: JobStore) -> None:
+def test_a_removed_jobs_key_is_free_again(store: JobQueue) -> None:
     first = add(store, idempotency_key="k")
     store.cancel_waiting(first)
     store.remove(first)

@@ -16,17 +16,17 @@ import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import queue_file
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.serve.store_jobs import add, new_job
 from tests.small_disk import small_disk
 
 _WORK = """
 import os, sys, threading
 from pathlib import Path
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.serve.store_jobs import new_job
 
-store = JobStore(Path(sys.argv[1]))
+store = JobQueue(Path(sys.argv[1]))
 store.recover()
 
 def tell(*words):
@@ -80,7 +80,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
                 state, id, *key = line.split()
                 told.setdefault(id, []).append(state)
                 keys |= dict.fromkeys(key, id)
-        store = JobStore(tmp_path)
+        store = JobQueue(tmp_path)
         try:
             check_told(store, told, num_in_flight=4)
             for used, id in keys.items():  # the client asks again: no second job
@@ -94,7 +94,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     database.close()
 
 
-def check_told(store: JobStore, told: dict[str, list[str]], *, num_in_flight: int) -> None:
+def check_told(store: JobQueue, told: dict[str, list[str]], *, num_in_flight: int) -> None:
     """At most one change of each thread happened without being told."""
     num_ahead = 0
     for id, states in told.items():
@@ -112,18 +112,18 @@ def check_told(store: JobStore, told: dict[str, list[str]], *, num_in_flight: in
     assert num_ahead + len(stored - set(told)) <= num_in_flight
 
 
-def test_every_commit_waits_for_the_disk(store: JobStore) -> None:
+def test_every_commit_waits_for_the_disk(store: JobQueue) -> None:
     with store._file.change() as database:
         assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_second_server_is_refused_by_name(store: JobStore, tmp_path: Path) -> None:
+def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="another server") as refused:
-        JobStore(tmp_path / "data")
+        JobQueue(tmp_path / "data")
     assert repr(str(tmp_path / "data")) in refused.value.message
     store.close()
-    JobStore(tmp_path / "data").close()
+    JobQueue(tmp_path / "data").close()
 
 
 def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(RequestError):
-            JobStore(tmp_path)
+            JobQueue(tmp_path)
         process.kill()
-    JobStore(tmp_path).close()
+    JobQueue(tmp_path).close()
 
 
-def test_a_closed_store_says_so(store: JobStore) -> None:
+def test_a_closed_store_says_so(store: JobQueue) -> None:
     store.close()
     store.close()
     for call in (store.counts, store.take_next, lambda: add(store), store.waiting):
@@ -170,16 +170,14 @@ def test_a_folder_that_cannot_be_used_is_named(
 ) -> None:
     spoil(tmp_path / "data")
     with pytest.raises(OutputError, match="data"):
-        JobStore(tmp_path / "data")
+        JobQueue(tmp_path / "data")
 
 
-def test_a_queue_of_another_version_is_refused(store: JobStore, tmp_path: Path) -> None:
-    with store._file.read() as database:
-        database.execute("ROLLBACK")
-        database.execute("PRAGMA user_version = 99")
+def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) -> None:
+    store._file.rows("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(RequestError, match="version 99"):
-        JobStore(tmp_path / "data")
+        JobQueue(tmp_path / "data")
 
 
 def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
@@ -187,12 +185,12 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
         database.execute("CREATE TABLE theirs (value TEXT)")
     database.close()
     with pytest.raises(RequestError, match="another program"):
-        JobStore(tmp_path)
+        JobQueue(tmp_path)
 
 
 def test_a_queue_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
     path, away = tmp_path / "queue.sqlite3", tmp_path / "away"
-    with contextlib.closing(JobStore(tmp_path)) as store:
+    with contextlib.closing(JobQueue(tmp_path)) as store:
         first = add(store)
         path.rename(away)
         with pytest.raises(OutputError, match="removed or replaced"):
@@ -202,10 +200,10 @@ def test_a_queue_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> No
             store.cancel_waiting(first)
         away.rename(path)
         second = add(store)
-        assert [job.id for job in store.waiting()] == [first, second]
+        assert [id for id, _ in store.waiting()] == [first, second]
 
 
-def test_damaged_pages_are_noticed_at_the_start(store: JobStore, tmp_path: Path) -> None:
+def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path) -> None:
     """Those that no query of the start reads."""
     for _ in range(200):
         add(store, photo_name="x" * 1000)
@@ -216,7 +214,7 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobStore, tmp_path: Path)
     content[middle : middle + 4096] = bytes(4096)
     path.write_bytes(content)
     with pytest.raises(OutputError, match="queue") as refused:
-        JobStore(tmp_path / "data")
+        JobQueue(tmp_path / "data")
     assert "damaged" in refused.value.hint
     assert "\n" not in refused.value.message
 
@@ -225,7 +223,7 @@ def test_a_queue_that_another_program_locks_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_file, "_BUSY_SECONDS", 0.1)
-    store = JobStore(tmp_path)
+    store = JobQueue(tmp_path)
     other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(OutputError, match="locked"):
@@ -233,18 +231,18 @@ def test_a_queue_that_another_program_locks_is_an_error(
     assert store.waiting() == []  # reads go on
     other.execute("ROLLBACK")
     other.close()
-    assert add(store) == store.waiting()[0].id
+    assert add(store) == store.waiting()[0][0]
     store.close()
 
 
 def fill(folder: Path) -> None:
     """Add jobs until the disk is full; what was acknowledged is there, and the rest is not."""
-    store = JobStore(folder)
+    store = JobQueue(folder)
     ids: list[str] = []
     with pytest.raises(OutputError, match="queue"):
         while len(ids) < 10_000:
             ids.append(add(store, photo_name="x" * 1000))
-    assert {job.id for job in store.waiting()} == set(ids)
+    assert {id for id, _ in store.waiting()} == set(ids)
     store.close()
     # A full disk may refuse the second opening, but what is acknowledged is on it.
     assert ids
@@ -258,7 +256,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
 def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk", "size=1m") as disk,
-        contextlib.closing(JobStore(disk / "data")) as store,
+        contextlib.closing(JobQueue(disk / "data")) as store,
     ):
         first = add(store)
         with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb") as ballast:
@@ -280,7 +278,7 @@ def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
         small_disk(tmp_path / "disk", "ro") as disk,
         pytest.raises(OutputError, match="Read-only"),
     ):
-        JobStore(disk / "data")
+        JobQueue(disk / "data")
 
 
 def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
@@ -293,5 +291,5 @@ def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_created_for_this_user_only(tmp_path: Path) -> None:
-    JobStore(tmp_path / "data").close()
+    JobQueue(tmp_path / "data").close()
     assert os.stat(tmp_path / "data").st_mode & 0o077 == 0

@@ -25,7 +25,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.worker import latent_checkpoints, stage, tensor_store
-from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
@@ -120,13 +120,13 @@ def test_the_reference(tmp_path: Path) -> None:
 def test_a_rank(tmp_path: Path) -> None:
     """Its tensor store, its latent checkpoint and its clip writer."""
     reporter, link = Mock(), Mock()
-    events = WriterEvents(done=Mock(), lost=Mock(), failed=Mock())
+    written = Mock()
     kept = TensorStore(tmp_path)
     rank = stage.PipelineStage(
         0,
         _model(),
         link,
-        ClipWriter(events, {}, CPU, kept, fps=7),
+        ClipWriter(written, {}, CPU, kept, fps=7),
         reporter,
         SvdSampling(),
         checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
@@ -139,9 +139,9 @@ def test_a_rank(tmp_path: Path) -> None:
     for text in texts + sent:
         rank.perform(Action.parse(text))
     rank.finish()
-    for bad in (events.lost, events.failed, reporter.failed, reporter.checkpoint_lost):
+    for bad in (written.clip_failed, written.failed, reporter.failed, reporter.checkpoint_lost):
         assert not bad.called, bad.call_args
-    (done,) = events.done.call_args.args
+    (done,) = written.send.call_args.args
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
     assert done.metadata["frames_sha256"]
     assert list((tmp_path / "checkpoints").glob("*.safetensors"))

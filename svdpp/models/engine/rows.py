@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from svdpp.config.limits import require
-from svdpp.models.engine import hunyuan, ltx, wan
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine import hunyuan, ltx, svd, wan
+from svdpp.models.engine.configs import Configs, Facts
 
 #: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_CLIP_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
 _LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
 _SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
 _HUNYUAN = {
@@ -29,6 +31,7 @@ _LTX = {
     "vae": ("AutoencoderKLLTXVideo",),
     "transformer": ("LTXVideoTransformer3DModel",),
 }
+_ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -50,9 +53,8 @@ def _latte(configs: Configs) -> Facts:
 def _kandinsky5(configs: Configs) -> Facts:
     """Refuses the sparse attention, whose kernels only CUDA has."""
     reason = "as sparse attention needs kernels of CUDA, and was never compared"
-    require_equal(
-        configs.of("transformer", attention_type="regular"), "attention_type", "regular", reason
-    )
+    transformer = configs.of("transformer", attention_type="regular")
+    transformer.require("attention_type", "regular", reason)
     return {}
 
 
@@ -87,6 +89,7 @@ class Row:
     """The classes that each component may have."""
     optional: frozenset[str] = frozenset()
     """Components that a checkpoint need not have."""
+    takes_prompt: bool = True
     schedulers: tuple[str, ...] = _FLOW
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
@@ -116,8 +119,11 @@ class Row:
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use that tensor. `in_latents`: later steps use parts of it which no step changes,
     so that ranks find them in the latent."""
-    result_in_latents: bool = False
-    """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
+    only_first_step: frozenset[str] = frozenset()
+    """Further records that only the first step uses."""
+    results_in_latents: int = 0
+    """Of how many schedulers, by their first steps, the results are part of the latent; these do
+    not travel."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -127,6 +133,14 @@ class Row:
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
     give the same clip."""
+    prepare: Callable[[Any, Any, Any], Any] | None = None
+    """Does the part of an image's encode that needs no device, of a pipeline (first), an image and
+    sampling parameters; None: that takes no time worth mentioning."""
+    prepared: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """While it lasts, the pipeline uses what `prepare` has made."""
+    old_packet: Callable[[Any, Any, int], Any] | None = None
+    """The structure and tensors of a packet of an earlier version, of its tensors, the sampling
+    parameters, and the number of steps that have run."""
 
     def pipeline(self, from_image: bool) -> str:
         """The pipeline's class for a clip."""
@@ -136,6 +150,28 @@ class Row:
 
 
 ROWS: Mapping[str, Row] = {
+    "svd": Row(
+        title="Stable Video Diffusion",
+        image="StableVideoDiffusionPipeline",
+        components={
+            "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
+            "image_encoder": ("CLIPVisionModelWithProjection",),
+            "vae": ("AutoencoderKLTemporalDecoder",),
+            "unet": ("UNetSpatioTemporalConditionModel",),
+        },
+        takes_prompt=False,
+        schedulers=("EulerDiscreteScheduler",),
+        denoisers=("unet",),
+        encode=("feature_extractor", "image_encoder"),
+        only_decode=("decoder",),
+        texts=(),
+        results_in_latents=1,
+        facts=svd.facts,
+        prepare=svd.prepare,
+        prepared=svd.prepared,
+        old_packet=svd.old_packet,
+        loras=False,
+    ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
         text="WanPipeline",
@@ -147,7 +183,7 @@ ROWS: Mapping[str, Row] = {
             "transformer": ("WanTransformer3DModel",),
             "transformer_2": ("WanTransformer3DModel",),
             "image_encoder": ("CLIPVisionModel",),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+            "image_processor": _CLIP_PROCESSORS,
         },
         optional=frozenset({"transformer_2", "image_encoder", "image_processor"}),
         denoisers=("transformer", "transformer_2"),
@@ -167,7 +203,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
@@ -182,8 +218,9 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
+        only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
         noise_use="later_steps",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
     ),
@@ -210,8 +247,9 @@ ROWS: Mapping[str, Row] = {
         renamed={"frame_rate": "fps"},
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
+        only_first_step=frozenset({"prepare_audio_latents"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
     ),
@@ -231,7 +269,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
-        result_in_latents=True,
+        results_in_latents=1,
         facts=hunyuan.facts,
     ),
     "framepack": Row(
@@ -303,7 +341,7 @@ ROWS: Mapping[str, Row] = {
             "vae": ("AutoencoderKLWan",),
             "transformer": ("SkyReelsV2Transformer3DModel",),
             "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPProcessor"),
+            "image_processor": (*_CLIP_PROCESSORS, "CLIPProcessor"),
         },
         optional=frozenset({"image_encoder", "image_processor"}),
         encode_image=("vae", "image_encoder", "image_processor"),
@@ -320,7 +358,7 @@ ROWS: Mapping[str, Row] = {
         },
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=_ALL,
         check=_one_window,
     ),
     "kandinsky5": Row(
@@ -338,7 +376,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=_kandinsky5,
         check=_kandinsky5_frames,
     ),
@@ -368,6 +406,7 @@ ROWS: Mapping[str, Row] = {
         renamed={"video_length": "num_frames"},
         texts=(),
         loras=False,
+        results_in_latents=1,
         facts=_latte,
     ),
 }
