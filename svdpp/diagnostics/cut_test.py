@@ -13,7 +13,7 @@ from PIL import Image
 from svdpp.comm.packet import assemble, describe, flatten
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.diagnostics.rank_probe import ask_ranks
+from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
@@ -23,8 +23,9 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
-from svdpp.worker.device import device_of
+from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.rank import load_model
+from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256
 
 
@@ -37,24 +38,43 @@ def differences(config: PipelineConfig, checkpoint: Checkpoint) -> list[str]:
         config: of one rank; its dtype, device and threads apply.
         checkpoint: whose configs are copied.
     """
+    found: list[list[str]] = []
+
+    def collect(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            found.append(event.metadata["differences"])
+
     with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
-        found: list[str] = ask_ranks(_compare, config, (checkpoint, folder))[0]["differences"]
-    return found
+        run_rank_task(
+            _report, config, (checkpoint, folder), until=lambda: bool(found), observers=(collect,)
+        )
+    return found[0]
 
 
-def _compare(
-    context: RankContext, config: PipelineConfig, asked: tuple[Checkpoint, str]
-) -> dict[str, Any]:
+def _report(
+    context: RankContext,  # noqa: ARG001
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,
+    asked: tuple[Checkpoint, str],
+) -> None:
+    reporter.send(Joined(device=device, load_seconds=0.0))
     original, folder = asked
-    write_tiny_copy(original, Path(folder))
-    model = ModelConfig(name=folder, dtype=config.model.dtype)
+    found = compare(original, Path(folder), config, device)
+    reporter.send(ClipDone(clip=0, metadata={"differences": found}))
+
+
+def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> list[str]:
+    """See `differences`; writes the tiny copy to the empty `folder`."""
+    write_tiny_copy(original, folder)
+    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
     sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
-    test = _CutTest(config, checkpoint, torch.device(device_of(config, context.world)))
+    test = _CutTest(config, checkpoint, torch.device(device))
     with torch.no_grad():
         test.run()
-    return {"differences": test.differences}
+    return test.differences
 
 
 class _CutTest:

@@ -88,7 +88,7 @@ class Reference:
         hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
         output = pipe(
             **call_arguments(pipe, checkpoint, sampling),
-            **request_arguments(request, image, generator),
+            **request_arguments(row, sampling, request, image, generator),
             **callback,
             output_type="pil",
         )

@@ -83,6 +83,10 @@ class Row:
     """The pipeline's class for clips from text alone."""
     image: str | None = None
     """The pipeline's class for clips from an image."""
+    image_argument: str = "image"
+    """Of `__call__`, for that image."""
+    size_from_image: bool = False
+    """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
     components: Mapping[str, tuple[str, ...]]
@@ -190,6 +194,26 @@ ROWS: Mapping[str, Row] = {
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
         facts=wan.facts,
+        check=wan.check,
+    ),
+    "wan_vace": Row(
+        title="Wan VACE, whose image is a reference",
+        text="WanVACEPipeline",
+        image="WanVACEPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("WanVACETransformer3DModel",),
+            "transformer_2": ("WanVACETransformer3DModel",),
+        },
+        optional=frozenset({"transformer_2"}),
+        denoisers=("transformer", "transformer_2"),
+        encode=("tokenizer", "text_encoder", "vae"),
+        image_argument="reference_images",
+        fp32=frozenset({"vae"}),
+        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+        facts=wan.vace_facts,
         check=wan.check,
     ),
     "ltx": Row(
@@ -314,6 +338,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         loras=False,
+        size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
     ),
