@@ -255,9 +255,9 @@ class _Hollow:
         try:
             with self._fake:
                 module = new_module(cls, self._checkpoint.folder / part)
-                for name in fp32_parameters(module):
-                    parameter = module.get_parameter(name)
-                    parameter.data = parameter.data.float()
+                kept = set(fp32_parameters(module))
+                for name, parameter in module.named_parameters():  # some are made in float32
+                    parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         finally:
             torch.set_default_dtype(default)
         return module.eval()
