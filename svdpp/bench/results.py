@@ -193,7 +193,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 def _figures(done: Round) -> dict[str, Any]:
     """A round's figures: plain numbers, with those of each rank under `ranks`."""
-    figures, forecast = done.figures, done.figures.forecast.afterwards
+    figures, forecast = done.figures, done.figures.forecast_seconds
     steps = [step.end - step.start for step in done.trace.steps]
     percentiles = {f"step_p{n}_seconds": percentile(steps, n) for n in (50, 90, 95)}
     speeds = {speed.rank: speed for speed in speeds_of(figures).ranks}

@@ -187,9 +187,7 @@ def _perform(
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )
-    recorder = RunRecorder(
-        pipeline, clips.requests, pipeline.config.costs if asked.knows_costs else None
-    )
+    recorder = RunRecorder(pipeline, clips.requests)
     with progress, manifest:
         for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
             pipeline.observe(observer)

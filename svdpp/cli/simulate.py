@@ -114,7 +114,7 @@ def simulate(
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
     _show(console, pipeline, recorder)

@@ -12,7 +12,7 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, option
+from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -53,45 +53,28 @@ class ProofOptions(ClipOptions):
             show_default="a photograph that comes with svdpp",
         ),
     ] = None
-    tolerance: Annotated[
-        float,
-        option(
-            "--tolerance",
-            panel=DIAGNOSTICS,
-            metavar="ATOL",
-            help="Largest difference that counts as equal; 0 requires equal bits.",
-        ),
-    ] = 0.0
-    inject_fault: Annotated[
-        str | None,
-        option(
-            "--inject-fault",
-            panel=DIAGNOSTICS,
-            metavar="FAULT",
-            help="Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 "
-            "changes one number by one ULP (the next float), skip@rank1.clip0 skips a step. The "
-            "first rank and clip are 0.",
-        ),
-    ] = None
-    picture: Annotated[
-        Path | None,
-        option(
-            "--picture",
-            panel=DIAGNOSTICS,
-            metavar="FILE.png",
-            help="Draw frames of both runs and their difference.",
-        ),
-    ] = None
-    image: Annotated[
-        Path | None,
-        option(
-            "--image",
-            panel=DIAGNOSTICS,
-            metavar="PATH",
-            help="For finished clips: their photograph, or the folder that contains it.",
-            default="the path in the clip's metadata, or beside the clip",
-        ),
-    ] = None
+    tolerance: float = setting(
+        DIAGNOSTICS,
+        "ATOL",
+        "Largest difference that counts as equal; 0 requires equal bits.",
+        default=0.0,
+    )
+    inject_fault: str | None = setting(
+        DIAGNOSTICS,
+        "FAULT",
+        "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
+        "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
+        "clip are 0.",
+    )
+    picture: Path | None = setting(
+        DIAGNOSTICS, "FILE.png", "Draw frames of both runs and their difference."
+    )
+    image: Path | None = setting(
+        DIAGNOSTICS,
+        "PATH",
+        "For finished clips: their photograph, or the folder that contains it.",
+        shown="the path in the clip's metadata, or beside the clip",
+    )
 
     def __post_init__(self) -> None:
         if not self.tolerance >= 0:

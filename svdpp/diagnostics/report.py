@@ -153,17 +153,13 @@ class Diagnosis:
         ]
 
     @property
-    def forecast_errors(self) -> dict[str, float]:
-        """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast.
+    def forecast_error(self) -> float | None:
+        """0.1 if the run took a tenth longer than forecast by all measured costs.
 
-        Empty for so few clips that the first one, which warms up, decides.
+        None for so few clips that the first one, which warms up, decides.
         """
-        forecasts = asdict(self.figures.forecast) if self._is_measured else {}
-        return {
-            name: self.figures.makespan / seconds - 1
-            for name, seconds in forecasts.items()
-            if seconds
-        }
+        seconds = self.figures.forecast_seconds
+        return self.figures.makespan / seconds - 1 if seconds and self._is_measured else None
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as plain values."""
@@ -175,7 +171,7 @@ class Diagnosis:
             "memory": [{**asdict(room), "free_share": room.free_share} for room in rooms],
             "utilisation": asdict(self.speeds),
             "joules_per_clip": self.figures.joules_per_clip,
-            "forecast_errors": self.forecast_errors,
+            "forecast_error": self.forecast_error,
             "measured": self.figures.to_json(),
         }
 
@@ -206,7 +202,7 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
 
     Both sides are forecasts, so that what no forecast knows of is in neither.
     """
-    if not figures.forecast.afterwards:
+    if not figures.forecast_seconds:
         return
     clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
     try:
@@ -217,7 +213,7 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
             costs=figures.costs,
             decodes=figures.decodes,
         ).layout
-        now = figures.forecast.afterwards * clips / figures.clips
+        now = figures.forecast_seconds * clips / figures.clips
         times = now / forecast_layout(layout, clips).makespan
     except (RequestError, ZeroDivisionError):
         return

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
 from svdpp.serve.events import Events, Notifier
-from svdpp.serve.feeder import Feeder, RunningClip
+from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.ranks import RankView
@@ -39,10 +39,6 @@ _MAX_BACK_OFF = 60.0
 _END_SECONDS = 30.0
 
 
-def _describe(job: Job) -> Mapping[str, Any]:
-    return {"id": job.id, "status": str(job.state)}
-
-
 class Engine:
     """Makes the clips of a queue, on ranks that it restarts when they die. Any thread may call it.
 
@@ -56,8 +52,6 @@ class Engine:
         folder: the data folder, with `photos`, `clips` and `latents`.
         events: gets an event for each change of a job's state, step or place.
         describe: the data of a job's event.
-        observers: called with (rank, event) for every event of the ranks, in the pipeline's
-            thread; must be quick. What they raise goes to the log.
         on_ended: called with each job that has reached a final state.
         costs: assumed before there is a measurement; None: the preset of an A100.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
@@ -70,8 +64,7 @@ class Engine:
         folder: Path,
         events: Events,
         *,
-        describe: Callable[[Job], Mapping[str, Any]] = _describe,
-        observers: Sequence[Observer] = (),
+        describe: Callable[[Job], Mapping[str, Any]] = lambda job: {"id": job.id},
         on_ended: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
         first_back_off: float = 1.0,
@@ -87,7 +80,7 @@ class Engine:
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
-        self._observers = list(observers)
+        self._observers: list[Observer] = []
         self._to_request = ToRequest(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
         self._costs = MeasuredCosts(assumed, self.config.sampling)
@@ -145,10 +138,6 @@ class Engine:
         for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
             rank.kill()  # Python would wait for it: it ignores SIGTERM
 
-    def wake(self) -> None:
-        """Says that a job is stored."""
-        self.feeder.wake()
-
     def cancel(self, job_id: str, timeout: float) -> bool:
         """Cancels a job, and waits until the ranks have let go of it.
 
@@ -159,7 +148,7 @@ class Engine:
             job = self._notifier.changed(job_id)
             if job is not None and job.held is None:
                 self._to_request.forget(job)
-            self.wake()
+            self.feeder.wake()
             return True
         if not self._queue.ask_to_cancel(job_id):
             return True
@@ -184,16 +173,15 @@ class Engine:
         return self.config.world_size if self.state == "ready" else 0
 
     def observe(self, observer: Observer) -> None:
-        """Adds an observer; before the start."""
+        """Adds an observer, before the start; the pipeline's thread calls it with (rank, event).
+
+        It must be quick. What it raises goes to the log.
+        """
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
         """The id of the job that is a clip of the pipeline."""
         return self.feeder.job_of(clip) or f"clip {clip}"
-
-    def clip(self, job_id: str) -> RunningClip | None:
-        """The clip of a job that the ranks have; None if they do not have it."""
-        return self.feeder.get(job_id)
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -216,7 +204,13 @@ class Engine:
         self.feeder.put_back_all(error, self._blamed(error))
         if self._is_launched:
             raise error
-        self._wait_for_restart(error)
+        self.rank_view.reset()
+        self.restarts += 1
+        seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
+        self._retry_at = time.monotonic() + seconds
+        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
+        with self._changed:
+            self._changed.wait_for(self._is_closing, seconds)
 
     def _serve(self) -> None:
         """One pipeline, from its start to its end."""
@@ -253,8 +247,16 @@ class Engine:
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
                 self._back_off, self.last_error = self._first_back_off, None
-            self._announce_progress()
+            self._notify()
             self._wait()
+
+    def _notify(self) -> None:
+        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
+            self._stepped_at = time.monotonic()
+            self._notifier.stepped(self.feeder.take_stepped())
+        self._notifier.moved(
+            lambda: {id: clip.place for id, clip in self.estimates.all(max_age=0.0).items()}
+        )
 
     def _wait(self) -> None:
         timeout = min(_POLL_SECONDS, self._seconds_left())
@@ -262,15 +264,6 @@ class Engine:
             timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
         with self._changed:
             self._changed.wait_for(lambda: self.feeder.has_work, max(0.0, timeout))
-
-    def _wait_for_restart(self, error: BaseException) -> None:
-        self.rank_view.reset()
-        self.restarts += 1
-        seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
-        self._retry_at = time.monotonic() + seconds
-        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
-        with self._changed:
-            self._changed.wait_for(self._is_closing, seconds)
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
@@ -295,14 +288,6 @@ class Engine:
         if clip is not None:
             return {clip.job.id}
         return {clip.job.id for clip in self.feeder.clips() if clip.has_begun}
-
-    def _announce_progress(self) -> None:
-        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
-            self._stepped_at = time.monotonic()
-            self._notifier.stepped(self.feeder.take_stepped())
-        self._notifier.moved(
-            lambda: {id: clip.place for id, clip in self.estimates.all(max_age=0.0).items()}
-        )
 
     # --- helpers ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -51,7 +52,7 @@ class Events:
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
         self._max_jobs = max_jobs
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._newest: OrderedDict[str, JobEvent] = OrderedDict()
         # Weak, so that a subscription that nobody closes goes with its last user.
         self._subscriptions: dict[str, WeakSet[Subscription]] = {}
@@ -61,18 +62,20 @@ class Events:
     def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
         """Replaces the job's newest event and wakes its subscribers; `data` must not change."""
         with self._lock:
-            event = JobEvent(self._next_id(), data, is_final)
+            event = JobEvent(self.new_id(), data, is_final)
             self._newest[job_id] = event
             self._newest.move_to_end(job_id)
             while len(self._newest) > self._max_jobs:
                 self._newest.popitem(last=False)
-            self._wake(job_id)
+            for subscription in self._subscriptions.get(job_id, ()):
+                subscription.wake()
         return event
 
     def new_id(self) -> int:
         """An id for an event that is not published: smaller than those of all later events."""
         with self._lock:
-            return self._next_id()
+            self._last_id = max(self._last_id + 1, int(time.time() * 1000))
+            return self._last_id
 
     def newest(self, job_id: str) -> JobEvent | None:
         """The job's newest event; None if none is kept."""
@@ -89,7 +92,9 @@ class Events:
     def watched(self) -> set[str]:
         """The jobs that have subscribers."""
         with self._lock:
-            return {job_id for job_id, found in self._subscriptions.items() if len(found)}
+            # Those whose subscribers have vanished leave no entry.
+            self._subscriptions = {id: own for id, own in self._subscriptions.items() if len(own)}
+            return set(self._subscriptions)
 
     @property
     def num_subscribers(self) -> int:
@@ -117,33 +122,17 @@ class Events:
         """Ends all subscriptions; later ones end at once."""
         with self._lock:
             self.is_closed = True
-            for subscriptions in self._subscriptions.values():
-                for subscription in subscriptions:
-                    subscription.end()
+            for subscription in itertools.chain(*self._subscriptions.values()):
+                subscription.end()
             self._subscriptions.clear()
 
     def unsubscribe(self, subscription: Subscription) -> None:
         """Removes a subscription; does nothing if it is already removed."""
         with self._lock:
-            job_id = subscription.job_id
-            found = self._subscriptions.get(job_id)
-            if found is not None:
-                found.discard(subscription)
-                if not found:
-                    del self._subscriptions[job_id]
-
-    def _next_id(self) -> int:
-        self._last_id = max(self._last_id + 1, int(time.time() * 1000))
-        return self._last_id
-
-    def _wake(self, job_id: str) -> None:
-        found = self._subscriptions.get(job_id)
-        if found is None:
-            return
-        for subscription in found:
-            subscription.wake()
-        if not found:
-            del self._subscriptions[job_id]
+            own = self._subscriptions.get(subscription.job_id, WeakSet())
+            own.discard(subscription)
+            if not own:
+                self._subscriptions.pop(subscription.job_id, None)
 
 
 class Subscription:
@@ -167,7 +156,7 @@ class Subscription:
         self._loop = asyncio.get_running_loop()
         self._flag = asyncio.Event()
         self._is_awake = False
-        self._over = threading.Event()
+        self._is_over = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,7 +168,7 @@ class Subscription:
         return self
 
     async def __anext__(self) -> JobEvent | None:
-        while not self._over.is_set():
+        while not self._is_over:
             self._flag.clear()
             self._is_awake = False  # before the look at the newest event, so that none is missed
             event = self._events.newest(self.job_id)
@@ -199,7 +188,7 @@ class Subscription:
 
     def close(self) -> None:
         """Ends the subscription."""
-        self._over.set()
+        self._is_over = True
         self._events.unsubscribe(self)
 
     def wake(self) -> None:
@@ -212,9 +201,8 @@ class Subscription:
 
     def end(self) -> None:
         """Ends the subscription from any thread."""
-        self._over.set()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._flag.set)
+        self._is_over, self._is_awake = True, False
+        self.wake()
 
 
 class Notifier:

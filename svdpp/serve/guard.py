@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from loguru import logger
 from python_multipart.multipart import parse_options_header
@@ -21,13 +22,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from svdpp.serve.api_errors import ApiError, error_answer
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.page_files import PAGE_FILES
 
 #: The routes whose body has a photograph.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON = "application/json"
 #: A body of JSON is in memory as a whole, unlike a form.
 JSON_BYTES = 16 * 2**20
+#: The files of the page by the paths of their URLs.
+PAGE_FILES = {
+    "/" if file.name == "index.html" else f"/page/{file.name}": file
+    for file in (Path(__file__).parent / "page").iterdir()
+    if file.suffix in (".html", ".js", ".css")
+}
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +17,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
+
+#: By the suffixes of stored photographs.
+MEDIA_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".gif": "image/gif",
+}
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -75,31 +86,28 @@ class PhotoFolder:
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def new_upload(self) -> Path:
-        """An empty file in the folder, for the bytes of an upload; only this user may read it."""
-        path = self._folder / f".upload-{secrets.token_hex(8)}"
-        with self._errors():
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        return path
+    def keep(self, source: BinaryIO, id: str, name: str) -> Photo:
+        """Store the photograph in `source` under the id of its job, once it is decoded; durable.
 
-    def keep(self, upload: Path, id: str, name: str) -> Photo:
-        """Decode the photograph in `upload` and give the file its final name; durable.
-
-        The call blocks until the photograph is decoded. If it raises, `upload` is removed. `name`
-        is for messages, by `shown_name`; the name of the returned path is `Job.photo`.
+        The call blocks until then. If it raises, no file is left. `name` is for messages, by
+        `shown_name`; the name of the returned path is `Job.photo`.
         """
         if _ID.fullmatch(id) is None:
             raise ValueError(f"{id!r} is not the id of a job")
-        final = None
+        upload = final = self._folder / f".upload-{secrets.token_hex(8)}"
         try:
-            with self._errors(), self._place():
-                decoded = _decode(upload, name, self.limits)
+            with self._errors():
+                with open(upload, "xb", opener=_private) as file:
+                    source.seek(0)
+                    shutil.copyfileobj(source, file, 2**20)
+                with self._place():
+                    decoded = _decode(upload, name, self.limits)
                 final = self._folder / f"{id}{decoded['suffix']}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)
         except BaseException:
-            for path in filter(None, (upload, final)):
+            for path in {upload, final}:
                 output_files.remove(path)
             raise
         return Photo(final, decoded["sha256"], decoded["width"], decoded["height"])
@@ -122,6 +130,10 @@ class PhotoFolder:
             raise OutputError(f"{what}: {output_files.reason(error)}") from error
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # only this user may read it
+
+
 def shown_name(name: str | None) -> str:
     """A client's name of a file, for people: without folders and control characters, shortened."""
     last = re.split(r"[/\\]", name or "")[-1]
@@ -135,10 +147,9 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
     A process with many threads may start it: nothing of Python runs between fork and exec.
     """
     numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
-    arguments = [str(upload), *map(str, numbers)]
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
-            helper_command("svdpp.serve.decode_photo", *arguments),
+            helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -153,18 +164,20 @@ def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
             text = _read(process, limits.seconds)
         finally:
             process.kill()
-    return _parsed(text, process.returncode, upload, name, limits)
-
-
-def _environment() -> dict[str, str]:
-    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if text is None or process.returncode == -signal.SIGXCPU:
+        raise InputError(
+            f"{name!r} takes too long to decode",
+            "save it again as PNG or JPEG",
+            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
+        )
+    return _parsed(text, process.returncode, upload, name)
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """What the process wrote until it ended; None if it was not done in time, or wrote too much."""
+    """What the process wrote until it ended; None if it was not done in time, or wrote too much.
+
+    Whoever else holds the other end of the pipe does not keep this waiting.
+    """
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
     poll = select.poll()
@@ -181,16 +194,15 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     return None
 
 
-def _parsed(
-    text: bytes | None, code: int, upload: Path, name: str, limits: DecodeLimits
-) -> dict[str, Any]:
+def _environment() -> dict[str, str]:
+    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _parsed(text: bytes, code: int, upload: Path, name: str) -> dict[str, Any]:
     """What the decoder found; it is checked, as a hostile file could have taken it over."""
-    if text is None or code == -signal.SIGXCPU:
-        raise InputError(
-            f"{name!r} takes too long to decode",
-            "save it again as PNG or JPEG",
-            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
-        )
     try:
         answer = json.loads(text)
         if "error" not in answer:

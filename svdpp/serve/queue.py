@@ -320,6 +320,15 @@ class JobQueue:
             for (id,) in self._file.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
         ]
 
+    def unproved(self) -> list[str]:
+        """The ids of the completed clips with files that are not verified, the newest first."""
+        where = (
+            "state = 'completed' AND proof IN ('none', 'failed') AND"
+            " json_extract(metadata, '$.file_sha256') IS NOT NULL"
+        )
+        rows = self._file.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")
+        return [id for (id,) in rows]
+
     def finished(self) -> list[FinishedJob]:
         """The jobs in final states that are not being proved, the first to finish first."""
         where = f"{_any_of(_FINAL)} AND proof != 'running'"

@@ -134,7 +134,7 @@ class Server:
     def _end(self) -> None:
         self._ending.set()
         self._end_work()
-        self._service.store.close()
+        self._service.queue.close()
 
     def _keep_in_limits(self) -> None:
         """Removes finished jobs that are too old or too large, from time to time."""
@@ -145,7 +145,7 @@ class Server:
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
                 now, folder = time.time(), service.folder
-                for id in sweep(service.store, folder, now, limits.age_seconds, limits.num_bytes):
+                for id in sweep(service.queue, folder, now, limits.age_seconds, limits.num_bytes):
                     service.events.forget(id)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)

@@ -30,10 +30,10 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
+from svdpp.config.files import read_small_file
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, recorded_path
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.

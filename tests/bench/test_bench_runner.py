@@ -20,10 +20,10 @@ from svdpp.bench.runner import Bench, Round, cases_of, differing
 from svdpp.cli.bench_report import show_summary
 from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config.files import read_costs
 from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.diagnostics.utilisation import Speeds, Utilisation
 from svdpp.errors import InputError, OutOfMemoryError
-from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
 
@@ -155,7 +155,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         ),
     }
     source = f"measured by: svdpp bench, smoke/{kept.run_id}"
-    assert Costs.load(kept.folder / "costs.json").source == source
+    assert read_costs(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()

@@ -15,6 +15,7 @@ from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_params
 from svdpp.config import SAMPLING_CLASSES, LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.config.files import read_costs
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import measured_config
 from svdpp.diagnostics.utilisation import count_flops
@@ -23,7 +24,6 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_sound
-from svdpp.plan.costs import Costs
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
@@ -103,7 +103,7 @@ def test_a_profile_is_what_plans_take(
     answer = svdpp_here(*given("profile", name, folders), *asked)
     assert answer.code == 0, answer
     assert ("step of each expert: high-noise" in answer.out) == (name == "wan")
-    costs = Costs.load(path)
+    costs = read_costs(path)
     assert costs.name.endswith(", from text")
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)

@@ -149,7 +149,7 @@ def test_events_tell_states_steps_and_places(
 
     def describe(job: Job) -> dict[str, Any]:
         (engine,) = engines
-        clip, estimate = engine.clip(job.id), engine.estimates.of(job.id)
+        clip, estimate = engine.feeder.get(job.id), engine.estimates.of(job.id)
         return {
             "status": str(job.state),
             "steps": 0 if clip is None else clip.progress.steps_done,
@@ -205,8 +205,7 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
     def fail(*_: object) -> Any:
         raise ZeroDivisionError
 
-    settings: dict[str, Any] = {"describe": fail, "observers": [fail]}
-    with serving(tmp_path, dummy_config(2), **settings) as service:
+    with serving(tmp_path, dummy_config(2), describe=fail, observer=fail) as service:
         jobs = service.wait_final(service.add(1, 2))
         assert service.engine.restarts == 0
     assert {job.state for job in jobs} == {JobState.COMPLETED}
@@ -217,7 +216,7 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
     job = demo_job(tmp_path, 5)
     with serving(tmp_path, demo_config()) as service:
         service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         (first,) = service.wait_final([job.id])
     clip = tmp_path / "clips" / f"{job.id}.mp4"
     written_at = clip.stat().st_mtime_ns
@@ -227,7 +226,7 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
         (tmp_path / name).rename(again / name)
     with serving(again, demo_config()) as service:  # as if the row had not been changed
         service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         (second,) = service.wait_final([job.id])
     assert second.metadata == first.metadata
     assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at

@@ -144,7 +144,7 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path, config, stop=(0, 1, 1)) as service:
         for job in jobs:
             service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         service.wait_for_step(jobs[1].id, 1)
         service.kill(1)
         service.go_on()

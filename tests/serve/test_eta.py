@@ -1,17 +1,27 @@
-"""The ETA of a clip is that of a replay of the action lists, also in the middle of a run."""
+"""The ETA of a clip is that of a replay of the action lists, with measured costs of its size."""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
-from svdpp.plan.costs import Costs
+from svdpp.config import SvdSampling
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, build_schedule
-from svdpp.serve.eta import MAX_REPLAYED, ClipAhead, Estimate, Layouts, estimate
+from svdpp.serve.eta import (
+    MAX_REPLAYED,
+    ClipAhead,
+    Estimate,
+    Layouts,
+    MeasuredCosts,
+    estimate,
+)
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
 LAYOUTS = [
@@ -108,3 +118,68 @@ def test_an_estimate_of_a_long_queue_is_quick() -> None:
         seconds.append(time.thread_time() - begun)
     print(f"2000 clips on 7 ranks: {1000 * min(seconds):.1f} ms")
     assert min(seconds) < 0.05
+
+
+# --- measured costs -------------------------------------------------------------------------------
+
+SAMPLING = SvdSampling(num_frames=25)
+HALF = replace(SAMPLING, width=512)
+
+
+def _step(seconds: float) -> StepDone:
+    return StepDone(clip=0, step=1, seconds=seconds)
+
+
+def test_before_a_measurement_the_preset_is_scaled_by_size() -> None:
+    costs_of = MeasuredCosts(None, HALF)
+    preset = PRESETS["svd-xt-a100"]
+    assert costs_of.costs(SAMPLING) == preset
+    assert costs_of.costs(HALF).step_on(0) == pytest.approx(preset.step_on(0) / 2)
+
+
+def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
+    costs_of = MeasuredCosts(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
+    costs_of.add(0, _step(9.0), SAMPLING)
+    assert costs_of.costs(SAMPLING).step_on(0) == 9.0, "the only one, though the rank warms up"
+    costs_of.add(0, _step(1.0), SAMPLING)
+    costs_of.add(1, _step(9.0), SAMPLING)
+    costs = costs_of.costs(SAMPLING)
+    assert (costs.step_on(0), costs.decode_on(0)) == (1.0, 3.0)
+    for event in (
+        ActionDone(action="DECODE c0 @28", start=1.0, end=5.0, waited=0.0),
+        TransferDone(
+            direction="recv", clip=0, next_step=7, peer=0, num_bytes=1, seconds=0.5, end=1.0
+        ),
+    ):
+        costs_of.add(1, event, SAMPLING)
+    costs = costs_of.costs(SAMPLING)
+    assert (costs.decode_on(0), costs.transfer(0, 1)) == (4.0, 0.5)
+    assert costs_of.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
+
+
+def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    waits = {"photograph": 3.0, "send": 9.0}
+    encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
+    for event in (_step(1.0), encode):
+        costs_of.add(0, event, SAMPLING)
+    assert costs_of.costs(SAMPLING).encode_on(0) == 4.0
+
+
+def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    for width in range(64, 64 + 8 * 50, 8):
+        for _ in range(3):
+            costs_of.add(0, _step(float(width)), replace(SAMPLING, width=width))
+    assert costs_of.costs(replace(SAMPLING, width=448)).step_on(0) == 448
+    assert costs_of.costs(replace(SAMPLING, width=64)).step_on(0) == pytest.approx(64)
+    assert len(costs_of._samples) == 32
+
+
+def test_ranks_that_start_again_warm_up_again() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    for _ in range(3):
+        costs_of.add(0, _step(1.0), SAMPLING)
+    costs_of.begin()
+    costs_of.add(0, _step(100.0), SAMPLING)
+    assert costs_of.costs(SAMPLING).step_on(0) == 1.0

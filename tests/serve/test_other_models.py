@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, WanSampling
-from svdpp.serve.build import _hold
-from svdpp.serve.gate import ClipGate
+from svdpp.serve.admission import Admission
+from svdpp.serve.build import hold as hold_jobs
+from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.job import JobState
-from svdpp.serve.offer import Offer
 from svdpp.serve.queue import JobQueue, QueueFullError
 from tests.serve.http_server import DEMO, QUICK, HttpServer
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -23,10 +23,10 @@ from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 def hold(store: JobQueue, model: str, weights: str = "", **config: Any) -> None:
     """As at the start of a server."""
-    offer = Offer(model=model, weights=weights, sampling=SAMPLING, sizes=())
+    capabilities = Capabilities(model=model, weights=weights, sampling=SAMPLING, sizes=())
     dummy = ModelConfig(name="dummy", dummy_sleeps=True)
     pipeline = PipelineConfig(model=dummy, sampling=SAMPLING, **{"world_size": 1, **config})
-    _hold(store, offer, ClipGate(pipeline, None))
+    hold_jobs(store, capabilities, Admission(pipeline, None))
 
 
 def held(store: JobQueue) -> dict[str, str]:

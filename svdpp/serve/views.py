@@ -1,22 +1,18 @@
-"""The JSON of the API: what the answers look like. The families' clips differ."""
+"""The JSON of the API: what the answers look like."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections import defaultdict
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, PromptedSampling, SamplingConfig
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.forms import API_NAMES, Fit
+from svdpp.serve.form import Fit, params_by_field
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.ranks import Rank, RankSpan
-
-#: Fields of a family's parameters that the API does not show, or shows in other forms.
-_NOT_SHOWN = ("family", "from_image", "decode_chunk_size", "height", "width", "num_frames")
 
 
 class ErrorBody(BaseModel):
@@ -47,10 +43,32 @@ class Input(BaseModel):
     sha256: str
 
 
-class CommonVideo(BaseModel):
-    """What clips of all families have. Times are unix seconds."""
+def _document_params(schema: dict[str, Any]) -> None:
+    """Adds the parameters that only clips of some families have."""
+    families: defaultdict[tuple[str, type, str], list[str]] = defaultdict(list)
+    for family, kind in SAMPLING_CLASSES.items():
+        for field, param in params_by_field(kind).items():
+            families[field, param.kind, param.help].append(family)
+    for (field, kind, help), names in families.items():
+        if field not in Video.model_fields:
+            schema["properties"][field] = {
+                "type": ["integer" if kind is int else "number", "null"],
+                "description": f"{help} Of {', '.join(names)}.",
+            }
 
-    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+class Video(BaseModel):
+    """One requested clip, with the parameters of its family. Times are unix seconds.
+
+    A queue may hold clips of a model that its server ran earlier. Those of families with prompts
+    have `prompt` and `negative_prompt`.
+    """
+
+    model_config = ConfigDict(
+        json_schema_serialization_defaults_required=True,
+        extra="allow",
+        json_schema_extra=_document_params,
+    )
 
     id: str
     object: Literal["video"] = "video"
@@ -80,58 +98,13 @@ class CommonVideo(BaseModel):
     eta_seconds: float | None
     step: int
     rank: int | None
+    input: Annotated[Input | None, Field(description="Null for a clip from text alone.")]
     error: ErrorBody | None
     proof: Proof
     proof_reason: Annotated[
         str | None,
         Field(description="Why a `failed` comparison was not possible, or what is `different`."),
     ]
-
-
-class SvdVideo(CommonVideo):
-    """One requested clip of Stable Video Diffusion. Times are unix seconds."""
-
-    motion_bucket_id: int
-    noise_aug_strength: float
-    min_guidance_scale: float
-    max_guidance_scale: float
-    input: Input
-
-
-class PromptedVideo(CommonVideo):
-    """What clips of the families with prompts have."""
-
-    prompt: str
-    negative_prompt: str | None
-    guidance_scale: float
-    max_prompt_tokens: int
-    input: Annotated[Input | None, Field(description="Null for a clip from text alone.")]
-
-
-class WanVideo(PromptedVideo):
-    """One requested clip of Wan. Times are unix seconds."""
-
-    guidance_scale_2: float | None
-    flow_shift: float | None
-
-
-class LtxVideo(PromptedVideo):
-    """One requested clip of LTX-Video. Times are unix seconds."""
-
-    guidance_rescale: float
-    decode_timestep: float
-    decode_noise_scale: float | None
-
-
-class FamilyVideo(PromptedVideo):
-    """One requested clip of another family, with its own parameters. Times are unix seconds."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-#: A clip of any family: a queue may hold clips of a model that its server ran earlier.
-Video = SvdVideo | WanVideo | LtxVideo | FamilyVideo
-_VIDEOS: Mapping[str, type[Video]] = {"svd": SvdVideo, "wan": WanVideo, "ltx": LtxVideo}
 
 
 class VideoPage(BaseModel):
@@ -210,25 +183,20 @@ class Health(BaseModel):
     restarts: int
 
 
-def model_defaults(sampling: SamplingConfig) -> dict[str, Any]:
+def params_view(sampling: SamplingConfig) -> dict[str, Any]:
     """The parameters of a clip, or a model's defaults, by the names of the API."""
-    own = (field.name for field in fields(sampling) if field.name not in _NOT_SHOWN)
+    params = params_by_field(type(sampling))
     return {
-        "frames": sampling.frames,
+        **{field: getattr(sampling, param.name) for field, param in params.items()},
         "size": size_of(sampling.width, sampling.height),
-        "seconds": seconds_of(sampling.frames, sampling.fps),
-        **{API_NAMES.get(name, name): getattr(sampling, name) for name in own},
+        "seconds": f"{sampling.frames / sampling.fps:.2f}",  # text, as in OpenAI's API
+        "fit": sampling.fit,
     }
 
 
 def size_of(width: int, height: int) -> str:
     """The size as the API writes it."""
     return f"{width}x{height}"
-
-
-def seconds_of(frames: int, fps: int) -> str:
-    """The length of a clip; text, as in OpenAI's API."""
-    return f"{frames / fps:.2f}"
 
 
 def video_of(
@@ -248,11 +216,10 @@ def video_of(
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(steps_done, steps)
-    values: dict[str, Any] = model_defaults(job.sampling)
-    if job.sampling.family != "svd":
+    values = params_view(job.sampling)
+    if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
-    values["input"] = Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None
-    return _VIDEOS.get(job.sampling.family, FamilyVideo)(
+    return Video(
         id=job.id,
         model=job.model or "unknown",
         status=job.state,
@@ -262,6 +229,7 @@ def video_of(
         completed_at=_whole(job.finished_at) if is_done else None,
         expires_at=_whole(expires_at),
         **values,
+        input=Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None,
         seed=job.seed,
         priority=job.priority,
         place=place,

@@ -14,8 +14,8 @@ import httpx
 
 from svdpp.serve.build import ServerSettings, build
 from svdpp.serve.job import Job
-from svdpp.serve.schemas import Video
 from svdpp.serve.service import Service
+from svdpp.serve.views import Video
 from tests.serve.engines import dummy_config, dummy_job
 
 
@@ -27,7 +27,7 @@ def test_the_first_event_of_a_stream_has_the_smallest_id(
         config=dummy_config(2, step_seconds=0.01), folder=tmp_path, sizes=((64, 64),), max_open=9
     )
     app, service = build(settings, None)
-    job = service.store.add(dummy_job(3), max_open=None)
+    job = service.queue.add(dummy_job(3), max_open=None)
     video = Service.video
 
     def end_meanwhile(self: Service, found: Job) -> Video:
@@ -42,4 +42,4 @@ def test_the_first_event_of_a_stream_has_the_smallest_id(
     monkeypatch.setattr(Service, "video", end_meanwhile)
     first, second = map(int, re.findall(r"^id: (\d+)$", asyncio.run(follow()), re.M))
     assert first < second
-    service.store.close()
+    service.queue.close()

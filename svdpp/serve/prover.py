@@ -41,7 +41,6 @@ Verdict = Literal["equal", "different"]
 _POLL_SECONDS = 0.05
 # Without a word of new work, how often idle time is looked for.
 _LOOK_SECONDS = 0.5
-_PAGE = 50
 _MAX_REQUESTED = 1000
 _MAX_FAILED = 1000
 # Before a failed verification is tried again; each further failure doubles it.
@@ -53,7 +52,7 @@ _ANSWER = "answer.json"
 
 
 class _Failure(NamedTuple):
-    at: float
+    retry_at: float
     pause: float
 
 
@@ -66,14 +65,14 @@ class Prover:
 
     def __init__(
         self,
-        store: JobQueue,
+        queue: JobQueue,
         folder: Path,
         is_idle: Callable[[], bool],
         *,
         when_idle: bool = False,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
-        self._store = store
+        self._queue = queue
         self._folder = folder.absolute()
         self._link = self._folder / ".svdpp-proof"
         self._is_idle = is_idle
@@ -83,23 +82,22 @@ class Prover:
         self._requested: deque[str] = deque()
         # Clips that could not be verified, so that they are not tried all the time.
         self._failed: OrderedDict[str, _Failure] = OrderedDict()
-        self._running: str | None = None
+        self.running: str | None = None
+        """The id of the job that is being verified."""
         self._to_stop: str | None = None
         self._is_closing = False
-        self._all_done = False
         self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
-
-    @property
-    def running(self) -> str | None:
-        """The id of the job that is being verified."""
-        return self._running
 
     def start(self) -> None:
         """Starts the thread, with the requests that an earlier server has not answered."""
-        self._remove_temporary()
-        for id in self._store.to_prove():
+        if self._link.is_symlink():  # a killed server's folder
+            temporary = Path(os.readlink(self._link))
+            if temporary.name.startswith("svdpp-proof-"):
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._link.unlink(missing_ok=True)
+        for id in self._queue.to_prove():
             if not self.request(id):
-                self._store.set_proof(id, "none")
+                self._queue.set_proof(id, "none")
         self._thread.start()
 
     def close(self) -> None:
@@ -113,7 +111,6 @@ class Prover:
     def wake(self) -> None:
         """Says that a clip is finished, or that the ranks have become idle or busy."""
         with self._changed:
-            self._all_done = False
             self._changed.notify_all()
 
     def request(self, id: str) -> bool:
@@ -122,15 +119,15 @@ class Prover:
         If a file that it needs is gone, it becomes `failed` at once. False if it is not a completed
         clip with files, or too many are waiting.
         """
-        job = self._store.get(id)
+        job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
         if missing := self._missing(job):
-            return self._store.set_proof(id, "failed", missing)
+            return self._queue.set_proof(id, "failed", missing)
         with self._changed:
-            if id in self._requested or id == self._running:
+            if id in self._requested or id == self.running:
                 return True
-            if len(self._requested) >= _MAX_REQUESTED or not self._store.set_proof(id, "running"):
+            if len(self._requested) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
                 return False
             self._requested.append(id)
             self._failed.pop(id, None)
@@ -139,22 +136,20 @@ class Prover:
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
+        self._forget(id)
         with self._changed:
-            with contextlib.suppress(ValueError):
-                self._requested.remove(id)
             self._to_stop = id
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._running != id)
+            self._changed.wait_for(lambda: self.running != id)
             self._to_stop = None
-        self._store.set_proof(id, "none")
+        self._queue.set_proof(id, "none")
 
     # --- the prover's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                job = self._next()
-                if job is not None:
+                if self._is_idle() and (job := self._next()) is not None:
                     self._verify(job)
                     continue
             except Exception:
@@ -163,98 +158,70 @@ class Prover:
                 self._changed.wait(_LOOK_SECONDS)
 
     def _next(self) -> Job | None:
-        """The next job to verify; None if the ranks have work, or there is none."""
-        if not self._is_idle():
-            return None
+        """The next job to verify: a requested one, one to be tried again, then the newest."""
         with self._changed:
-            requested = self._requested[0] if self._requested else None
-        if requested is not None:
-            job = self._store.get(requested)
-            if job is None or job.state is not JobState.COMPLETED:
-                self._forget(requested)
-                return None
-            return job
-        if (due := self._due()) is not None:
-            return due
-        if not self._when_idle or self._all_done:
-            return None
-        self._all_done = True
-        found = next((job for job in self._newest() if self._may_be_verified(job)), None)
-        self._all_done = self._all_done and found is None
-        return found
-
-    def _due(self) -> Job | None:
-        """A clip whose verification failed, and is to be tried again now."""
-        for id, failure in list(self._failed.items()):
-            if failure.at <= time.monotonic():
-                job = self._store.get(id)
-                if job is not None and job.proof in ("none", "failed"):
-                    return job
-                self._failed.pop(id, None)
-        return None
-
-    def _newest(self) -> Iterator[Job]:
-        after = None
-        while True:
-            page = self._store.page(
-                owner=None, limit=_PAGE, after=after, order="desc", state=JobState.COMPLETED
-            )
-            yield from page
-            if len(page) < _PAGE or self._is_closing:
-                return
-            after = page[-1].id
-
-    def _may_be_verified(self, job: Job) -> bool:
-        is_open = job.proof in ("none", "failed") and job.id not in self._failed
-        return is_open and "file_sha256" in job.metadata
+            requested = list(self._requested)[:1]
+        now = time.monotonic()
+        again = [id for id, failure in list(self._failed.items()) if failure.retry_at <= now]
+        for id in (*requested, *again):
+            job = self._queue.get(id)
+            is_open = job is not None and (id in requested or job.proof in ("none", "failed"))
+            if job is not None and job.state is JobState.COMPLETED and is_open:
+                return job
+            self._forget(id)
+        unproved = self._queue.unproved() if self._when_idle else []
+        newest = next((id for id in unproved if id not in self._failed), None)
+        return None if newest is None else self._queue.get(newest)
 
     def _verify(self, job: Job) -> None:
         with self._changed:
             if job.proof == "running" and job.id not in self._requested:
                 return  # dropped since it was read
-            self._running = job.id
+            self.running = job.id
         try:
-            self._store.set_proof(job.id, "running")
+            self._queue.set_proof(job.id, "running")
             answer = self._answer(job)
             if answer is None:  # stopped
                 with self._changed:
                     is_requested = job.id in self._requested
-                self._store.set_proof(job.id, "running" if is_requested else "none")
-                return
-            self._forget(job.id)
-            self._take(job, answer)
+                self._queue.set_proof(job.id, "running" if is_requested else "none")
+            else:
+                failure = self._failed.get(job.id)
+                self._forget(job.id)
+                self._take(job, answer, failure)
         finally:
             with self._changed:
-                self._running = None
+                self.running = None
                 self._changed.notify_all()
 
-    def _take(self, job: Job, answer: dict[str, Any]) -> None:
+    def _take(self, job: Job, answer: dict[str, Any], before: _Failure | None) -> None:
         missing = self._missing(job)
         if answer["equal"] is None or missing:
             error = InputError(missing) if missing else error_from_dict(answer["error"])
-            self._fail(job, error)
+            self._fail(job, error, before)
             return
-        self._failed.pop(job.id, None)
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
             logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
-        self._store.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
-        try:
-            self._on_verdict(verdict)
-        except Exception:
-            logger.exception("a callback about a verdict failed")
+        self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
+        self._on_verdict(verdict)
 
-    def _fail(self, job: Job, error: SvdppError) -> None:
+    def _fail(self, job: Job, error: SvdppError, before: _Failure | None) -> None:
         logger.warning("{} could not be verified: {}", job.id, error)
-        before = self._failed.pop(job.id, None)
         pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)
-        is_lasting = isinstance(error, _LASTING)
-        at = math.inf if is_lasting else time.monotonic() + pause
-        self._failed[job.id] = _Failure(at, pause)
+        again = f"; it is tried again in {pause:g} s, once the ranks are idle"
+        retry_at = time.monotonic() + pause
+        if isinstance(error, _LASTING):
+            again, retry_at = "", math.inf
+        self._failed[job.id] = _Failure(retry_at, pause)
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
-        again = "" if is_lasting else f"; it is tried again in {pause:g} s, once the ranks are idle"
-        self._store.set_proof(job.id, "failed", self._shown(str(error)) + again)
+        self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)
+
+    def _forget(self, id: str) -> None:
+        with self._changed, contextlib.suppress(ValueError):
+            self._failed.pop(id, None)
+            self._requested.remove(id)
 
     def _shown(self, text: str) -> str:
         """`text` for clients, who need not know where files are."""
@@ -262,11 +229,16 @@ class Prover:
 
     def _missing(self, job: Job) -> str:
         """Which file the verification lacks; empty if it has all."""
-        photo = self._folder / PHOTOS / job.photo
-        needed = {"clip": self._clip(job), "clip's JSON": self._json(job)}
-        needed |= {"image": photo} if job.photo else {}
-        gone = [what for what, path in needed.items() if not path.is_file()]
+        json_file, photo = self._files(job)
+        needed = {"clip": json_file.with_suffix(""), "clip's JSON": json_file}
+        needed |= {"image": photo} if photo else {}
+        gone = [name for name, path in needed.items() if not path.is_file()]
         return f"file missing: the {' and the '.join(gone)}" if gone else ""
+
+    def _files(self, job: Job) -> tuple[Path, Path | None]:
+        """The clip's JSON, and the photograph."""
+        photo = self._folder / PHOTOS / job.photo
+        return self._folder / CLIPS / f"{job.id}.mp4.json", photo if job.photo else None
 
     def _answer(self, job: Job) -> dict[str, Any] | None:
         """What the process found; None if it was stopped."""
@@ -281,22 +253,24 @@ class Prover:
                         is_stopped = self._is_closing or self._to_stop == job.id
                     if is_stopped or not self._is_idle():
                         return None
-            finally:
-                _kill_all(process)
+            finally:  # it, and the processes that it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             return _read_answer(temporary, process.returncode)
 
     def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
-        photo = str(self._folder / PHOTOS / job.photo) if job.photo else ""
-        arguments = [str(self._json(job)), photo, str(temporary / _ANSWER), str(os.getpid())]
+        json_file, photo = self._files(job)
+        arguments = [json_file, photo or "", temporary / _ANSWER, os.getpid()]
         with (temporary / "output.txt").open("wb") as output:
             return subprocess.Popen(
-                helper_command("svdpp.serve.prove_clip", *arguments),
+                helper_command("svdpp.serve.prove_clip", *map(str, arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**helper_environment(), "TMPDIR": str(temporary)},
                 cwd="/",
-                start_new_session=True,  # its group has its own processes, to be killed together
+                start_new_session=True,
             )
 
     @contextlib.contextmanager
@@ -309,36 +283,10 @@ class Prover:
         temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
         try:
             self._link.symlink_to(temporary)
-            try:
-                yield temporary
-            finally:
-                self._link.unlink(missing_ok=True)
+            yield temporary
         finally:
+            self._link.unlink(missing_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
-
-    def _remove_temporary(self) -> None:
-        if self._link.is_symlink():
-            temporary = Path(os.readlink(self._link))
-            if temporary.name.startswith("svdpp-proof-"):
-                shutil.rmtree(temporary, ignore_errors=True)
-                self._link.unlink(missing_ok=True)
-
-    def _forget(self, id: str) -> None:
-        with self._changed, contextlib.suppress(ValueError):
-            self._requested.remove(id)
-
-    def _clip(self, job: Job) -> Path:
-        return self._folder / CLIPS / f"{job.id}.mp4"
-
-    def _json(self, job: Job) -> Path:
-        return self._folder / CLIPS / f"{job.id}.mp4.json"
-
-
-def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and those that it started, and waits for it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _read_answer(temporary: Path, code: int) -> dict[str, Any]:

@@ -23,15 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, from_json
 
-from svdpp.config import SAMPLING_CLASSES, own_params
-from svdpp.config.limits import (
-    MAX_FPS,
-    MAX_FRAMES,
-    MAX_GUIDANCE_SCALE,
-    MAX_PROMPT_CHARACTERS,
-    MAX_PROMPT_TOKENS,
-    MAX_STEPS,
-)
+from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, params_of
+from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from svdpp.models.checkpoint import Use
 
 #: The largest seed: torch.Generator.manual_seed takes 64 bits, and svdpp only those from 0.
@@ -41,21 +34,23 @@ MAX_PRIORITY = 9
 Fit = Literal["stretch", "crop", "pad"]
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
+#: Parameters that requests name in another way, or not at all.
+_NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
 
-#: The API's names of parameters that have other names in `svdpp.config`.
-API_NAMES: Mapping[str, str] = {
-    "num_inference_steps": "steps",
-    "num_frames": "frames",
-    "max_sequence_length": "max_prompt_tokens",
-}
-
-#: Other names of fields: those of diffusers, which vLLM-Omni's clients send, and those of a
-#: photograph that is text: vLLM-Omni's, and what OpenAI's client makes of `{"image_url": ...}`.
+#: Other names of fields: those of a photograph that is text, which are vLLM-Omni's and what
+#: OpenAI's client makes of `{"image_url": ...}`; then those of diffusers, which vLLM-Omni's clients
+#: send.
 _SYNONYMS: Mapping[str, str] = {
-    **API_NAMES,
     "image_reference": "input_reference",
     "input_reference[image_url]": "input_reference",
+    **{p.name: p.api for p in params_of(PromptedSampling).values() if p.api},
 }
+
+
+def params_by_field(kind: Any) -> dict[str, Param]:
+    """The parameters of a sampling class that requests have, by their names in requests."""
+    params = params_of(kind)
+    return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
 
 
 def _photo_of(value: Any) -> Any:
@@ -77,10 +72,6 @@ def _photo_of(value: Any) -> Any:
 
 _NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
-_Guidance = Annotated[float | None, Field(ge=0, le=MAX_GUIDANCE_SCALE)]
-_Fit = Annotated[
-    Fit | None, Field(description="How a photograph of another shape becomes the frame.")
-]
 
 
 class VideoRequest(BaseModel):
@@ -98,17 +89,17 @@ class VideoRequest(BaseModel):
         """The fields by the names of this API; an empty one is left out, as in a browser's form."""
         if not isinstance(given, dict):
             return given
-        found = {name: value for name, value in given.items() if value != ""}
-        if ("width" in found) != ("height" in found):
+        named = {name: value for name, value in given.items() if value != ""}
+        if ("width" in named) != ("height" in named):
             raise ValueError("width and height belong together")
-        if "width" in found:
-            found["width x height"] = f"{found.pop('width')}x{found.pop('height')}"
+        if "width" in named:
+            named["width x height"] = f"{named.pop('width')}x{named.pop('height')}"
         for theirs, ours in (*_SYNONYMS.items(), ("width x height", "size")):
-            if theirs in found and ours in cls.model_fields:
-                if ours in found:
+            if theirs in named and ours in cls.model_fields:
+                if ours in named:
                     raise ValueError(f"{theirs} and {ours} are the same, give one")
-                found[ours] = found.pop(theirs)
-        return found
+                named[ours] = named.pop(theirs)
+        return named
 
     model: Annotated[
         str | None, Field(description="The id in `/v1/models`; by default that model.")
@@ -120,13 +111,10 @@ class VideoRequest(BaseModel):
         float | None,
         Field(gt=0, le=MAX_FRAMES, description="Length of the clip, instead of `frames`."),
     ] = None
-    frames: int | None = None  # see `form_of`
     size: Annotated[
         str | None,
         Field(pattern=_SIZE, description="Width x height, one of `sizes` in `/v1/models`."),
     ] = None
-    steps: int | None = None
-    fps: Annotated[int | None, Field(ge=1, le=MAX_FPS, description="Frames per second.")] = None
     priority: Annotated[
         int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
@@ -150,100 +138,63 @@ class VideoRequest(BaseModel):
         return cast("UploadFile | None", self.value("input_reference"))
 
 
-class _Photo(VideoRequest):
-    """The fields of a server whose clips all start from a photograph."""
-
-    input_reference: Annotated[
-        _PhotoFile, Field(description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF.")
-    ]
-    fit: _Fit = None
-
-
-class _OptionalPhoto(VideoRequest):
-    """The fields of a server whose clips start from a photograph, or from text alone."""
-
-    input_reference: Annotated[
-        _PhotoFile | None,
-        Field(
-            description="The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF; without it the clip "
-            "is made from text alone."
-        ),
-    ] = None
-    fit: _Fit = None
+def _photo_fields(use: Use) -> dict[str, Any]:
+    text = "The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    fit = Field(None, description="How a photograph of another shape becomes the frame.")
+    match use:
+        case "refused":
+            return {}
+        case "needed":
+            photo: Any = (_PhotoFile, Field(description=f"{text}."))
+        case _:
+            text += "; without it the clip is made from text alone."
+            photo = (_PhotoFile | None, Field(None, description=text))
+    return {"input_reference": photo, "fit": (Fit | None, fit)}
 
 
-class _NoPhoto(VideoRequest):
-    """A server that makes clips from text alone has no such fields."""
+def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
+    if not issubclass(kind, PromptedSampling):
+        empty = "Must be empty: Stable Video Diffusion takes no text."
+        return {"prompt": (str | None, Field(None, max_length=10_000, description=empty))}
+    length = MAX_PROMPT_CHARACTERS
+    negative = Field(None, max_length=length, description="What must not be in the clip.")
+    return {
+        "prompt": (str, Field(max_length=length, description="What happens in the clip.")),
+        "negative_prompt": (str | None, negative),
+    }
 
 
-class _Svd(VideoRequest):
-    prompt: Annotated[
-        str | None,
-        Field(
-            description="Must be empty: Stable Video Diffusion takes no text.", max_length=10_000
-        ),
-    ] = None
+def _param_field(param: Param, highest: float) -> Any:
+    lowest: dict[str, Any] = {"gt" if param.above else "ge": param.lowest}
+    default = f" By default {param.shown_default}." if param.shown_default else ""
+    text = f"{param.help}{default}"
+    return (param.kind | None, Field(None, **lowest, le=highest, description=text))
 
 
-class _Prompted(VideoRequest):
-    prompt: Annotated[
-        str, Field(max_length=MAX_PROMPT_CHARACTERS, description="What happens in the clip.")
-    ]
-    negative_prompt: Annotated[
-        str | None,
-        Field(max_length=MAX_PROMPT_CHARACTERS, description="What must not be in the clip."),
-    ] = None
-    guidance_scale: Annotated[
-        _Guidance,
-        Field(description="Guidance by the prompt; 1 or less turns it off."),
-    ] = None
-    max_prompt_tokens: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=MAX_PROMPT_TOKENS,
-            description="Tokens of a prompt that the model reads; the rest is cut off.",
-        ),
-    ] = None
-
-
-_FAMILIES: Mapping[str, type[VideoRequest]] = {"svd": _Svd}
-_PHOTOS: Mapping[Use, type[VideoRequest]] = {
-    "needed": _Photo,
-    "optional": _OptionalPhoto,
-    "refused": _NoPhoto,
-}
-
-PHOTO_FIELDS = frozenset(_Photo.model_fields.keys() - VideoRequest.model_fields.keys())
+PHOTO_FIELDS = frozenset(_photo_fields("needed"))
 #: The fields of all servers' forms.
-ALL_FIELDS = frozenset(
-    name for form in (*_FAMILIES.values(), *_PHOTOS.values()) for name in form.model_fields
-) | frozenset(name for kind in SAMPLING_CLASSES.values() for name in own_params(kind))
+ALL_FIELDS = (
+    frozenset(VideoRequest.model_fields)
+    | PHOTO_FIELDS
+    | {"prompt", "negative_prompt"}
+    | {field for kind in SAMPLING_CLASSES.values() for field in params_by_field(kind)}
+)
 
 
 def form_of(
     family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
 ) -> type[VideoRequest]:
     """The form of a server's requests, by the family of its model and its use of photographs."""
-    own: dict[str, Any] = {
-        name: (
-            param.kind | None,
-            Field(
-                None,
-                ge=None if param.above else param.lowest,
-                gt=param.lowest if param.above else None,
-                le=param.highest,
-                description=param.help,
-            ),
-        )
-        for name, param in own_params(SAMPLING_CLASSES[family]).items()
-    }
-    steps = Annotated[int | None, Field(ge=1, le=max_steps, description="Denoising steps.")]
+    kind = SAMPLING_CLASSES[family]
+    highest = {"steps": max_steps, "frames": max_frames}
     return create_model(
         "VideoRequest",
-        __base__=(_PHOTOS[photo], _FAMILIES.get(family, _Prompted)),
+        __base__=VideoRequest,
         __doc__=VideoRequest.__doc__,
-        steps=(steps, None),
-        frames=(Annotated[int | None, Field(ge=1, le=max_frames)], None),
-        **own,
+        **_photo_fields(photo),
+        **_prompt_fields(kind),
+        **{
+            field: _param_field(param, highest.get(field, param.highest))
+            for field, param in params_by_field(kind).items()
+        },
     )

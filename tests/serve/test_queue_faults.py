@@ -283,7 +283,7 @@ def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
 
 def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.serve.test_store_faults import fill;"
+        "import sys; from pathlib import Path; from tests.serve.test_queue_faults import fill;"
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
         "fill(Path(sys.argv[1]))"
     )

@@ -19,7 +19,7 @@ _MAX_SHAPES = 256
 _ROUTES = 4
 
 
-class ClipGate:
+class Admission:
     """Refuses clips that the ranks cannot make. Any thread may call it.
 
     A clip of the sampling of `config`, which is resolved, fits.
@@ -69,9 +69,15 @@ class ClipGate:
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         work = ClipWork(self._config, self._checkpoint)
         request = work.resolved(ClipRequest(seed=0, sampling=sampling))
-        # A dithered split gives clips different routes.
-        for clip in range(_ROUTES * self._config.world_size):
-            work.route(clip, request)
+        try:
+            for clip in range(_ROUTES * self._config.world_size):  # an alternating split has many
+                work.route(clip, request)
+        except RequestError as error:
+            own = self._config.sampling.num_inference_steps
+            hint, field = f"use {own} steps", "steps"
+            if sampling.num_inference_steps == own:
+                hint, field = "leave flow_shift out", "flow_shift"
+            raise RequestError(error.message, hint, details={"field": field}) from error
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
         own = self._config.sampling
@@ -87,7 +93,7 @@ class ClipGate:
             config = resolved_for(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.layout.roles)
             return
-        if problem := self._problem(shape_only(sampling)):
+        if problem := self._problem(_shape_only(sampling)):
             raise OutOfMemoryError(
                 problem, "request fewer frames or a smaller size", details={"device": "cuda"}
             )
@@ -114,8 +120,8 @@ class ClipGate:
         return ""
 
 
-def shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """`sampling` with only what memory and FLOPs depend on, so that few sizes are estimated."""
+def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
+    """`sampling` with only what memory depends on, so that few sizes are estimated."""
     shape: dict[str, Any] = {
         "height": sampling.height,
         "width": sampling.width,

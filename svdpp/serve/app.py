@@ -1,4 +1,4 @@
-"""The application: the routes about the server itself, and how all routes are put together."""
+"""The application: the page, the routes about the server itself, and how all are put together."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.security import HTTPBearer
-from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
 from svdpp import __version__
-from svdpp.serve import api_errors, api_videos
-from svdpp.serve.api_create import create_routes
+from svdpp.serve import api_errors, routes
 from svdpp.serve.api_errors import documented
-from svdpp.serve.api_requests import Owned, Served
-from svdpp.serve.guard import PUBLIC_PATHS, Guard, KeyCheck, Limits
+from svdpp.serve.guard import PAGE_FILES, PUBLIC_PATHS, Guard, KeyCheck, Limits
 from svdpp.serve.metrics import CONTENT_TYPE
-from svdpp.serve.offer import no_model
-from svdpp.serve.page_files import page_file
-from svdpp.serve.schemas import EngineStatus, Health, Model, ModelList
+from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import Service
+from svdpp.serve.views import EngineStatus, Health, Model, ModelList
 
 _ABOUT = """
 Photographs and prompts in, clips out: video diffusion over several devices, bitwise equal to
@@ -33,11 +29,12 @@ The routes have the shape of OpenAI's video API. Every answer of 400 and above, 
 `/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
 """
 
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 #: In place of the ids of other owners' clips.
 _OTHER = "other"
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
-about = APIRouter()
+about = APIRouter(tags=["server"])
 page = APIRouter(include_in_schema=False)
 
 
@@ -57,7 +54,7 @@ def create_app(
     app.state.service = service
     app.state.limits = limits or Limits()
     api_errors.install(app)
-    for router in (create_routes(service.offer.form), api_videos.routes, about):
+    for router in (routes.create_routes(service.capabilities.form), routes.routes, about):
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
@@ -88,11 +85,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-@about.get("/v1/models", tags=["server"])
+@about.get("/v1/models")
 def list_models(service: Served, request: Request) -> ModelList:
     """The model of this server, with its defaults and limits."""
     limits: Limits = request.app.state.limits
-    model = service.offer.to_json(
+    model = service.capabilities.to_json(
         max_upload_bytes=limits.upload_bytes,
         max_megapixels=service.photos.limits.max_pixels // 10**6,
         max_open=service.max_open,
@@ -101,43 +98,41 @@ def list_models(service: Served, request: Request) -> ModelList:
     return ModelList(data=[model])
 
 
-@about.get("/v1/models/{id:path}", tags=["server"], responses=documented(404))
+@about.get("/v1/models/{id:path}", responses=documented(404))
 def get_model(id: str, service: Served, request: Request) -> Model:
     """The model of this server, if that is its id."""
-    (model,) = list_models(service, request).data
-    if id != model.id:
-        raise no_model(id, model.id)
-    return model
+    service.capabilities.check_model(id)
+    return list_models(service, request).data[0]
 
 
-@about.get("/v1/engine", tags=["server"])
+@about.get("/v1/engine")
 def get_engine(service: Served, owner: Owned) -> EngineStatus:
     """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
     engine = service.engine
 
     @functools.cache
     def shown(id: str | None) -> str | None:
-        job = None if id is None else service.store.get(id)
+        job = None if id is None else service.queue.get(id)
         is_shown = id is None or (job is not None and job.owner == owner.name)
         return id if is_shown else _OTHER
 
     return EngineStatus(
         state=engine.state,
         restarts=engine.restarts,
-        queue=service.store.counts(),
+        queue=service.queue.counts(),
         ranks=[replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
         spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
         eta_error=service.metrics.eta_error(),
     )
 
 
-@about.get("/health", tags=["server"], responses={503: {"model": Health}})
+@about.get("/health", responses={503: {"model": Health}})
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
-@about.get("/ready", tags=["server"], responses={503: {"model": Health}})
+@about.get("/ready", responses={503: {"model": Health}})
 def get_ready(service: Served) -> JSONResponse:
     """Whether the server takes requests that ranks begin at once or after those before.
 
@@ -152,7 +147,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
         status="unavailable" if reason else "ok",
         reason=reason,
         state=engine.state,
-        ranks=sum(bool(each.device) for each in engine.rank_view.now()),
+        ranks=sum(bool(rank.device) for rank in engine.rank_view.now()),
         restarts=engine.restarts,
     )
     return JSONResponse(body.model_dump(), 503 if reason else 200)
@@ -160,23 +155,26 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 
 @about.get(
     "/metrics",
-    tags=["server"],
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def get_metrics(service: Served) -> Response:
+def get_metrics(service: Served) -> Response:
     """Prometheus metrics."""
-    return Response(await run_in_threadpool(service.metrics.exposed), media_type=CONTENT_TYPE)
+    return Response(service.metrics.exposed(), media_type=CONTENT_TYPE)
 
 
 @page.get("/")
 @page.get("/page/{name}")
 def get_page(request: Request) -> Response:
-    """A file of the page."""
-    try:
-        return page_file(request)
-    except KeyError:
-        raise HTTPException(404) from None
+    """A file of the page; only those in the list, so no path of a client reaches the disk."""
+    file = PAGE_FILES.get(request.scope["path"])
+    if file is None:
+        raise HTTPException(404)
+    kind = f"{_TYPES[file.suffix]}; charset=utf-8"
+    # Asked again each time, so that page and server are of one version.
+    headers = {"Cache-Control": "no-cache"}
+    answer = FileResponse(file, media_type=kind, headers=headers, stat_result=file.stat())
+    return routes.unless_known(answer, request)
 
 
 @page.get("/favicon.ico")
