@@ -145,7 +145,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
     return checkpoint
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Rows of which another case is cut in `make test`.
+AGAIN = {
+    *("ltx2", "framepack", "hunyuan-video-1.5", "skyreels-v2", "cogvideox", "wan-vace"),
+    *("ltx-condition", "kandinsky5", "hunyuan-video"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.long) if each in AGAIN else each for each in CASES],
+)
 def test_every_cut_gives_the_bits_of_the_whole_call(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
