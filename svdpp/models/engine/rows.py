@@ -446,3 +446,19 @@ FAMILIES: Mapping[str, str] = {
     for pipeline in (row.text, row.image)
     if pipeline is not None
 }
+
+_VIDEO = "takes a video, and svdpp reads images only"
+_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+
+#: Pipelines that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    "WanVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEO,
+    "CogVideoXVideoToVideoPipeline": _VIDEO,
+    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
+    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
+    "CosmosTextToWorldPipeline": _GUARDRAIL,
+    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
+}
