@@ -134,7 +134,6 @@ def _settings(
     from svdpp.plan.costs import find_costs
     from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
-    from svdpp.serve.server import Retention
 
     config = check_config(config, sizes)
     asked.check_own(config.sampling)
@@ -147,10 +146,8 @@ def _settings(
         max_frames=asked.max_frames,
         limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
         max_pixels=asked.max_pixels,
-        retention=Retention(
-            age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
-            num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
-        ),
+        keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
+        keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
         adopts=asked.adopt,
@@ -175,7 +172,6 @@ def _run(
         service,
         bound,
         grace_seconds=asked.grace,
-        retention=settings.retention,
         on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
     )
     server.run()

@@ -31,41 +31,31 @@ from svdpp.serve.photos import DecodeLimits, PhotoFolder
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import set_strangers_aside
-from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server is asked to be.
-
-    Args:
-        config: of the pipeline.
-        folder: of the queue and all files.
-        sizes: width and height of the frames that clients may request.
-        max_open: jobs that may be queued or in progress.
-        max_steps: of a clip.
-        max_frames: of a clip.
-        limits: of each request.
-        max_pixels: of a photograph.
-        retention: of finished jobs.
-        verifies_when_idle: whether finished clips are verified without being asked for.
-        costs: assumed before there is a measurement; None: published ones.
-        adopts: whether a folder that has other files becomes a data folder.
-    """
+    """What a server is asked to be; `config` is of the pipeline, `folder` has all files."""
 
     config: PipelineConfig
     folder: Path
     sizes: tuple[tuple[int, int], ...]
+    """Width and height of the frames that clients may request."""
     max_open: int
+    """Jobs that may be queued or in progress."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
     max_pixels: int = MAX_PIXELS
-    retention: Retention = field(default_factory=Retention)
+    """Of a photograph."""
+    keep_seconds: float | None = None
+    keep_bytes: int | None = None
     verifies_when_idle: bool = False
     costs: Costs | None = None
+    """Assumed before there is a measurement; None: published ones."""
     adopts: bool = False
+    """Whether a folder that has other files becomes a data folder."""
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
@@ -155,7 +145,8 @@ def _service(settings: ServerSettings, folder: Path, queue: JobQueue) -> Service
         admission=admission,
         prover=prover,
         max_open=settings.max_open,
-        keep_seconds=settings.retention.age_seconds,
+        keep_seconds=settings.keep_seconds,
+        keep_bytes=settings.keep_bytes,
         cancel_seconds=settings.config.timeout_seconds + settings.config.start_timeout_seconds,
     )
     return service

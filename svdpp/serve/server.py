@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 import h11
@@ -39,19 +38,6 @@ _MAX_FILES = 16384
 _SWITCH_SECONDS = 0.0005
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """When finished jobs are removed, rows and files together; None: never.
-
-    Args:
-        age_seconds: since they reached a final state.
-        num_bytes: of the files of all jobs.
-    """
-
-    age_seconds: float | None = None
-    num_bytes: int | None = None
-
-
 class Server:
     """Serves `app` until a signal, then ends all parts in order.
 
@@ -67,13 +53,11 @@ class Server:
         bound: socket.socket,
         *,
         grace_seconds: float,
-        retention: Retention,
         on_listening: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = service
         self._bound = bound
         self._grace = grace_seconds
-        self._retention = retention
         self._ending = threading.Event()
         self._http = _Http(app, on_listening)
         self._end_begun = False
@@ -86,14 +70,17 @@ class Server:
         gc.collect()
         gc.freeze()
         with self._signals():
-            for part in (self._watch, self._keep_in_limits):
-                threading.Thread(target=part, name=part.__name__, daemon=True).start()
             self._service.engine.start()
             self._service.prover.start()
+            threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
+            watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+            watch.start()
             try:
                 self._http.run([self._bound])
             finally:
-                self._end()
+                self._ending.set()
+                watch.join()
+                self._service.queue.close()
         if self._service.engine.fatal is not None:
             raise self._service.engine.fatal
 
@@ -117,35 +104,23 @@ class Server:
             pass
         self._service.is_closing = True
         try:
-            self._end_work()
+            logger.info("ending: {:g} s for the clips in progress", self._grace)
+            self._service.engine.close(self._grace)
+            self._service.prover.close()
+            self._service.has_ended = True
+            self._service.events.close()
         finally:
             self._http.should_exit = True
 
-    def _end_work(self) -> None:
-        if self._end_begun:
-            return
-        self._end_begun = True
-        logger.info("ending: {:g} s for the clips in progress", self._grace)
-        self._service.engine.close(self._grace)
-        self._service.prover.close()
-        self._service.has_ended = True
-        self._service.events.close()
-
-    def _end(self) -> None:
-        self._ending.set()
-        self._end_work()
-        self._service.queue.close()
-
     def _keep_in_limits(self) -> None:
         """Removes finished jobs that are too old or too large, from time to time."""
-        limits = self._retention
-        if limits == Retention():
-            return
         service = self._service
+        limits = (service.keep_seconds, service.keep_bytes)
+        if limits == (None, None):
+            return
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
-                now, folder = time.time(), service.folder
-                for id in sweep(service.queue, folder, now, limits.age_seconds, limits.num_bytes):
+                for id in sweep(service.queue, service.folder, time.time(), *limits):
                     service.events.forget(id)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)

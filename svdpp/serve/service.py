@@ -43,6 +43,7 @@ class Service:
     Args:
         max_open: jobs that may be queued or in progress.
         keep_seconds: how long finished jobs are kept; None: for ever.
+        keep_bytes: of the files of all jobs; beyond them the oldest finished ones go.
         cancel_seconds: for the ranks to let go of a clip.
         is_closing: whether new jobs are refused, because the server ends.
         has_ended: whether the ranks have ended for good.
@@ -59,6 +60,7 @@ class Service:
     prover: Prover
     max_open: int | None = None
     keep_seconds: float | None = None
+    keep_bytes: int | None = None
     cancel_seconds: float = 1200.0
     is_closing: bool = False
     has_ended: bool = False
