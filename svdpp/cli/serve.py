@@ -24,7 +24,7 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig, SamplingConfig
     from svdpp.serve.auth import Keys
-    from svdpp.serve.build import ServerSettings
+    from svdpp.serve.service import ServerSettings
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
@@ -132,8 +132,9 @@ def _settings(
     layout: LayoutOptions,
 ) -> ServerSettings:
     from svdpp.plan.costs import find_costs
-    from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
+    from svdpp.serve.server import check_config
+    from svdpp.serve.service import ServerSettings
 
     config = check_config(config, sizes)
     asked.check_own(config.sampling)
@@ -162,8 +163,7 @@ def _run(
     bound: socket.socket,
 ) -> None:
     from svdpp.cli.log import EventLog
-    from svdpp.serve.build import build
-    from svdpp.serve.server import Server
+    from svdpp.serve.server import Server, build
 
     app, service = build(settings, keys)
     service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))

@@ -1,8 +1,9 @@
-"""The server process: the socket, the signals, and the order in which all parts end."""
+"""The server process: its parts, the socket, the signals, and the order in which all parts end."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -12,7 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 import h11
@@ -21,10 +24,20 @@ from loguru import logger
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
-from svdpp.serve.retention import sweep
-from svdpp.serve.service import Service
+from svdpp.media import video
+from svdpp.serve.admission import Admission
+from svdpp.serve.app import create_app
+from svdpp.serve.auth import Keys
+from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.job import Job
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import set_strangers_aside, sweep
+from svdpp.serve.service import ServerSettings, Service
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -36,6 +49,61 @@ _MAX_FILES = 16384
 # A request changes threads several times, and each time waits so long for a thread that computes,
 # such as the ETAs of a long queue.
 _SWITCH_SECONDS = 0.0005
+
+
+def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
+    """Checks what could keep the ranks from starting; returns `config`, resolved.
+
+    `sizes` are width and height of other frames that clients may request.
+    """
+    pipeline = Pipeline(config)
+    config, checkpoint = pipeline.config, pipeline.checkpoint
+    for width, height in sizes:
+        resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
+    pipeline.check_memory()
+    if not config.model.is_dummy:
+        video.find_ffmpeg()
+    return config
+
+
+def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
+    """The application and its service, by a config of `check_config`; nothing is started."""
+    queue = JobQueue(settings.folder.absolute(), adopts=settings.adopts)
+    try:
+        service = Service(settings, queue)
+        queue.recover()
+        set_strangers_aside(queue, service.folder)
+        hold(queue, service.capabilities, service.admission)
+    except BaseException:
+        queue.close()
+        raise
+    owner_of = None if keys is None else keys.find
+    return create_app(service, limits=settings.limits, owner_of=owner_of), service
+
+
+def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
+    """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
+
+    They keep their places, and go on at the start of a server that can make them.
+    """
+    why_no_route = functools.cache(admission.why_no_route)
+    own, weights = capabilities.model, capabilities.weights
+
+    def why_not(job: Job) -> str | None:
+        if (job.weights or job.model) == (weights or own):
+            return why_no_route(job.sampling)
+        model = job.model or f"of the family {job.sampling.family}"
+        other = "other weights of it" if job.model == own else own
+        return f"its model is {model}, and this server runs {other}"
+
+    def judge(job: Job) -> Job:
+        is_same_family = job.sampling.family == capabilities.sampling.family
+        if not job.model and is_same_family:  # of an earlier svdpp
+            job = replace(job, model=own, weights=weights)
+        return replace(job, held=why_not(job))
+
+    for reason, number in Counter(job.held for job in queue.hold(judge)).items():
+        logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
 
 class Server:

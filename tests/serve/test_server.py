@@ -31,7 +31,7 @@ from tests.serve.http_server import (
 )
 
 if TYPE_CHECKING:
-    from svdpp.serve.build import ServerSettings
+    from svdpp.serve.service import ServerSettings
 
 pytest.importorskip("fastapi")
 
