@@ -1,4 +1,4 @@
-"""The server process: its parts, the socket, the signals, and the order in which all parts end."""
+"""The server process: its start, the socket, the signals, and the order in which parts end."""
 
 from __future__ import annotations
 
