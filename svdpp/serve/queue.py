@@ -1,8 +1,9 @@
 """The queue of jobs: each change of a job's state, which is durable at once, and each question.
 
 Every change names the states that it may start from, so a late one changes nothing. The tables are
-in `queue_file`. Owners take turns: the owner whose last job was taken longest ago is next. An owner's `turn`
-is 0 before the first job, and becomes the largest of all each time that one of its jobs is taken.
+in `queue_file`. Owners take turns: the owner whose last job was taken longest ago is next. An
+owner's `turn` is 0 before the first job, and becomes the largest of all each time that one of its
+jobs is taken.
 """
 
 from __future__ import annotations
