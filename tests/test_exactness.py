@@ -1,11 +1,7 @@
-"""Our encode, steps and decode against diffusers' unmodified `__call__`: equal bits, cut anywhere.
-
-These guard the private methods that `models/encode.py` and `models/decode.py` lean on.
-"""
+"""Stable Video Diffusion in the engine: the bits of diffusers' `__call__`, with every option."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +12,22 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.image import fit_photo, read_photo
-from svdpp.models.base import LATENTS
+from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.svd.decode import stack_frames, to_bytes
-from svdpp.models.svd.model import SvdModel, load_svd
+from svdpp.models.engine.model import EngineModel, load_model, to_bytes
+from svdpp.models.engine.reference import stack_frames
 from svdpp.plan.layout import Roles
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.range_checks import check_every_cut, nothing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"
-STEPS = 5
-SMALL = SvdSampling(num_inference_steps=STEPS, height=64, width=64, num_frames=4)
-
-
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+SMALL = SvdSampling(num_inference_steps=3, height=64, width=64, num_frames=4)
+REQUEST = ClipRequest(seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +35,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def _ours(model: ModelConfig, sampling: SamplingConfig) -> SvdModel:
+def _photo(sampling: SvdSampling = SMALL) -> Image.Image:
+    return fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
+
+
+def _load(model: ModelConfig, sampling: SvdSampling, **roles: bool) -> EngineModel:
     checkpoint = find_checkpoint(model)
-    sampling = sampling.resolved(model_frames=checkpoint.num_frames)
-    roles = Roles(encode=True, denoise=True, decode=True)
-    return load_svd(checkpoint, model, sampling, "cpu", roles)
+    nothing_else = {"encode": False, "denoise": False, "decode": False}
+    rank = Roles(**{**nothing_else, **roles})
+    return load_model(checkpoint, model, checkpoint.resolve(sampling), "cpu", rank)
 
 
-def _photo() -> Image.Image:
-    return read_photo(PHOTO)[0]
+def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
+    image = _photo(sampling)
+    theirs = latents_and_frames(model, sampling, REQUEST, image)
+    parts: dict[str, EngineModel] = {}
 
+    def rank_for(start: int, end: int) -> EngineModel:
+        role = "denoise" if start < end else "encode" if end == 0 else "decode"
+        if role not in parts:
+            parts[role] = _load(model, sampling, **{role: True})
+        return parts[role]
 
-def _assert_equal(model: ModelConfig, sampling: SamplingConfig, *, seed: int = 7) -> None:
-    image = fit_photo(_photo(), sampling.width, sampling.height, sampling.fit)
-    theirs, their_frames = latents_and_frames(model, sampling, ClipRequest(seed=seed), image)
-    ours = _ours(model, sampling)
-    tensors = ours.encode(ours.prepare(image), ClipRequest(seed=seed))
-    probe = ours.probe_packet()
-    assert tensors.keys() == probe.keys()
-    for name, tensor in tensors.items():
-        assert (tensor.shape, tensor.dtype) == (probe[name].shape, probe[name].dtype), name
-    # A new denoiser for every step: the clip is cut at every place at once.
-    latent = tensors[LATENTS]
-    for step, expected in enumerate(theirs):
-        latent = ours.denoiser(tensors, step).forward(latent, step)
-        assert torch.equal(latent, expected), f"step {step} differs"
-    assert np.array_equal(ours.decode({LATENTS: latent}).numpy(), their_frames)
+    check_every_cut(rank_for, sampling.num_inference_steps, theirs, REQUEST, image)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +82,11 @@ def test_every_knob_gives_diffusers_bits(tiny: Path, changes: dict[str, Any]) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_every_precision_gives_diffusers_bits(tiny: Path, dtype: Any) -> None:
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_every_precision_gives_diffusers_bits(tiny: Path, dtype: Any, guidance: float) -> None:
     # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
-    _assert_equal(ModelConfig(name=str(tiny), dtype=dtype), SMALL)
+    sampling = replace(SMALL, max_guidance_scale=guidance)
+    _assert_equal(ModelConfig(name=str(tiny), dtype=dtype), sampling)
 
 
 @pytest.mark.long
@@ -107,45 +97,47 @@ def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None
     _assert_equal(ModelConfig(name=str(folder)), sampling)
 
 
-def test_memory_saving_gives_the_bits_of_diffusers_own(tiny: Path) -> None:
+@pytest.mark.parametrize("option", ["memory_opt", "channels_last"])
+def test_memory_options_give_the_bits_of_diffusers_own(tiny: Path, option: str) -> None:
     sampling = replace(SMALL, decode_chunk_size=2)
-    _assert_equal(ModelConfig(name=str(tiny), memory_opt=True), sampling)
+    _assert_equal(ModelConfig(name=str(tiny), **{option: True}), sampling)
 
 
-def test_a_rank_between_needs_the_unet_alone(tiny: Path) -> None:
-    model, image = ModelConfig(name=str(tiny)), _photo()
-    checkpoint = find_checkpoint(model)
-    sampling = SMALL.resolved(model_frames=checkpoint.num_frames)
-
-    def load(**roles: bool) -> SvdModel:
-        nothing = {"encode": False, "denoise": False, "decode": False}
-        return load_svd(checkpoint, model, sampling, "cpu", Roles(**{**nothing, **roles}))
-
-    whole = load(encode=True, denoise=True, decode=True)
-    tensors = whole.encode(whole.prepare(image), ClipRequest(seed=1))
-    encoder = load(encode=True)
-    for name, tensor in encoder.encode(encoder.prepare(image), ClipRequest(seed=1)).items():
-        assert torch.equal(tensor, tensors[name]), name
-    latent = whole.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
-    between = load(denoise=True).denoiser(tensors, 0).forward(tensors[LATENTS], 0)
-    assert torch.equal(between, latent)
-    assert torch.equal(load(decode=True).decode({LATENTS: latent}), whole.decode({LATENTS: latent}))
+@pytest.mark.long
+def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
+    """Also in fp16, in which the encode casts the VAE that the decode uses."""
+    model = ModelConfig(name=str(tiny), dtype="fp16")
+    whole = _load(model, SMALL, encode=True, denoise=True, decode=True)
+    decoder = _load(model, SMALL, decode=True)
+    for _ in range(2):
+        packet = whole.encode(whole.prepare(_photo()), REQUEST)
+        packet = whole.denoise(packet, 0, 3, nothing)
+        assert torch.equal(whole.decode(packet), decoder.decode(packet))
 
 
-def test_steps_out_of_order_are_a_programmers_error(tiny: Path) -> None:
-    ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(ours.prepare(_photo()), ClipRequest(seed=1))
-    with pytest.raises(AssertionError, match="expected step 2, got 3"):
-        ours.denoiser(tensors, 2).forward(tensors[LATENTS], 3)
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_packets_of_earlier_versions_go_on(tiny: Path, dtype: Any, guidance: float) -> None:
+    sampling = replace(SMALL, max_guidance_scale=guidance)
+    rank = _load(
+        ModelConfig(name=str(tiny), dtype=dtype), sampling, encode=True, denoise=True, decode=True
+    )
+    packet = rank.encode(rank.prepare(_photo()), REQUEST)
+    old = {
+        "image_embedding": packet["record.0"][-1:],
+        "image_latents": packet["record.2"][-1:].to(packet["record.0"].dtype),
+        "added_time_ids": packet["record.3"][-1:],
+    }
 
+    def as_before(tensors: Tensors) -> Tensors:
+        return {**old, LATENTS: tensors[LATENTS]}
 
-def test_a_step_leaves_its_input_alone(tiny: Path) -> None:
-    ours = _ours(ModelConfig(name=str(tiny)), SMALL)
-    tensors = ours.encode(ours.prepare(_photo()), ClipRequest(seed=1))
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    ours.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, before[name]), name
+    last = rank.denoise(packet, 0, 3, nothing)
+    for step in range(3):
+        ours = rank.denoise(as_before(packet), step, 3, nothing)
+        assert torch.equal(ours[LATENTS], last[LATENTS]), step
+        packet = rank.denoise(packet, step, step + 1, nothing)
+    assert torch.equal(rank.decode(as_before(last)), rank.decode(last))
 
 
 def test_frames_become_bytes_as_diffusers_makes_them() -> None:
@@ -161,14 +153,11 @@ def test_the_resize_on_the_cpu_has_the_same_bits_with_any_number_of_threads(
     tiny: Path, size: tuple[int, int]
 ) -> None:
     """So on CUDA threads do not matter: the rest of a clip is computed on the device."""
-    ours, before = _ours(ModelConfig(name=str(tiny)), SMALL), torch.get_num_threads()
-    image = _photo().resize(size)
-    try:
-        prepared = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            prepared.append(ours.prepare(image))
-    finally:
-        torch.set_num_threads(before)
+    rank = _load(ModelConfig(name=str(tiny)), SMALL, encode=True)
+    image = read_photo(PHOTO)[0].resize(size)
+    prepared = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        prepared.append(rank.prepare(image))
     for name, tensor in prepared[0].items():
         assert all(torch.equal(each[name], tensor) for each in prepared[1:]), name

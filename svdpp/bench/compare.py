@@ -2,25 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE, SUMMARY
-from svdpp.bench.noise import MIN_ROUNDS, NEGLIGIBLE, check_rounds, difference
-from svdpp.bench.result_files import Summary, read_machine, read_summary
+from svdpp.bench.names import CASES, DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
 from svdpp.errors import InputError, RequestError
+
+#: Ratios closer to 1 than this are never called different, however small their spread.
+NEGLIGIBLE = 0.01
+#: With fewer rounds too many equal benches would be called different.
+MIN_ROUNDS = 3
+
+_FIGURES = {
+    "steady_clips_per_minute": "clips/min",
+    "first_clip_seconds": "first clip, s",
+    "step_p50_seconds": "step, s",
+    "tflops": "TFLOP/s",
+}
+# It follows from the seconds of the work, which are judged, and from how FLOPs are counted.
+_NOT_JUDGED = ("tflops",)
+
+Summary = Mapping[str, Any]
+
+
+class Interval(NamedTuple):
+    """Where the difference of two sets of rounds must not lie for it to be more than noise."""
+
+    low: float
+    high: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether no difference lies within."""
+        return self.low <= 0 <= self.high
+
+
+def check_rounds(repeats: int, what: str) -> None:
+    """Checks that a bench has enough rounds to distinguish a difference from noise."""
+    if repeats < MIN_ROUNDS:
+        raise RequestError(
+            f"{what} {MIN_ROUNDS} rounds or more, to know the noise, got {repeats}",
+            f"--measure.repeats={MIN_ROUNDS + 2}",
+        )
+
+
+def interval(a: Sequence[float], b: Sequence[float], drift: float = 0.0) -> Interval | None:
+    """All differences of a round of B and one of A, widened; None if A or B has a single round.
+
+    The width is that of the wider set times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and how
+    far the machine itself has changed. It assumes no distribution. Of two equal sets, 0 lies
+    outside in at most 2 of 1000 cases (by simulation: normal, exponential and Student's t with 2
+    degrees of freedom; 3 to 9 rounds).
+    """
+    rounds = min(len(a), len(b))
+    if rounds < 2:
+        return None
+    widest = max(max(values) - min(values) for values in (a, b))
+    margin = 2.0 ** (4 - rounds) * widest + abs(drift)
+    return Interval(min(b) - max(a) - margin, max(b) - min(a) + margin)
+
+
+def interval_from_bound(bound: float, rounds: Sequence[float]) -> Interval | None:
+    """`interval` from a bound, which has no spread of its own, and therefore twice as wide."""
+    return interval([bound] * (len(rounds) - 1), rounds) if len(rounds) > 2 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The ratio of one figure, B over A.
+    """The ratio of one figure, B over A: of geometric means over the rounds.
 
-    `low` and `high` bound the true ratio with 99.9% confidence, by the spread of the rounds; both
-    are None if A or B has a single round.
+    `low` and `high` are the bounds of `interval`; both are None if A or B has a single round.
     """
 
     name: str
@@ -29,8 +85,6 @@ class Ratio:
     value: float
     low: float | None
     high: float | None
-    is_apart: bool = False
-    """Whether the gap between A's and B's rounds exceeds the spread of either."""
     is_baseline: bool = False
     """Whether A and B are the same work with the same libraries on the same machine."""
     is_rate: bool = True
@@ -43,7 +97,7 @@ class Ratio:
             return True
         if self.low is None or self.high is None:
             return None
-        return self.low <= 1 <= self.high and not self.is_apart
+        return self.low <= 1 <= self.high
 
     @property
     def is_slower(self) -> bool:
@@ -51,12 +105,38 @@ class Ratio:
         return self.is_noise is False and (self.value < 1) == self.is_rate
 
 
+def ratio(
+    name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
+) -> Ratio:
+    """B over A, from one value above 0 for each round of both.
+
+    Args:
+        name: of the figure.
+        a: the values of A.
+        b: the values of B.
+        drift: the logarithm of the change of the machine itself.
+        more: further fields.
+    """
+    bounds = interval([math.log(value) for value in a], [math.log(value) for value in b], drift)
+    means = statistics.geometric_mean(a), statistics.geometric_mean(b)
+    return Ratio(
+        name=name,
+        a=means[0],
+        b=means[1],
+        value=means[1] / means[0],
+        low=bounds and math.exp(bounds.low),
+        high=bounds and math.exp(bounds.high),
+        **more,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two benches, side by side."""
 
-    a: Summary
-    b: Summary
+    a: str
+    b: str
+    """Their names."""
     ratios: list[Ratio]
     settings: list[str]
     """The configuration fields that differ, such as `pipeline.world: 2, 4`; without targets."""
@@ -92,41 +172,53 @@ class Comparison:
         if not self.machines:
             figures = [words for name, words in _FIGURES.items() if name not in _NOT_JUDGED]
             ours |= {f"{case}: {words}" for case in (PIPELINE, DATA_PARALLEL) for words in figures}
-        return [each for each in self.ratios if each.name in ours and each.is_slower]
+        return [ratio for ratio in self.ratios if ratio.name in ours and ratio.is_slower]
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain values."""
+        return {
+            "schema_version": 1,
+            "a": self.a,
+            "b": self.b,
+            "equal": self.is_equal,
+            "verdict": self.verdict,
+            "slower": [ratio.name for ratio in self.slower],
+            "same_bits": self.same_bits,
+            "settings": self.settings,
+            "machines": self.machines,
+            "ratios": [{**asdict(ratio), "noise": ratio.is_noise} for ratio in self.ratios],
+        }
 
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compares the bench in folder `b` with that in folder `a`."""
-    one, other = _read_summary(a), _read_summary(b)
-    machines = _differences(read_machine(a), read_machine(b))
-    same_work = _baseline(one.config) == _baseline(other.config)
-    same_clips = {**_baseline(one.config), **_clips(one.config)} == {
-        **_baseline(other.config),
-        **_clips(other.config),
-    }
+    one, other = read_summary(a), read_summary(b)
+    machines = _differences(_read_machine(a), _read_machine(b))
+    same_work = _baseline(one["config"]) == _baseline(other["config"])
+    same_clips = same_work and _clips(one["config"]) == _clips(other["config"])
     return Comparison(
-        a=one,
-        b=other,
+        a=one["run_id"],
+        b=other["run_id"],
         ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
-        settings=_differences(_measured(one.config), _measured(other.config)),
+        settings=_differences(_measured(one["config"]), _measured(other["config"])),
         machines=machines,
-        same_bits=one.latents_sha256 == other.latents_sha256 if same_clips else None,
+        same_bits=one["latents_sha256"] == other["latents_sha256"] if same_clips else None,
     )
 
 
 def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> None:
     """Checks before a bench that it can be compared with the earlier one in `folder`."""
     check_rounds(repeats, "--baseline needs")
-    earlier = _read_summary(folder)
-    read_machine(folder)
-    num_rounds = len(earlier.cases[PIPELINE].rounds)
+    earlier = read_summary(folder)
+    _read_machine(folder)
+    num_rounds = len(earlier["cases"][PIPELINE]["rounds"])
     if num_rounds < MIN_ROUNDS:
         raise InputError(
             f"the bench in {str(folder)!r} has too few rounds to know its noise: "
             f"{num_rounds}, and {MIN_ROUNDS} are needed",
             f"measure it again with --measure.repeats={MIN_ROUNDS + 2}",
         )
-    other = _differences(_baseline(earlier.config), _baseline(config))
+    other = _differences(_baseline(earlier["config"]), _baseline(config))
     if other:
         raise RequestError(
             f"the bench in {str(folder)!r} did other work: {'; '.join(other)}",
@@ -134,65 +226,73 @@ def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> Non
         )
 
 
-def ratio(
-    name: str,
-    a: Sequence[float],
-    b: Sequence[float],
-    *,
-    drift: float = 0.0,
-    is_baseline: bool = False,
-    is_rate: bool = True,
-) -> Ratio:
-    """B over A: the ratio of geometric means over the rounds, with Welch's interval.
+def read_summary(folder: Path) -> Summary:
+    """The `summary.json` of the bench in `folder`, checked by taking all that is compared."""
+    path = folder / SUMMARY
+    summary = _read(path)
+    try:
+        if summary["schema_version"] not in (1, 2):
+            raise ValueError("it is of another version of svdpp")
+        _baseline(summary["config"]), _clips(summary["config"])
+        _ = summary["run_id"], summary["latents_sha256"], summary["same_bits"]
+        if not summary["cases"][PIPELINE]["rounds"]:
+            raise ValueError("no round of the pipeline")
+        list(_ratios(summary, summary, same_baseline=False))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{str(path)!r} is not a bench's summary: {error!r}") from error
+    return summary  # type: ignore[no-any-return]
 
-    Args:
-        name: of the figure.
-        a: one value for each round of A, above 0.
-        b: the same for B.
-        drift: the logarithm of the change of the machine itself; added to the margin.
-        is_baseline: whether `drift` was computed from this figure.
-        is_rate: whether a higher figure is the faster one.
-    """
-    found = difference(list(map(math.log, a)), list(map(math.log, b)), drift)
-    return Ratio(
-        name=name,
-        a=statistics.geometric_mean(a),
-        b=statistics.geometric_mean(b),
-        value=math.exp(found.value),
-        low=None if found.low is None else math.exp(found.low),
-        high=None if found.high is None else math.exp(found.high),
-        is_apart=found.is_apart,
-        is_baseline=is_baseline,
-        is_rate=is_rate,
-    )
+
+def _read_machine(folder: Path) -> dict[str, Any]:
+    """Libraries and hardware; without svdpp and its commit, which a comparison may be about."""
+    path = folder / ENVIRONMENT
+    facts = _read(path)
+    try:
+        versions = {k: v for k, v in facts["versions"].items() if k != "svdpp"}
+        host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
+        return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{str(path)!r} is not a bench's environment") from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"{str(path)!r} cannot be read: {error.strerror}",
+            "--compare takes the folders of two finished benches, results/EXPERIMENT/RUN",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is not JSON: {error}") from error
 
 
 def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
     """Ratios to other cases of the same rounds come first: machine drift cancels out in them."""
     for case in (ONE_DEVICE, DATA_PARALLEL):
-        if case in a.speedups and case in b.speedups:
-            yield ratio(f"{PIPELINE} / {case}", a.speedups[case].rounds, b.speedups[case].rounds)
+        if case in a["speedups"] and case in b["speedups"]:
+            rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
+            yield ratio(f"{PIPELINE} / {case}", *rounds)
     for name, words in _FIGURES.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
         # If diffusers did not fit on the device, the drift of the machine is unknown.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
-        for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
+        for case in CASES:
             values = _values(a, case, name), _values(b, case, name)
-            is_baseline = same_baseline and case == ONE_DEVICE
             if all(values):
                 yield ratio(
                     f"{case}: {words}",
                     *values,
                     drift=drift,
-                    is_baseline=is_baseline,
+                    is_baseline=same_baseline and case == ONE_DEVICE,
                     is_rate=not name.endswith("_seconds"),
                 )
 
 
 def _values(summary: Summary, case: str, name: str) -> list[float]:
     """A figure of a case in each round; empty if it was not measured."""
-    rounds = summary.cases[case].rounds if case in summary.cases else []
-    values = [getattr(each, name) for each in rounds]
+    rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
+    values = [figures.get(name) for figures in rounds]
     return [] if None in values else values
 
 
@@ -202,14 +302,16 @@ def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     A field that is None counts as missing: older benches do not have all of today's.
     """
     names = ("device", "threads", "deterministic")
-    ranks = {name: config["pipeline"].get(name) for name in names}
     workload = {
         name: value
         for name, value in config["workload"].items()
         if name != "clips" and value is not None
     }
-    same = {name: config[name] for name in ("model", "precision")}
-    return {**same, "workload": workload, "ranks": ranks}
+    return {
+        **{name: config[name] for name in ("model", "precision")},
+        "workload": workload,
+        "ranks": {name: config["pipeline"].get(name) for name in names},
+    }
 
 
 def _measured(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +319,9 @@ def _measured(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "targets"}
 
 
-def _clips(config: Mapping[str, Any]) -> dict[str, Any]:
+def _clips(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The other fields that the clips depend on."""
-    return {"clips": config["workload"]["clips"], "seeds": config["measure"]["seeds"]}
+    return config["workload"]["clips"], config["measure"]["seeds"]
 
 
 def _differences(a: object, b: object, name: str = "") -> list[str]:
@@ -231,23 +333,3 @@ def _differences(a: object, b: object, name: str = "") -> list[str]:
             for line in _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)
         ]
     return [] if a == b else [f"{name}: {a}, {b}"]
-
-
-def _read_summary(folder: Path) -> Summary:
-    found = read_summary(folder)
-    try:
-        _baseline(found.config), _clips(found.config)
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"{str(folder / SUMMARY)!r} is not a bench's summary: config: {error!r}"
-        raise InputError(what) from error
-    return found
-
-
-_FIGURES = {
-    "steady_clips_per_minute": "clips/min",
-    "first_clip_seconds": "first clip, s",
-    "step_p50_seconds": "step, s",
-    "tflops": "TFLOP/s",
-}
-# It follows from the seconds of the work, which are judged, and from how FLOPs are counted.
-_NOT_JUDGED = ("tflops",)

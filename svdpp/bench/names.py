@@ -4,6 +4,7 @@ from __future__ import annotations
 
 #: The case that is measured, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
+CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
@@ -36,9 +37,6 @@ FIGURES = (
     "peak_allocated_gib",
     "peak_reserved_gib",
 )
-
-#: Those that some benches do not measure.
-OPTIONAL_FIGURES = ("peak_allocated_gib", "tflops", "mfu")
 
 
 def is_share(figure: str) -> bool:

@@ -7,18 +7,17 @@ import csv
 import io
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from svdpp.bench.costs import costs_of
 from svdpp.bench.names import (
     CONFIG,
     COSTS,
+    DATA_PARALLEL,
     ENVIRONMENT,
+    FIGURES,
     ONE_DEVICE,
     PIPELINE,
     ROUNDS,
@@ -28,20 +27,21 @@ from svdpp.bench.names import (
     TIME_PARTS,
     is_share,
 )
-from svdpp.bench.runner import Bench, Round, differing, schedule_of
-from svdpp.bench.targets import outcomes
-from svdpp.config import PipelineConfig
+from svdpp.bench.runner import Bench, Round, differing
+from svdpp.bench.targets import outcome
+from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.diagnostics.environment import environment
-from svdpp.diagnostics.time_breakdown import time_breakdown
-from svdpp.diagnostics.utilisation import speeds_of
+from svdpp.diagnostics.figures import RankFigures
+from svdpp.diagnostics.utilisation import Utilisation, speeds_of
+from svdpp.driver.trace import TransferSpan
 from svdpp.errors import OutputError, SvdppError, error_to_dict
 from svdpp.media import output_files
-from svdpp.plan.forecast import percentile, replay, summarise
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import Span, percentile
 from svdpp.redaction import redact_all
 
 SCHEMA_VERSION = 2
 _GIB = 2**30
-_SPEEDS = ("tflops", "mfu")
 
 
 class Results:
@@ -64,9 +64,8 @@ class Results:
     def add(self, done: Round) -> None:
         """Appends a round's spans, and its figures for `svdpp report`."""
         self._append(SPANS, span_records(done))
-        if done.figures is not None:
-            measured = redact_all(done.figures.to_json())
-            self._append(ROUNDS, [{"case": done.case, "round": done.number, "measured": measured}])
+        measured = redact_all(done.figures.to_json())
+        self._append(ROUNDS, [{"case": done.case, "round": done.number, "measured": measured}])
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
@@ -109,49 +108,45 @@ def span_records(done: Round) -> Iterator[dict[str, Any]]:
     """
     trace = done.trace
     begin = min(span.start for span in trace.spans)
-    records: list[dict[str, Any]] = [
-        {
-            "rank": span.rank,
-            "clip": span.action.clip - done.num_warmups,
-            "action": span.action.kind.value,
-            "first_step": span.action.start,
-            "end_step": span.action.end,
-            "peer": None,
-            "start": span.start - begin,
-            "end": span.end - begin,
-            "bytes": 0,
-            "waited": 0.0,
-        }
+    first_clip = min(span.action.clip for span in trace.spans)
+
+    def record(span: Span | TransferSpan, clip: int, **values: Any) -> dict[str, Any]:
+        place = {"case": done.case, "round": done.number, "rank": span.rank}
+        times = {"start": span.start - begin, "end": span.end - begin}
+        return {**place, "clip": clip - first_clip, **values, **times}
+
+    records = [
+        record(
+            span,
+            span.action.clip,
+            action=span.action.kind.value,
+            first_step=span.action.start,
+            end_step=span.action.end,
+            peer=None,
+            bytes=0,
+            waited=0.0,
+        )
         for span in trace.spans
+    ] + [
+        record(
+            packet,
+            packet.clip,
+            action=packet.direction.upper(),
+            first_step=packet.next_step,
+            end_step=packet.next_step,
+            peer=packet.peer,
+            bytes=packet.num_bytes,
+            waited=packet.waited,
+        )
+        for packet in trace.transfers
     ]
-    records += [
-        {
-            "rank": transfer.rank,
-            "clip": transfer.clip - done.num_warmups,
-            "action": transfer.direction.upper(),
-            "first_step": transfer.next_step,
-            "end_step": transfer.next_step,
-            "peer": transfer.peer,
-            "start": transfer.start - begin,
-            "end": transfer.end - begin,
-            "bytes": transfer.num_bytes,
-            "waited": transfer.waited,
-        }
-        for transfer in trace.transfers
-    ]
-    for record in sorted(records, key=lambda record: (record["start"], record["rank"])):
-        yield {"case": done.case, "round": done.number, **record}
+    yield from sorted(records, key=lambda record: (record["start"], record["rank"]))
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
     """The content of `summary.json`."""
-    cases = {
-        case: _case(
-            bench, case, [_figures(each, config) for each in bench.rounds if each.case == case]
-        )
-        for case, config in bench.cases.items()
-    }
-    found = {
+    cases = {case: _case(bench, case) for case in bench.cases}
+    content = {
         "schema_version": SCHEMA_VERSION,
         "experiment": bench.asked.experiment,
         "run_id": run_id,
@@ -160,21 +155,22 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
         "cases": cases,
         "speedups": _speedups(cases),
         "same_bits": not differing(bench.rounds),
-        "latents_sha256": _hashes(bench),
+        "latents_sha256": bench.rounds_of(PIPELINE)[0].latents_sha256,
     }
-    return {**found, "targets": outcomes(bench.asked.targets, found)}
+    targets = bench.asked.targets.items()
+    return {**content, "targets": {name: outcome(name, text, content) for name, text in targets}}
 
 
-def _case(bench: Bench, case: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def _case(bench: Bench, case: str) -> dict[str, Any]:
     config, error = bench.cases[case], bench.out_of_memory.get(case)
+    rounds = [_figures(done) for done in bench.rounds_of(case)]
+    names = FIGURES if rounds else ()
     return {
         "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
-        "over_rounds": {name: _over_rounds(name, rounds) for name in rounds[0] if name != "ranks"}
-        if rounds
-        else {},
+        "over_rounds": {name: _over_rounds(name, rounds) for name in names},
     }
 
 
@@ -185,7 +181,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     rounds' ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory
     it is the maximum.
     """
-    values = [each[name] for each in rounds if each[name] is not None]
+    values = [figures[name] for figures in rounds if figures[name] is not None]
     if not values:
         return None
     if name.startswith("peak_"):
@@ -195,56 +191,55 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
-def _figures(done: Round, config: PipelineConfig) -> dict[str, Any]:
+def _figures(done: Round) -> dict[str, Any]:
     """A round's figures: plain numbers, with those of each rank under `ranks`."""
-    times = done.trace.summary()
+    figures, forecast = done.figures, done.figures.forecast_seconds
     steps = [step.end - step.start for step in done.trace.steps]
-    speeds = _speeds(done)
-    ranks = [
-        {
-            **{name: round(value, 6) for name, value in asdict(times_of_rank).items()},
-            "unaccounted": round(times_of_rank.unaccounted, 6),
-            "load_seconds": round(done.load_seconds[times_of_rank.rank], 3),
-            "peak_allocated_gib": _gib(done.peaks[times_of_rank.rank].allocated_bytes),
-            "peak_reserved_gib": _gib(done.peaks[times_of_rank.rank].reserved_bytes),
-            **speeds[times_of_rank.rank],
-        }
-        for times_of_rank in time_breakdown(done.trace)
-    ]
+    percentiles = {f"step_p{n}_seconds": percentile(steps, n) for n in (50, 90, 95)}
+    speeds = {speed.rank: speed for speed in speeds_of(figures).ranks}
+    ranks = [_rank(rank, speeds.get(rank.rank)) for rank in figures.ranks]
     wall = sum(rank["wall"] for rank in ranks)
-    return {
+    values = {
         "round": done.number,
-        "clips": times.clips,
-        "makespan_seconds": round(times.makespan, 4),
-        "overhead": round(times.makespan / _ideal_makespan(done, config), 4),
-        "first_clip_seconds": round(times.first_clip, 4),
-        "steady_clips_per_minute": round(60 / times.seconds_per_clip, 4),
-        "step_p50_seconds": round(percentile(steps, 50), 6),
-        "step_p90_seconds": round(percentile(steps, 90), 6),
-        "step_p95_seconds": round(percentile(steps, 95), 6),
-        "bubble": round(times.bubble, 4),
-        **{
-            f"{part}_share": round(sum(rank[part] for rank in ranks) / wall, 4)
-            for part in TIME_PARTS
-        },
-        **{name: _mean_speed(name, ranks) for name in _SPEEDS},
-        "start_seconds": round(done.start_seconds, 3),
+        "clips": figures.clips,
+        "makespan_seconds": figures.makespan,
+        "overhead": figures.makespan / forecast if forecast else None,
+        "first_clip_seconds": figures.first_clip,
+        "steady_clips_per_minute": 60 / figures.seconds_per_clip,
+        **percentiles,
+        "bubble": figures.bubble,
+        **{f"{part}_share": sum(rank[part] for rank in ranks) / wall for part in TIME_PARTS},
+        **{name: _mean_speed(name, ranks) for name in ("tflops", "mfu")},
+        "start_seconds": figures.start_seconds,
         "load_seconds": max(rank["load_seconds"] for rank in ranks),
-        "peak_allocated_gib": max(r["peak_allocated_gib"] or 0.0 for r in ranks) or None,
-        "peak_reserved_gib": max(r["peak_reserved_gib"] or 0.0 for r in ranks) or None,
-        "ranks": ranks,
+        **{
+            name: max(rank[name] or 0.0 for rank in ranks) or None
+            for name in ("peak_allocated_gib", "peak_reserved_gib")
+        },
     }
+    return {**_rounded(values), "ranks": ranks}
 
 
-def _speeds(done: Round) -> dict[int, dict[str, float | None]]:
-    """TFLOP/s and MFU of each rank that computed; None where they are unknown."""
-    found: dict[int, dict[str, float | None]] = defaultdict(lambda: dict.fromkeys(_SPEEDS))
-    for each in speeds_of(done.figures).ranks:
-        speeds = {"tflops": each.tflops, "mfu": each.mfu}
-        found[each.rank] = {
-            name: None if value is None else float(f"{value:.6g}") for name, value in speeds.items()
+def _rank(rank: RankFigures, speed: Utilisation | None) -> dict[str, Any]:
+    return _rounded(
+        {
+            "rank": rank.rank,
+            "wall": rank.wall,
+            **{part: getattr(rank, part) for part in TIME_PARTS},
+            "load_seconds": rank.load_seconds,
+            "peak_allocated_gib": rank.allocated_bytes and rank.allocated_bytes / _GIB,
+            "peak_reserved_gib": rank.peak_bytes and rank.peak_bytes / _GIB,
+            "tflops": speed and speed.tflops,
+            "mfu": speed and speed.mfu,
         }
-    return found
+    )
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in values.items()
+    }
 
 
 def _mean_speed(name: str, ranks: Sequence[Mapping[str, Any]]) -> float | None:
@@ -253,48 +248,42 @@ def _mean_speed(name: str, ranks: Sequence[Mapping[str, Any]]) -> float | None:
     if not computing or any(rank[name] is None for rank in computing):
         return None
     done = sum(rank[name] * rank["compute"] for rank in computing)
-    return float(f"{done / sum(rank['compute'] for rank in computing):.6g}")
-
-
-def _ideal_makespan(done: Round, config: PipelineConfig) -> float:
-    """The makespan of the same actions at the round's own mean costs, without an engine."""
-    schedule = schedule_of(config, done.trace.summary().clips)
-    return summarise(replay(schedule, done.trace.costs()), config.world_size).makespan
+    return float(done / sum(rank["compute"] for rank in computing))
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
     """The pipeline's clips per minute over those of each other case in the same round."""
-    ours = {each["round"]: each["steady_clips_per_minute"] for each in cases[PIPELINE]["rounds"]}
+    rate = "steady_clips_per_minute"
+    ours = {figures["round"]: figures[rate] for figures in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():
-        ratios = [
-            round(ours[each["round"]] / each["steady_clips_per_minute"], 4)
-            for each in about["rounds"]
-        ]
+        rounds = about["rounds"]
+        ratios = [round(ours[figures["round"]] / figures[rate], 4) for figures in rounds]
         if case != PIPELINE and ratios:
             result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
     return result
 
 
-def _hashes(bench: Bench) -> list[str]:
-    """The latents' hashes of the pipeline's first round, by clip."""
-    first = next(each for each in bench.rounds if each.case == PIPELINE)
-    return [sha256 for _, sha256 in sorted(first.latents_sha256.items())]
+def costs_of(bench: Bench, run_id: str) -> Costs:
+    """The medians of all rounds of the pipeline. A bench does not measure memory and writing.
+
+    A rank that only decodes in the pipeline has its steps from data parallel.
+    """
+    traces = [done.trace for done in bench.rounds_of(PIPELINE)]
+    elsewhere = [done.trace for done in bench.rounds_of(DATA_PARALLEL)]
+    source = f"measured by: svdpp bench, {bench.asked.experiment}/{run_id}"
+    return median_costs(bench.config, bench.world, traces, elsewhere, source=source)
 
 
-def _table(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for each case and round."""
-    about = {name: found[name] for name in ("experiment", "run_id", "config_sha256")}
-    for case, each in found["cases"].items():
-        for figures in each["rounds"]:
+    about = {name: content[name] for name in ("experiment", "run_id", "config_sha256")}
+    hashes = " ".join(content["latents_sha256"]) if content["same_bits"] else ""
+    for case, values in content["cases"].items():
+        for figures in values["rounds"]:
             plain = {name: value for name, value in figures.items() if name != "ranks"}
-            hashes = " ".join(found["latents_sha256"]) if found["same_bits"] else ""
-            row = {"case": case, "layout": each["layout"], "world": each["world"], **plain}
+            row = {"case": case, "layout": values["layout"], "world": values["world"], **plain}
             yield {**about, **row, "latents_sha256": hashes}
-
-
-def _gib(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else round(num_bytes / _GIB, 4)
 
 
 def _new_folder(above: Path, sha256: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,10 +14,11 @@ from svdpp.bench.ranks import Ranks
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
+from svdpp.diagnostics.chrome_trace import TraceFile
 from svdpp.diagnostics.figures import RunFigures
 from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.supervisor import OpenObserver, no_observer
+from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.world import World, is_member
@@ -30,42 +31,28 @@ from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
     Event,
-    Finished,
     GpuSample,
-    Joined,
     StepDone,
     TransferDone,
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Round:
-    """One measured case of one round; times are by the machine's monotonic clock.
-
-    Args:
-        case: its name.
-        number: of the round, from 0.
-        num_warmups: clips before the measured ones, which is the index of the first measured one.
-        trace: of the measured clips only.
-    """
+    """One measured case of one round, without its warm-up."""
 
     case: str
     number: int
-    num_warmups: int
+    """Of the round, from 0."""
     trace: Trace
-    start_seconds: float = 0.0
-    """Until every rank was ready, with its model loaded."""
-    load_seconds: dict[int, float] = field(default_factory=dict)
-    """The part of that for loading the model, by rank."""
-    latents_sha256: dict[int, str] = field(default_factory=dict)
-    """By clip, counted from the first measured one."""
-    frames_sha256: dict[int, str | None] = field(default_factory=dict)
-    peaks: dict[int, Finished] = field(default_factory=dict)
-    """By rank; includes loading and warm-up."""
-    figures: RunFigures | None = None
-    """For `svdpp report`."""
+    """Clips count from the number of the warm-up clips on."""
+    figures: RunFigures
+    latents_sha256: list[str]
+    """By clip."""
+    frames_sha256: list[str | None]
 
 
+@dataclass
 class Bench:
     """One point of a grid: its cases, and their measured rounds.
 
@@ -76,27 +63,31 @@ class Bench:
             other than 0 measures nothing.
     """
 
-    def __init__(
-        self, asked: BenchConfig, config: PipelineConfig, world: World | None = None
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.asked = asked.resolved(config)
-        self.cases = cases_of(config)
-        check_measurable(
-            asked.targets,
-            self.cases,
-            has_gpu=config.device != "cpu",
-            is_dummy=config.model.is_dummy,
-        )
-        self.rounds: list[Round] = []
-        self.out_of_memory: dict[str, OutOfMemoryError] = {}
-        """The baselines that do not fit on the devices."""
-        self.profile_path: Path | None = None
-        """Of the torch.profiler trace; set it before the rounds end."""
-        self.open_observer: OpenObserver = no_observer
-        """Opens an observer for each round of each case; set it before `run`."""
-        self.requests = [] if is_member(world) else _requests(asked, config)
+    asked: BenchConfig
+    config: PipelineConfig
+    world: World | None = None
+    rounds: list[Round] = field(default_factory=list)
+    out_of_memory: dict[str, OutOfMemoryError] = field(default_factory=dict)
+    """The baselines that do not fit on the devices."""
+    profile_path: Path | None = None
+    """Of the torch.profiler trace; set it before the rounds end."""
+    trace_path: Path | None = None
+    """Of the trace of the pipeline's last round."""
+    open_observer: OpenObserver = no_observer
+    """Opens an observer for each round of each case; set it before `run`."""
+
+    def __post_init__(self) -> None:
+        targets = self.asked.targets
+        is_member_rank = is_member(self.world)
+        self.requests = [] if is_member_rank else _requests(self.asked, self.config)
+        self.asked = self.asked.resolved(self.config)
+        self.cases = cases_of(self.config)
+        has_gpu, is_dummy = self.config.device != "cpu", self.config.model.is_dummy
+        check_measurable(targets, self.cases, has_gpu=has_gpu, is_dummy=is_dummy)
+
+    def rounds_of(self, case: str) -> list[Round]:
+        """The measured rounds of one case."""
+        return [done for done in self.rounds if done.case == case]
 
     def turns(self) -> Iterator[tuple[int, str]]:
         """Round and case, in the order of measurement; each round begins with another case.
@@ -122,63 +113,70 @@ class Bench:
     def run(
         self,
         log: Callable[[str], None],
-        each: Callable[[Round], None],
+        keep: Callable[[Round], None],
         ranks: Ranks | None = None,
     ) -> None:
         """Measures every case once in each round, then profiles the pipeline if requested.
 
+        A baseline's lack of memory is a result; every other error ends the bench.
+
         Args:
             log: takes a line for each measurement.
-            each: takes every measured round of a case.
+            keep: takes every measured round of a case.
             ranks: of `pipelines`; None starts ranks for each pipeline.
-
-        Raises:
-            SvdppError: a case failed; for a baseline, a lack of memory is a result instead.
         """
         ranks = ranks or Ranks(self.pipelines())
         for number, case in self.turns():
-            place = self._place(case, number)
+            title = f"round {number + 1} of {self.asked.measure.repeats}, {case}"
             try:
-                done = self._measure(case, number, ranks)
+                done = self._measure(case, number, ranks, title)
             except OutOfMemoryError as error:
                 if case == PIPELINE or (case != ONE_DEVICE and ranks.end_together):
                     raise
                 self.out_of_memory[case] = error
-                log(f"{place}: {error.message}")
+                log(f"{title}: {error.message}")
                 continue
             self.rounds.append(done)
-            each(done)
-            log(f"{place}: {_words(done.trace)}")
+            keep(done)
+            figures = done.figures
+            clips = f"{figures.clips} clips" if figures.clips > 1 else "1 clip"
+            log(f"{title}: {clips} in {figures.makespan:.2f} s, first after "
+                f"{figures.first_clip:.2f} s")  # fmt: skip
         if self.asked.profile:
             log("one clip under torch.profiler, in a separate run")
             with ranks.at_work() as pipeline:
                 pipeline.run(self.requests[:2])
 
-    def _measure(self, case: str, number: int, ranks: Ranks) -> Round:
+    def _measure(self, case: str, number: int, ranks: Ranks, title: str) -> Round:
         config = self.cases[case]
         # This many clips reach every rank: all replicas, and all decoders of each.
         num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
         num_warmups = self.asked.measure.warmups * num_routes
         warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
-        done = Round(case, number, num_warmups, Trace(config.world_size))
-        recorder = FigureRecorder(config, partial(schedule_of, config), trace=done.trace)
-        listener = _Listener(done, recorder)
         clips = [*warmups, *self.requests]
-        with self.open_observer(
-            self._place(case, number), schedule_of(config, len(clips))
-        ) as progress:
+        listener = _Listener(config, num_warmups)
+        schedule = schedule_of(config, len(clips))
+        with self._trace(case, number) as file, self.open_observer(title, schedule) as progress:
+            observers: list[Observer] = [listener, progress, *file]
             if case == ONE_DEVICE:
-                run_reference(config, clips, observers=(listener, progress, ranks.check_alive))
+                run_reference(config, clips, observers=[*observers, ranks.check_alive])
             else:
-                with ranks.at_work(listener, progress) as pipeline:
+                with ranks.at_work(*observers) as pipeline:
                     if warmups:
                         pipeline.run(warmups)
                     pipeline.run(self.requests)
-        done.figures = recorder.figures()
-        return done
+        return listener.round(case, number)
 
-    def _place(self, case: str, number: int) -> str:
-        return f"round {number + 1} of {self.asked.measure.repeats}, {case}"
+    @contextlib.contextmanager
+    def _trace(self, case: str, number: int) -> Iterator[Sequence[Observer]]:
+        """The observer that writes the trace, if it is of this round."""
+        if self.trace_path is None or (case, number + 1) != (PIPELINE, self.asked.measure.repeats):
+            yield ()
+            return
+        about = {"round": number, "config_sha256": self.asked.sha256}
+        file = TraceFile(self.trace_path, about)
+        yield (file,)
+        file.close()
 
 
 def schedule_of(config: PipelineConfig, num_clips: int) -> Schedule:
@@ -190,37 +188,27 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
-        alike = replace(
+        apart = replace(
             config, split="uniform", replicas=config.world_size, decoders=1, cfg_parallel=1
         )
-        cases[DATA_PARALLEL] = alike
+        cases[DATA_PARALLEL] = apart
     return {**cases, ONE_DEVICE: config.alone()}
 
 
 class _Listener:
     """Records the ranks' events in a round, without the warm-up clips."""
 
-    def __init__(self, done: Round, recorder: FigureRecorder) -> None:
-        self._round, self._recorder = done, recorder
-        self._first = done.num_warmups
-        self._begun = time.monotonic()
+    def __init__(self, config: PipelineConfig, num_warmups: int) -> None:
+        trace = Trace(config.world_size)
+        self._recorder = FigureRecorder(config, partial(schedule_of, config), trace=trace)
+        self._first = num_warmups
+        self._clips: dict[int, ClipDone] = {}
 
     def __call__(self, rank: int, event: Event) -> None:
-        if not self._is_measured(event):
-            return
-        self._recorder(rank, event)
-        match event:
-            case Joined():
-                self._round.start_seconds = time.monotonic() - self._begun
-                self._round.load_seconds[rank] = event.load_seconds
-            case Finished():
-                self._round.peaks[rank] = event
-            case ClipDone():
-                clip = event.clip - self._first
-                self._round.latents_sha256[clip] = event.metadata["latents_sha256"]
-                self._round.frames_sha256[clip] = event.metadata["frames_sha256"]
-            case _:
-                pass
+        if self._is_measured(event):
+            self._recorder(rank, event)
+            if isinstance(event, ClipDone):
+                self._clips[event.clip] = event
 
     def _is_measured(self, event: Event) -> bool:
         match event:
@@ -229,15 +217,29 @@ class _Listener:
             case ActionDone():
                 return event.action.clip >= self._first
             case GpuSample():
-                return bool(self._round.trace.spans)
+                return bool(self._recorder.trace.spans)
             case _:
                 return True
+
+    def round(self, case: str, number: int) -> Round:
+        """What was measured."""
+        figures = self._recorder.figures()
+        assert figures is not None, "a round has a clip"
+        metadata = [clip.metadata for _, clip in sorted(self._clips.items())]
+        return Round(
+            case=case,
+            number=number,
+            trace=self._recorder.trace,
+            figures=figures,
+            latents_sha256=[values["latents_sha256"] for values in metadata],
+            frames_sha256=[values["frames_sha256"] for values in metadata],
+        )
 
 
 def pipelines_of(benches: Sequence[Bench]) -> Iterator[Pipeline]:
     """The pipelines of all points for launched ranks, and a last one in which they wait to end."""
-    for one in benches:
-        yield from one.pipelines()
+    for bench in benches:
+        yield from bench.pipelines()
     yield Pipeline(benches[-1].config)
 
 
@@ -246,9 +248,9 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
         return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
-    found = _inputs(asked.workload, config.sampling)
+    inputs = _inputs(asked.workload, config.sampling)
     requests = [
-        found[clip % len(found)].request(seeds[clip // len(found) % len(seeds)])
+        inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
         for clip in range(count)
     ]
     if asked.workload.prompts is None and isinstance(config.sampling, PromptedSampling):
@@ -275,19 +277,13 @@ def _warm_up(request: ClipRequest) -> ClipRequest:
     return request if request.prompt is None else replace(request, prompt=f"{request.prompt} again")
 
 
-def _words(trace: Trace) -> str:
-    times = trace.summary()
-    clips = f"{times.clips} clips" if times.clips > 1 else "1 clip"
-    return f"{clips} in {times.makespan:.2f} s, first after {times.first_clip:.2f} s"
-
-
 def differing(rounds: Sequence[Round]) -> list[str]:
     """The cases, rounds and clips whose bits differ from the others'; empty if none do."""
-    first = next((each for each in rounds if each.case == ONE_DEVICE), rounds[0])
+    first = next((done for done in rounds if done.case == ONE_DEVICE), rounds[0])
+    expected = list(zip(first.latents_sha256, first.frames_sha256, strict=True))
     return [
-        f"{each.case}, round {each.number + 1}, clip {clip}"
-        for each in rounds
-        for clip, sha256 in sorted(each.latents_sha256.items())
-        if (sha256, each.frames_sha256[clip])
-        != (first.latents_sha256[clip], first.frames_sha256[clip])
+        f"{done.case}, round {done.number + 1}, clip {clip}"
+        for done in rounds
+        for clip, hashes in enumerate(zip(done.latents_sha256, done.frames_sha256, strict=True))
+        if hashes != expected[clip]
     ]

@@ -6,9 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from svdpp.bench.compare import NEGLIGIBLE, interval_from_bound
 from svdpp.bench.names import (
     DATA_PARALLEL,
     FIGURES,
@@ -17,7 +17,6 @@ from svdpp.bench.names import (
     TIME_PARTS,
     is_share,
 )
-from svdpp.bench.noise import NEGLIGIBLE, difference_from_bound
 from svdpp.errors import RequestError
 
 Verdict = Literal["met", "within noise", "missed", "not measured"]
@@ -35,8 +34,7 @@ _NAMES = (*_SPEEDUPS, *FIGURES)
 _BOUND = re.compile(r"(<=|>=|<|>)\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """A bound for one figure of the pipeline."""
 
     name: str
@@ -45,39 +43,25 @@ class Target:
     bound: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A target and the figure that was measured."""
-
-    target: str
-    value: float | None
-    low: float | None
-    """With `high` the range of the true figure at 99.9% confidence, by the spread of the rounds."""
-    high: float | None
-    verdict: Verdict
-
-
 def parse_target(name: str, text: str) -> Target:
     """The target in a line of a configuration, such as `overhead: "<= 1.05"`."""
     figure = _SHORT.get(name, name)
     if figure not in _NAMES:
-        raise RequestError(f"targets: no figure {name!r}", _nearest(name))
-    found = _BOUND.fullmatch(text.strip())
-    if found is None:
+        near = difflib.get_close_matches(name, [*_NAMES, *_SHORT], n=3, cutoff=0.5)
+        did_you_mean = f"did you mean {' or '.join(map(repr, near))}?"
+        hint = did_you_mean if near else f"known: {', '.join(_NAMES)}"
+        raise RequestError(f"targets: no figure {name!r}", hint)
+    parts = _BOUND.fullmatch(text.strip())
+    if parts is None:
         raise RequestError(
             f"targets.{name}: {text!r} is not a bound", 'a bound is ">= 0.95", "< 1.2" or "<= 1%"'
         )
-    sign, number, percent = found.groups()
-    bound = float(number) / (100 if percent else 1)
-    return Target(name=figure, is_upper=sign.startswith("<"), bound=bound)
+    sign, number, percent = parts.groups()
+    return Target(figure, sign.startswith("<"), float(number) / (100 if percent else 1))
 
 
 def check_measurable(
-    targets: Mapping[str, str],
-    cases: Collection[str],
-    *,
-    has_gpu: bool,
-    is_dummy: bool,
+    targets: Mapping[str, str], cases: Collection[str], *, has_gpu: bool, is_dummy: bool
 ) -> None:
     """Checks before a bench that it will measure all figures with a target."""
     for name, text in targets.items():
@@ -95,28 +79,23 @@ def check_measurable(
         raise RequestError(f"targets.{name}: {why}", f"leave targets.{name} out")
 
 
-def outcomes(targets: Mapping[str, str], summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The outcome of each target as plain values, by its name."""
-    return {name: asdict(_outcome(name, text, summary)) for name, text in targets.items()}
-
-
-def missed(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the targets that were missed beyond the noise, or not measured."""
-    return [name for name, each in found.items() if each["verdict"] in ("missed", "not measured")]
-
-
-def _outcome(name: str, text: str, summary: Mapping[str, Any]) -> Outcome:
+def outcome(name: str, text: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A target's value, its range by the spread of the rounds, and the verdict."""
     target = parse_target(name, text)
     value, rounds = _measured(target.name, summary)
+    found: dict[str, Any] = {"target": text, "value": value, "low": None, "high": None}
     if value is None:
-        return Outcome(target=text, value=None, low=None, high=None, verdict="not measured")
-    low, high, is_noise = _range(target, rounds)
-    verdict: Verdict = "missed"
+        return {**found, "verdict": "not measured"}
+    found["low"], found["high"], is_noise = _range(target, value, rounds)
     if value <= target.bound if target.is_upper else value >= target.bound:
-        verdict = "met"
-    elif is_noise:
-        verdict = "within noise"
-    return Outcome(target=text, value=value, low=low, high=high, verdict=verdict)
+        return {**found, "verdict": "met"}
+    return {**found, "verdict": "within noise" if is_noise else "missed"}
+
+
+def missed(outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the targets that were missed beyond the noise, or not measured."""
+    lost = ("missed", "not measured")
+    return [name for name, outcome in outcomes.items() if outcome["verdict"] in lost]
 
 
 def _measured(figure: str, summary: Mapping[str, Any]) -> tuple[float | None, list[float]]:
@@ -125,29 +104,28 @@ def _measured(figure: str, summary: Mapping[str, Any]) -> tuple[float | None, li
         speedup = summary["speedups"].get(_SPEEDUPS[figure])
         return (speedup["over_rounds"], speedup["rounds"]) if speedup else (None, [])
     case = summary["cases"][PIPELINE]
-    rounds = [each[figure] for each in case["rounds"] if each[figure] is not None]
+    rounds = [figures[figure] for figures in case["rounds"] if figures[figure] is not None]
     return case["over_rounds"][figure], rounds
 
 
-def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | None, bool]:
-    """The range of the true figure, and whether it includes the bound."""
+def _range(
+    target: Target, value: float, rounds: list[float]
+) -> tuple[float | None, float | None, bool]:
+    """The range of the true figure, and whether it includes the bound.
+
+    Like a comparison it takes logarithms, but not of shares, which can be 0.
+    """
     if target.name.startswith("peak_"):
         return None, None, False  # the largest of all rounds, and not a mean
-    if is_share(target.name) or not all(value > 0 for value in (target.bound, *rounds)):
-        found = difference_from_bound(target.bound, rounds)
-        if found.low is None or found.high is None:
-            return None, None, True
-        return target.bound + found.low, target.bound + found.high, bool(found.is_noise)
-    # By logarithms, as in a comparison: the geometric mean of the rounds against the bound.
-    found = difference_from_bound(math.log(target.bound), list(map(math.log, rounds)))
-    if found.low is None or found.high is None:  # this case ran out of memory in the other rounds
+    by_ratio = not is_share(target.name) and min(target.bound, *rounds) > 0
+    if by_ratio:
+        bounds = interval_from_bound(math.log(target.bound), [math.log(each) for each in rounds])
+    else:
+        bounds = interval_from_bound(target.bound, rounds)
+    if bounds is None:  # this case ran out of memory in the other rounds
         return None, None, True
-    is_noise = bool(found.is_noise) or abs(found.value) < NEGLIGIBLE
-    return target.bound * math.exp(found.low), target.bound * math.exp(found.high), is_noise
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, [*_NAMES, *_SHORT], n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"known: {', '.join(_NAMES)}"
+    if by_ratio:
+        is_noise = bounds.is_noise or abs(math.log(value / target.bound)) < NEGLIGIBLE
+        low, high = (target.bound * math.exp(bound) for bound in bounds)
+        return low, high, is_noise
+    return target.bound + bounds.low, target.bound + bounds.high, bounds.is_noise

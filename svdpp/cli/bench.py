@@ -92,11 +92,11 @@ def bench(
 
 def _compare(console: Console, a: Path, b: Path) -> None:
     from svdpp.bench.compare import compare
-    from svdpp.cli.bench_report import comparison_record, show_comparison
+    from svdpp.cli.bench_report import show_comparison
 
     found = compare(a, b)
     if console.as_json:
-        console.json(comparison_record(found))
+        console.json(found.to_json())
     else:
         show_comparison(console, a, b, found)
 
@@ -172,13 +172,13 @@ def _measure(
     If this command starts the ranks, the other points are measured even when one fails. Ranks that
     a launcher started end with the first failure.
     """
-    from svdpp.bench.ranks import JoinedRanks
+    from svdpp.bench.ranks import Ranks
     from svdpp.bench.runner import pipelines_of
 
     with contextlib.ExitStack() as stack:
         ranks = None
         if launched is not None:
-            ranks = stack.enter_context(JoinedRanks(pipelines_of(benches)))
+            ranks = stack.enter_context(Ranks(pipelines_of(benches), launched=True))
         found: list[dict[str, Any]] = []
         failures: list[SvdppError] = []
         for index, one in enumerate(benches):
@@ -212,22 +212,21 @@ def _run(
     from svdpp.bench.compare import compare
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results
-    from svdpp.cli.bench_report import comparison_record, show_comparison, show_summary
+    from svdpp.cli.bench_report import show_comparison, show_summary
     from svdpp.cli.progress import Progress
 
     kept = Results(asked.results, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
+    one.trace_path = trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     with kept.failure_recorded(), bench_fields.named():
         one.run(console.info, kept.add, ranks)
     found = kept.finish()
-    if trace is not None:
-        _write_trace(one, trace)
     show_summary(console, found)
     if asked.baseline is not None:
         comparison = compare(asked.baseline, kept.folder)
-        found["baseline"] = comparison_record(comparison)
+        found["baseline"] = comparison.to_json()
         console.result()
         show_comparison(console, asked.baseline, kept.folder, comparison)
     console.result(f"results: {kept.folder}")
@@ -253,16 +252,6 @@ def _headline(one: Bench) -> str:
     if config.device == "cpu" and config.model.dtype != "fp32":
         said += f"; {config.model.dtype} on a CPU says nothing of a GPU"
     return said
-
-
-def _write_trace(one: Bench, path: Path) -> None:
-    """The pipeline's last round."""
-    from svdpp.bench.names import PIPELINE
-    from svdpp.diagnostics.chrome_trace import write_chrome_trace
-
-    last = [each for each in one.rounds if each.case == PIPELINE][-1]
-    about = {"round": last.number, "config_sha256": one.asked.sha256}
-    write_chrome_trace(last.trace, path, about)
 
 
 def _differences(one: Bench) -> list[VerificationError]:

@@ -14,7 +14,7 @@ from svdpp.cli.console import Console
 from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
 from svdpp.cli.help import Page, show_page
-from svdpp.cli.options.declare import flag
+from svdpp.cli.options.declare import declared, flag
 from svdpp.cli.values import convert_without_typer
 from svdpp.launch.world import World, find_world
 
@@ -92,7 +92,7 @@ class Command:
                 flat.append(_parameter(name, self._worded(name, hint), default))
                 continue
             groups[name] = hint
-            kinds_of = get_type_hints(hint, include_extras=True)
+            kinds_of = declared(hint)
             for each in self._offered(hint):
                 value = each.default if default is parameter.empty else getattr(default, each.name)
                 value = parameter.empty if value is MISSING else value

@@ -6,6 +6,7 @@ character in a name reaches a terminal.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,6 +29,7 @@ from svdpp.redaction import one_line, printable, redact, redact_all
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
 _FILE_WIDTH = 1000
+_PAGE_WIDTH = 160
 
 
 class Stdout(RichConsole):
@@ -54,6 +57,7 @@ class Console:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
         set_elsewhere: source of each option that a file or variable sets, by the option's name.
+        records: whether results are kept for a page instead of being printed.
     """
 
     def __init__(
@@ -62,12 +66,16 @@ class Console:
         as_json: bool = False,
         quiet: bool = False,
         set_elsewhere: Mapping[str, str] | None = None,
+        records: bool = False,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
         self._set_elsewhere = set_elsewhere or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
+        if records:
+            nowhere = io.StringIO()
+            self.out = Stdout(highlight=False, record=True, file=nowhere, width=_PAGE_WIDTH)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
@@ -85,6 +93,14 @@ class Console:
             sys.stdout.flush()
         except BrokenPipeError:
             self.out.on_broken_pipe()
+
+    def write_page(self, path: Path) -> None:
+        """Writes all recorded results as one self-contained HTML page."""
+        from svdpp.media import output_files
+
+        page = self.out.export_html()
+        with output_files.atomic_output(str(path), ".html") as temporary:
+            temporary.write_text(page, encoding="utf-8", errors="replace")
 
     def info(self, text: str) -> None:
         """Prints a remark; folded on a terminal unless it contains a command to copy."""
@@ -104,7 +120,7 @@ class Console:
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
         for row in rows:
             table.add_row(*map(one_line, row))
-        if self.out.is_terminal:
+        if self.out.is_terminal or self.out.record:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
             Stdout(highlight=False, width=_FILE_WIDTH).print(table)

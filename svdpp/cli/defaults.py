@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -118,6 +118,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.costs import SecondsOptions
+    from svdpp.cli.options.declare import declared
     from svdpp.cli.options.forecast import ForecastOptions
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
@@ -135,11 +136,11 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     )
     known = {}
     for group in groups:
-        for each in fields(group):
-            kind, option = get_args(each.type)[:2]
+        for field, hint in declared(group).items():
+            kind, option = get_args(hint)[:2]
             for name in getattr(option, "names", ()):
                 if name.startswith("--"):
-                    known[name[2:]] = each.name, kind
+                    known[name[2:]] = field, kind
     return known
 
 

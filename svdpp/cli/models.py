@@ -44,15 +44,16 @@ def describe(family: str) -> dict[str, Any]:
     """A family: its pipelines, inputs, schedulers, and parameters with their defaults."""
     from svdpp.models.engine.rows import ROWS
 
-    sampling = SAMPLING_CLASSES[family]()
-    common = ("height", "width", "num_frames", "fps", "num_inference_steps")
-    about: dict[str, Any] = {
+    row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
+    common = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
+    classes = {"text": row.text, "an image": row.image}
+    return {
         "family": family,
-        "title": "Stable Video Diffusion",
-        "pipelines": ["StableVideoDiffusionPipeline"],
-        "inputs": ["an image"],
-        "schedulers": ["EulerDiscreteScheduler"],
-        "defaults": {name: getattr(sampling, name) for name in common},
+        "title": row.title,
+        "pipelines": [name for name in classes.values() if name is not None],
+        "inputs": [what for what, name in classes.items() if name is not None],
+        "schedulers": list(row.schedulers),
+        "defaults": {name: getattr(sampling, name) for name in common if hasattr(sampling, name)},
         "parameters": {
             name: {
                 **{"default": param.default, "default_in_words": param.shown_default},
@@ -61,16 +62,6 @@ def describe(family: str) -> dict[str, Any]:
             for name, param in own_params(type(sampling)).items()
         },
     }
-    if (row := ROWS.get(family)) is not None:
-        classes = {"text": row.text, "an image": row.image}
-        about |= {
-            "title": row.title,
-            "pipelines": [name for name in classes.values() if name is not None],
-            "inputs": [what for what, name in classes.items() if name is not None],
-            "schedulers": list(row.schedulers),
-        }
-        about["defaults"] |= {"guidance_scale": sampling.guidance_scale}
-    return about
 
 
 def _print_one(console: Console, about: dict[str, Any]) -> None:

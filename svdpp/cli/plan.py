@@ -171,7 +171,7 @@ def _with_memory(
 
     if sampling.measures_chunk:
         raise RequestError(
-            "--decode-chunk-size auto needs a device to measure on, and a plan has none",
+            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
             "give a number, such as --decode-chunk-size 4",
         )
     asked = PipelineConfig(

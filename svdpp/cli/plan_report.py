@@ -336,14 +336,10 @@ def _row_json(row: Row) -> dict[str, Any]:
     forecast = row.forecast
     if forecast is None:
         return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
-    if row.layout is not None:
-        what = _facts(row.layout)
-    else:
-        assert row.offload is not None
-        what = {"description": str(row.offload), "move_seconds": row.offload.move_seconds}
+    assert row.layout is not None
     return {
         "name": row.name,
         "note": row.note or None,
-        "layout": what | {"peak_gib": row.peak_gib},
+        "layout": _facts(row.layout) | {"peak_gib": row.peak_gib},
         "forecast": _details(forecast, row.seconds_per_clip),
     }

@@ -6,22 +6,21 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from svdpp.cli import rank_count
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.plan_choice import experts_of
-from svdpp.cli.request import needs_image, pipeline_config
+from svdpp.cli.request import experts_of, needs_image, pipeline_config
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
@@ -29,32 +28,20 @@ from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 
 if TYPE_CHECKING:
-    from svdpp.diagnostics.cost_profile import Profile
-    from svdpp.plan.costs import Costs
+    from svdpp.plan.costs import Costs, PerRank
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(OverwriteOptions):
     """Inputs, number of repeats, and output file of a measurement."""
 
-    out: Annotated[
-        Path,
-        option(
-            *("--out", "-o"),
-            panel=COSTS,
-            metavar="FILE",
-            help="Output file.",
-        ),
-    ] = Path("costs.json")
-    repeats: Annotated[
-        int,
-        option(
-            "--repeats",
-            panel=COSTS,
-            metavar="N",
-            help="Number of clips to measure after the warm-up; the result is their median.",
-        ),
-    ] = 3
+    out: Path = setting(COSTS, "FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
+    repeats: int = setting(
+        COSTS,
+        "N",
+        "Number of clips to measure after the warm-up; the result is their median.",
+        default=3,
+    )
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -96,9 +83,10 @@ def profile(
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and the memory of each
-    part. All ranks work at the same time, as in a run. On the CPU they share its cores, so the
-    costs hold for this number of ranks and threads. Other commands read the file by --costs.
+    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
+    cores, so the costs hold for this number of ranks and threads. Other commands read the file by
+    --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
     config = _measured(launched, ranks, model, sampling)
@@ -163,78 +151,59 @@ def _measure(
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    open_observer = partial(Progress, console, costs=config.costs)
-    profiled = measure(
-        config, repeats=repeats, log=console.info, open_observer=open_observer, prompt=prompt
+    costs, expert_steps = measure(
+        config,
+        repeats=repeats,
+        source=f"measured by: {redact(typed())}",
+        log=console.info,
+        open_observer=partial(Progress, console, costs=config.costs),
+        prompt=prompt,
     )
-    costs = profiled.costs(redact(typed()))
     output_files.write_json(path, costs.to_json())
     if console.as_json:
         console.json(costs.to_json())
     else:
-        _print(console, profiled, costs)
+        _print(console, costs, expert_steps)
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
 
 
-def _print(console: Console, profiled: Profile, costs: Costs) -> None:
+def _print(console: Console, costs: Costs, expert_steps: tuple[float, ...]) -> None:
     from svdpp.media.disk_space import size
 
     console.result(f"{costs.name}, on {costs.device}")
     console.result()
-    seconds = {
-        "encode": profiled.encode_seconds,
-        "denoise": None,
-        "decode": profiled.decode_seconds,
-        "write": profiled.write_seconds,
-    }
     rows = [
-        (
-            "step" if part == "denoise" else part,
-            _ms(profiled.step_seconds if part == "denoise" else [seconds[part] or 0.0]),
-            _gib(profiled.weight_bytes.get(part)),
-            _gib(profiled.work_bytes.get(part)),
-        )
-        for part in seconds
-        if part == "denoise" or seconds[part]
+        ("encode", costs.encode_seconds, costs.encode_weights_gib, costs.encode_work_gib),
+        ("step", costs.step_seconds, costs.denoise_weights_gib, costs.denoise_work_gib),
+        ("decode", costs.decode_seconds, costs.decode_weights_gib, costs.decode_work_gib),
+        ("write", costs.write_seconds, None, None),
     ]
-    console.table(("part", "ms", "weights GiB", "work GiB"), rows)
+    console.table(
+        ("part", "ms", "weights GiB", "work GiB"),
+        [
+            (part, _ms(seconds), *("-" if gib is None else f"{gib:.3f}" for gib in memory))
+            for part, seconds, *memory in rows
+            if seconds
+        ],
+    )
     if isinstance(costs.step_seconds, tuple):
         console.result("step: one time for each rank, since they differ")
-    if profiled.expert_step_seconds:
-        experts = zip(EXPERTS, profiled.expert_step_seconds, strict=True)
-        times = ", ".join(f"{name} {_ms([seconds])} ms" for name, seconds in experts)
+    if expert_steps:
+        experts = zip(EXPERTS, expert_steps, strict=True)
+        times = ", ".join(f"{name} {_ms(seconds)} ms" for name, seconds in experts)
         console.result(f"step of each expert: {times}; the file does not tell them apart")
-    for transfer in profiled.transfers:
+    if costs.packet_bytes:
         console.result(
-            f"transfer {transfer.source} -> {transfer.target}: "
-            f"{transfer.latency_seconds * 1000:.2f} ms and "
-            f"{transfer.bytes_per_second / 1e9:.2f} GB/s"
+            f"transfer of a packet, {size(int(costs.packet_bytes))}: "
+            f"{_ms(costs.transfer_seconds)} ms"
         )
-    between = costs.inter_host_transfer_seconds
-    if between is not None:
-        console.result(
-            f"a packet's transfer between hosts: {between * 1000:.2f} ms, within one: "
-            f"{costs.transfer_seconds * 1000:.2f} ms"
-        )
-    if costs.offload_gib_per_second is not None:
-        console.result(
-            f"weights to the device and back: {costs.offload_gib_per_second:.1f} GiB/s, for the "
-            "forecast of diffusers' model offload"
-        )
-    if profiled.transfers:
-        console.result(f"one packet of a clip: {size(profiled.packet_bytes)}")
-    if profiled.config.device == "cpu":
-        console.info(
-            "work on the CPU: growth of the process's resident memory, including what malloc keeps"
-        )
+    if (between := costs.inter_host_transfer_seconds) is not None:
+        console.result(f"the same between hosts: {_ms(between)} ms")
 
 
-def _ms(seconds: list[float]) -> str:
+def _ms(seconds: PerRank) -> str:
     """One time, or one for each rank."""
-    return " ".join(f"{each * 1000:.1f}" for each in seconds)
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**30:.3f}"
+    times = seconds if isinstance(seconds, tuple) else (seconds,)
+    return " ".join(f"{each * 1000:.1f}" for each in times)

@@ -1,29 +1,24 @@
-"""`svdpp report`: what limits a finished run, and what would make it faster."""
+"""`svdpp report`: what limits a finished run or bench, and what would make it faster."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, option
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from svdpp.bench.compare import Ratio
-    from svdpp.bench.report import BenchReport, CaseReport
-    from svdpp.diagnostics.advice import Advice
-    from svdpp.diagnostics.diagnosis import Diagnosis
-    from svdpp.diagnostics.figures import RankFigures, RunFigures
-    from svdpp.diagnostics.run_report import RunReport
+    from svdpp.bench.report import BenchReport
+    from svdpp.diagnostics.figures import RankFigures
+    from svdpp.diagnostics.report import Diagnosis, RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +33,9 @@ class ReportOptions:
             show_default=False,
         ),
     ]
-    html: Annotated[
-        Path | None,
-        option(
-            "--html",
-            panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Also write the report as one page.",
-            default="write none",
-        ),
-    ] = None
-
-
-_Report = TypeVar("_Report", "BenchReport", "RunReport")
-_FORECASTS = {
-    "before": "before the start",
-    "after_first_clip": "after the first clip",
-    "afterwards": "by all measured costs",
-}
+    html: Path | None = setting(
+        DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
+    )
 
 
 @command(
@@ -72,45 +52,42 @@ def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> N
     each rank's time went, which rank limits the others and why, how much memory was left, and how
     good the forecasts were; of a bench also its noise and its targets.
     """
-    from svdpp.bench import report as of_bench
+    from svdpp.bench.report import BenchReport, is_bench, read_bench_report
     from svdpp.cli.trace_outputs import check_target
-    from svdpp.diagnostics import run_report as of_run
+    from svdpp.diagnostics.report import read_report
 
     check_target("--html", options.html, ".html")
-    if of_bench.is_bench(options.folder):
-        bench = of_bench.read_bench_report(options.folder)
-        _answer(console, options, answer, bench, of_bench.write_page, _print_bench)
+    found: BenchReport | RunReport
+    if is_bench(options.folder):
+        found = read_bench_report(options.folder)
     else:
-        run = of_run.with_speeds(of_run.read_report(options.folder))
-        _answer(console, options, answer, run, of_run.write_page, _print_run)
+        found = read_report(options.folder, counts_flops=True)
 
+    def show(console: Console) -> None:
+        if isinstance(found, BenchReport):
+            _print_bench(console, found)
+        else:
+            _print_run(console, found)
 
-def _answer(
-    console: Console,
-    options: ReportOptions,
-    answer: AnswerOptions,
-    found: _Report,
-    write_page: Callable[[_Report, Path], None],
-    show: Callable[[Console, _Report], None],
-) -> None:
     if options.html is not None:
-        write_page(found, options.html)
+        page = Console(records=True)
+        show(page)
+        page.write_page(options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")
     if answer.as_json:
         console.json(found.to_json())
     else:
-        show(console, found)
+        show(console)
 
 
 def _print_run(console: Console, found: RunReport) -> None:
     states = ", ".join(f"{number} {state}" for state, number in found.states.items())
     console.result(f"clips: {states or 'none'}")
     for clip in found.lost:
-        console.result(f"  {clip.output or '(no clip)'}: {clip.why}")
-    console.result(found.times)
-    if found.diagnosis is not None:
-        console.result()
-        _print_ranks(console, found.diagnosis.figures)
+        console.result(f"  {clip['output'] or '(no clip)'}: {clip['why']}")
+    if found.diagnosis is None:
+        console.result("times: none, because the run was killed, made no clip, or left no figures")
+    else:
         _print_diagnosis(console, found.diagnosis, "run")
 
 
@@ -124,20 +101,13 @@ def _print_bench(console: Console, found: BenchReport) -> None:
     else:
         show_summary(console, dict(found.summary))
     for case in found.cases:
-        _print_case(console, case)
+        if case.diagnosis is not None:
+            console.result(f"\n{case.name}, round {case.round + 1}, whose makespan is the median")
+            _print_diagnosis(console, case.diagnosis, "round")
     if found.noise:
         console.result("\nNoise: an equal bench would have figures in this range")
-        rows = [(each.name, f"{each.a:.4g}", _range(each)) for each in found.noise]
-        console.table(("figure", "measured", "times, in 99.9%"), rows)
-
-
-def _print_case(console: Console, case: CaseReport) -> None:
-    if case.diagnosis is None:
-        return
-    console.result(f"\n{case.name}, round {(case.round or 0) + 1}, whose makespan is the median")
-    console.result(case.diagnosis.times)
-    _print_ranks(console, case.diagnosis.figures)
-    _print_diagnosis(console, case.diagnosis, "round")
+        rows = [(ratio.name, f"{ratio.a:.4g}", _range(ratio)) for ratio in found.noise]
+        console.table(("figure", "measured", "times"), rows)
 
 
 def _range(ratio: Ratio) -> str:
@@ -145,39 +115,26 @@ def _range(ratio: Ratio) -> str:
 
 
 def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
+    console.result(found.times)
+    console.result()
+    columns = ("rank", "steps", "compute", "wait", "transfer", "idle", "step", "encode", "decode")
+    console.table((*columns, "write"), map(_row, found.figures.ranks))
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
         console.result(f"  {finding.text}{lost}")
     if found.advice:
-        _print_advice(console, found.advice)
+        console.result("\nWhat would help")
+    for advice in found.advice:
+        console.result(f"  {'; '.join(filter(None, (advice.text, advice.note)))}")
+        if advice.command:
+            console.result(f"    {advice.command}")
     console.result()
-    for line in found.gpu_lines:
+    for line in [*found.device_lines, *filter(None, [str(found.speeds)])]:
         console.result(line)
-    if str(found.speeds):
-        console.result(str(found.speeds))
-    for room in found.head_rooms:
-        names = ", ".join(map(str, room.ranks))
-        console.result(
-            f"memory of rank {names}: peak {room.peak_bytes / 2**30:.1f} of "
-            f"{room.total_bytes / 2**30:.1f} GiB, {room.free_share:.0%} left"
-        )
-    errors = [f"{_FORECASTS[name]} {error:+.0%}" for name, error in found.forecast_errors.items()]
-    if errors:
-        console.result(f"the {what} took, against its forecast: {', '.join(errors)}")
-
-
-def _print_advice(console: Console, advice: Sequence[Advice]) -> None:
-    console.result("\nWhat would help")
-    for each in advice:
-        console.result(f"  {each.text}")
-        if each.command:
-            console.result(f"    {each.command}")
-
-
-def _print_ranks(console: Console, figures: RunFigures) -> None:
-    columns = ("rank", "steps", "compute", "wait", "transfer", "idle", "step", "encode", "decode")
-    console.table((*columns, "write"), map(_row, figures.ranks))
+    if found.forecast_error is not None:
+        error = f"{found.forecast_error:+.0%}"
+        console.result(f"the {what} took, against the forecast by all measured costs: {error}")
 
 
 def _row(rank: RankFigures) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,8 @@ from svdpp.cli.options.layout import LayoutOptions, Memory, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.plan_choice import PlanChoice, experts_of
-from svdpp.cli.rank_count import without_world
-from svdpp.config import PipelineConfig
+from svdpp.cli.rank_count import default_world, joined_world, without_world
+from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 
@@ -28,8 +27,8 @@ class PipelineOptions:
 
     Args:
         launched: the launcher's world; None: this command starts the ranks.
-        device: as decided by `RankOptions.device_for`.
         on_cpu: default number of ranks that share the CPU, or one GPU.
+        device_as_for: the model by which `--device auto` is decided; empty: the own one.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
         time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
@@ -41,73 +40,113 @@ class PipelineOptions:
     sampling: SamplingOptions
     layout: LayoutOptions
     experts: ShareOptions
-    device: str
     from_image: bool
     on_cpu: int = 2
+    device_as_for: str = ""
     default_split: str | None = None
     time_scale: float | None = None
 
-    def __post_init__(self) -> None:
-        if (scale := self.time_scale) is None:
-            return
-        if not self.model.is_dummy:
-            raise RequestError("--time-scale works only with the dummy model", "leave --model out")
-        if not (math.isfinite(scale) and scale > 0):
-            raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
-
     @cached_property
-    def plan(self) -> PlanChoice:
-        """The number of ranks, and how they share the work."""
-        sampled = self.sampling.to_config(self.model, from_image=self.from_image)
-        experts = experts_of(
-            self.model.to_config(self.device, sampled.family),
-            sampled,
-            share=self.experts.share_experts,
-        )
-        layout = self.layout
-        if experts is None and self.default_split and not layout.given:
-            layout = replace(layout, split=self.default_split)
-        elif experts is not None and layout.must_divide and not layout.split:
-            layout = replace(layout, split="balanced")
-        return PlanChoice(
-            launched=self.launched,
-            layout=layout,
-            experts=experts,
-            world=self.ranks.world,
-            on_cpu=self.on_cpu,
-            steps=sampled.num_inference_steps,
-            family=sampled.family,
-            device=self.device,
-        )
+    def device(self) -> str:
+        """The name of the device, where `auto` is decided."""
+        return self.ranks.device_for(self.device_as_for or self.model.model)
 
-    def config(
-        self, num_clips: int | None, *, memory: Memory | None = None, **more: Any
-    ) -> tuple[PipelineConfig, str]:
-        """The configuration, and a remark on the choice of the layout; "" for none.
 
-        `num_clips` and `memory` are as in `LayoutOptions.settings`; `more` are further fields.
-        """
-        sleeps = self.time_scale is not None
-        shape, why = self.plan.settings(
-            num_clips=num_clips,
-            decodes=sleeps or not self.model.is_dummy,
-            memory=memory,
+def resolve(
+    options: PipelineOptions,
+    num_clips: int | Callable[[int], int] | None,
+    *,
+    memory: Memory | None = None,
+    **more: Any,
+) -> tuple[PipelineConfig, str]:
+    """The configuration, and a remark on the choice of the layout; "" for none.
+
+    Args:
+        options: of the command.
+        num_clips: of the run, or a function of its number of ranks; None if only another process
+            knows it.
+        memory: tells `--layout auto` what fits; None: everything fits.
+        more: further fields of the configuration.
+    """
+    model, scale = options.model, options.time_scale
+    _check_scale(scale, is_dummy=model.is_dummy)
+    sampled = options.sampling.to_config(model, from_image=options.from_image)
+    experts = experts_of(
+        model.to_config(options.device, sampled.family),
+        sampled,
+        share=options.experts.share_experts,
+    )
+    layout = options.layout
+    if experts is None and options.default_split and not layout.given:
+        layout = replace(layout, split=options.default_split)
+    elif experts is not None and layout.must_divide and not layout.split:
+        layout = replace(layout, split="balanced")
+    steps, world_size = sampled.num_inference_steps, options.ranks.world
+    world_size = joined_world(options.launched, world_size)
+    if world_size is None:
+        divide, size = layout.must_divide, layout.cfg_parallel or 1
+        on_cpu = max(size, options.on_cpu)
+        world_size = default_world(
+            options.device, steps, on_cpu=on_cpu, divide=divide, multiple=size
         )
-        if self.time_scale is not None:
-            # Transfers and files take their real time.
-            shape["costs"] = shape["costs"].scaled(self.time_scale)
-        config = pipeline_config(
-            self.launched,
-            self.ranks,
-            self.model,
-            self.sampling,
-            device=self.device,
-            plan={**shape, **more},
-            from_image=self.from_image,
-            family=self.plan.family,
-            dummy_sleeps=sleeps,
-        )
-        return config, why
+    shape, why = layout.settings(
+        num_steps=steps,
+        world_size=world_size,
+        num_clips=num_clips(world_size) if callable(num_clips) else num_clips,
+        decodes=scale is not None or not model.is_dummy,
+        ranks_per_host=None if options.launched is None else options.launched.ranks_per_host,
+        memory=memory,
+        experts=experts,
+        family=sampled.family,
+    )
+    if scale is not None:  # transfers and files take their real time
+        shape["costs"] = shape["costs"].scaled(scale)
+    config = pipeline_config(
+        options.launched,
+        options.ranks,
+        model,
+        options.sampling,
+        device=options.device,
+        # `auto` may let a rank hold both experts although the options do not.
+        plan={"world_size": world_size, **(experts or {}), **shape, **more},
+        from_image=options.from_image,
+        family=sampled.family,
+        dummy_sleeps=scale is not None,
+    )
+    return config, why
+
+
+def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
+    if scale is not None and not is_dummy:
+        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
+
+
+def experts_of(
+    model: ModelConfig, sampling: SamplingConfig, *, share: bool
+) -> dict[str, Any] | None:
+    """The fields of a `PipelineConfig` for a model with two experts; None for other models.
+
+    Args:
+        model: its configs are read, and downloaded if needed.
+        sampling: decides at which step the model changes its expert.
+        share: whether one rank may hold both.
+    """
+    boundary = None
+    if sampling.family != "svd":
+        from svdpp.models.checkpoint import find_checkpoint
+
+        checkpoint = find_checkpoint(model, weights=False)
+        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
+    if boundary is None:
+        if share:
+            raise RequestError(
+                "--share-experts is for models with two experts, such as Wan 2.2 A14B",
+                "leave it out",
+            )
+        return None
+    return {"expert_boundary": boundary, "share_experts": share}
 
 
 def pipeline_config(
@@ -125,7 +164,7 @@ def pipeline_config(
     """One checked configuration of all options."""
     if launched is not None and sampling.measures_chunk:  # another host's rank may decode
         raise RequestError(
-            "--decode-chunk-size auto measures before ranks start, and torchrun has started them",
+            "--decode-chunk-size auto is chosen before ranks start, and torchrun has started them",
             "give a number of frames",
         )
     family = family or model.family

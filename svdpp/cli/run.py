@@ -18,6 +18,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.repeated_run import given_options
+from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
     announce_look,
@@ -89,21 +90,20 @@ def run(
     from svdpp.media.output_files import locked
 
     inputs, sampling = without_other_seeds(context, inputs, sampling)
-    asked = RunRequest(
+    options = PipelineOptions(
         launched=launched,
-        inputs=inputs,
-        prompts=prompts,
-        output=output,
-        sampling=sampling,
-        model=model,
         ranks=ranks,
+        model=model,
+        sampling=sampling,
         layout=layout,
         experts=experts,
+        from_image=bool(inputs.inputs),
     )
+    asked = RunRequest(options=options, inputs=inputs, prompts=prompts, output=output)
     asked.check()
     if launched is None and not output.dry_run:
         # The fork server imports torch at the same time as this process.
-        fork_server.start_early(family=model.family, device=ranks.device_for(model.model))
+        fork_server.start_early(family=model.family, device=options.device)
     found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
@@ -118,8 +118,8 @@ def run(
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, outputs)
         console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
-        options = given_options(context, output.place().folder)
-        _make(console, asked, pipeline, clips, refused, outputs, options)
+        given = given_options(context, output.place().folder)
+        _make(console, asked, pipeline, clips, refused, outputs, given)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
@@ -187,9 +187,7 @@ def _perform(
         costs=pipeline.config.costs,
         forecasts=asked.knows_costs,
     )
-    recorder = RunRecorder(
-        pipeline, clips.requests, pipeline.config.costs if asked.knows_costs else None
-    )
+    recorder = RunRecorder(pipeline, clips.requests)
     with progress, manifest:
         for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
             pipeline.observe(observer)
@@ -229,7 +227,7 @@ def _planned(
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy)
     announce_look(console, config, policy, num_there)
-    pipeline = asked.pipeline(fit_chunk(console, asked.sampling, config), outputs)
+    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), outputs)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:

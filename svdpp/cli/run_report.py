@@ -94,7 +94,7 @@ def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
 
 def announce_report(console: Console, manifest: Path) -> None:
     """Announces what limits the run and what to try, and the command that shows all of it."""
-    from svdpp.diagnostics.run_report import read_report
+    from svdpp.diagnostics.report import read_report
 
     with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
         report = read_report(manifest)
@@ -105,7 +105,7 @@ def announce_report(console: Console, manifest: Path) -> None:
 
 def utilisation(manifest: Path) -> dict[str, Any] | None:
     """TFLOP/s and MFU of the run's ranks, as in its report; None if it has left no figures."""
-    from svdpp.diagnostics.run_report import read_report
+    from svdpp.diagnostics.report import read_report
     from svdpp.diagnostics.utilisation import Speeds, speeds_of
 
     with contextlib.suppress(SvdppError):

@@ -11,15 +11,12 @@ import typer
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
-from svdpp.cli.request import PipelineOptions
+from svdpp.cli.request import PipelineOptions, resolve
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import is_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,47 +36,47 @@ _SAME_SHAPE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """All option groups of a run, and the world of its launcher; None without a launcher."""
+    """What `svdpp run` is asked for: the options of the pipeline, and those of its clips."""
 
-    launched: World | None
+    options: PipelineOptions
     inputs: InputOptions
     prompts: PromptOptions
     output: OutputOptions
-    sampling: SamplingOptions
-    model: ModelOptions
-    ranks: RankOptions
-    layout: LayoutOptions
-    experts: ShareOptions
 
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of each photograph's clips."""
-        return parse_seeds(self.sampling.seed, self.inputs.seeds)
+        return parse_seeds(self.options.sampling.seed, self.inputs.seeds)
 
     @cached_property
     def policy(self) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
-        is_restarted = self.launched is not None and self.launched.restarts > 0
+        is_restarted = self.options.launched is not None and self.options.launched.restarts > 0
         return self.output.policy(is_restarted=is_restarted)
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
-        self._sampling()
         self.output.check()
+        assert self._sampling  # it and the seeds are checked when they are made
         assert self.seeds
-        if self.model.is_dummy:
+        if self.options.model.is_dummy:
             raise RequestError(
                 "the dummy model makes no video files",
                 "use --model demo, or svdpp simulate, which runs the dummy model",
             )
-        if self.output.dry_run and self.launched is not None:
+        launched = self.options.launched
+        if self.output.dry_run and launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
                 "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
-        if self.inputs.inputs and not is_member(self.launched) and not self.inputs.keep_going:
+        if (
+            self.inputs.inputs
+            and not is_member(self.options.launched)
+            and not self.inputs.keep_going
+        ):
             self._check_names(self.inputs.inputs)
 
     def _check_names(self, inputs: Sequence[str]) -> None:
@@ -98,7 +95,7 @@ class RunRequest:
         """
         from svdpp.media.inputs import ClipInput
 
-        if is_member(self.launched):
+        if is_member(self.options.launched):
             return [], []
         photographs, problems = self._photographs()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
@@ -130,46 +127,37 @@ class RunRequest:
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none."""
-        device = self.ranks.device_for(self.model.model)
-        options = PipelineOptions(
-            launched=self.launched,
-            ranks=self.ranks,
-            model=self.model,
-            sampling=self.sampling,
-            layout=self.layout,
-            experts=self.experts,
-            device=device,
-            from_image=self._from_image,
+        options, device = self.options, self.options.device
+        memory = partial(
+            _memory_of_devices, options.model.to_config(device), self._sampling, device
         )
-        weights = self.model.to_config(device)
-        memory = partial(_memory_of_devices, weights, self._sampling(), device)
-        known = None if self.launched else num_clips
-        config, why = options.config(known, memory=memory)
+        config, why = resolve(options, None if options.launched else num_clips, memory=memory)
         if num_clips:
-            why = why or self.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
+            is_real = self.knows_costs
+            why = why or options.layout.remark(config.layout, num_clips, is_real=is_real)
         return config, why
 
     @property
     def knows_costs(self) -> bool:
         """Whether the costs fit the model and the device; the published ones are of SVD on GPUs."""
-        is_svd = self.model.family == "svd" and self.model.model != DEMO_MODEL
-        on_gpu = self.ranks.device_for(self.model.model) != "cpu"
-        return (is_svd and on_gpu) or self.layout.costs is not None
+        model, layout = self.options.model, self.options.layout
+        is_svd = model.family == "svd" and model.model != DEMO_MODEL
+        return (is_svd and self.options.device != "cpu") or layout.costs is not None
 
     @property
     def command_to_go_on(self) -> str:
         """The command that continues the run after an interruption."""
-        drawn = RANDOM_SEED in (self.sampling.seed, self.inputs.seeds)
+        drawn = RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
         return to_go_on(self.seeds[0] if drawn else None)
 
     def remarks(self, found: Sequence[ClipInput]) -> list[str]:
         """Remarks on a drawn seed and on stretched photographs."""
         remarks = []
-        if RANDOM_SEED in (self.sampling.seed, self.inputs.seeds):
+        if RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds):
             remarks.append(
                 f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
             )
-        config = self._sampling()
+        config = self._sampling
         shape = config.width / config.height
         stretched = [
             photo
@@ -201,12 +189,10 @@ class RunRequest:
             trace_clips=_TRACE_CLIPS if outputs is None or outputs.timeline is None else None,
         )
 
-    @property
-    def _from_image(self) -> bool:
-        return bool(self.inputs.inputs)
-
+    @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.sampling.to_config(self.model, from_image=self._from_image)
+        options = self.options
+        return options.sampling.to_config(options.model, from_image=options.from_image)
 
 
 def without_other_seeds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,16 +17,14 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, image_use
+from svdpp.cli.request import PipelineOptions, image_use, resolve
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    import socket
-
     from svdpp.config import PipelineConfig, SamplingConfig
+    from svdpp.serve.auth import Keys
     from svdpp.serve.build import ServerSettings
-    from svdpp.serve.keys import Keys
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
@@ -76,7 +75,7 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
-    from svdpp.serve.address import check_host
+    from svdpp.serve.auth import check_host
 
     sizes = service.all_sizes(sampling.to_config(model))
     _check_extra()
@@ -89,7 +88,6 @@ def serve(
             sampling=sampling,
             layout=layout,
             experts=experts,
-            device=ranks.device_for(model.model),
             # Ranks for clips from photographs also make clips from text, if the model allows both.
             from_image=image_use(model) != "refused",
             default_split=_SPLIT,
@@ -113,9 +111,8 @@ def _serve(
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.launch import fork_server
-    from svdpp.serve.address import bind
 
-    with bind(asked.host, asked.port) as bound:
+    with _bind(asked.host, asked.port) as bound:
         config, why = _config(asked, options)
         if options.launched is None:
             family = None if options.model.is_dummy else options.model.family
@@ -134,7 +131,7 @@ def _settings(
     config: PipelineConfig,
     layout: LayoutOptions,
 ) -> ServerSettings:
-    from svdpp.plan.costs import find_costs
+    from svdpp.config.files import find_costs
     from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import Retention
@@ -186,7 +183,8 @@ def _run(
 
 def _config(asked: ServeOptions, options: PipelineOptions) -> tuple[PipelineConfig, str]:
     """The configuration, and a remark on the layout; "" for none."""
-    return options.config(
+    return resolve(
+        options,
         None if options.launched else _MANY_CLIPS,
         heartbeat_timeout_seconds=asked.heartbeat_timeout,
     )
@@ -229,9 +227,7 @@ def _announce(
     keys: Keys | None,
 ) -> None:
     """Says where the server is, and on a terminal how to send the first clip."""
-    from svdpp.serve.address import url_of
-
-    url, ranks = url_of(bound), counted(config.world_size, "rank")
+    url, ranks = _url_of(bound), counted(config.world_size, "rank")
     console.info(
         f"serving {config.model.name} at {url} with {ranks} on {config.device}; data in "
         f"{str(asked.data)!r}"
@@ -267,7 +263,7 @@ def _check_extra() -> None:
 
 
 def _create_key(console: Console, name: str, path: Path | None) -> None:
-    from svdpp.serve.keys import add_key
+    from svdpp.serve.auth import add_key
 
     if path is None:
         raise RequestError("--new-key needs --api-key-file", "add --api-key-file keys.txt")
@@ -277,3 +273,32 @@ def _create_key(console: Console, name: str, path: Path | None) -> None:
     else:
         console.info(f"added to {str(path)!r}; the key itself is not stored:")
         console.result(key)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet; port 0 takes a free one."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"--host {host!r} is not found: {reason}") from error
+    family, kind, protocol, _, address = addresses[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise RequestError(
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            f"--port {port + 1} or --port 0 takes another one" if port else "",
+            details={"host": host, "port": port},
+        ) from error
+    return bound
+
+
+def _url_of(bound: socket.socket) -> str:
+    """The address for a browser."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -15,7 +15,7 @@ from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
@@ -100,13 +100,12 @@ def simulate(
         sampling=sampling,
         layout=layout,
         experts=experts,
-        device=ranks.device_for(model.model),
         from_image=needs_image(model),
         on_cpu=4,
         time_scale=time_scale,
     )
-    num_clips = clips.at_least_one(2 * options.plan.world_size())
-    config, why = options.config(num_clips)
+    config, why = resolve(options, lambda world_size: clips.at_least_one(2 * world_size))
+    num_clips = clips.at_least_one(2 * config.world_size)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
         console.info(why)
@@ -115,7 +114,7 @@ def simulate(
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
     _show(console, pipeline, recorder)
@@ -155,14 +154,14 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
-    from svdpp.diagnostics.time_breakdown import overrun
+    from svdpp.diagnostics.report import overrun
     from svdpp.diagnostics.utilisation import speeds_of
 
-    measured, forecast = pipeline.trace.summary(), pipeline.forecast()
-    reason = overrun(pipeline.trace, forecast, pipeline.forecast_costs())
+    measured, forecast, figures = pipeline.trace.summary(), pipeline.forecast(), recorder.figures()
+    reason = "" if figures is None else overrun(figures, forecast.makespan)
     if reason:
         console.info(f"warning: {reason}")
-    speeds = speeds_of(recorder.figures())
+    speeds = speeds_of(figures)
     if console.as_json:
         content = _to_json(pipeline, measured, forecast, speeds)
         console.json({**content, "overrun": reason or None})

@@ -12,14 +12,14 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, option
+from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image
+from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.run_report import labels
 from svdpp.cli.verify_report import difference, end_one, end_several, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -53,46 +53,28 @@ class ProofOptions(ClipOptions):
             show_default="a photograph that comes with svdpp",
         ),
     ] = None
-    tolerance: Annotated[
-        float,
-        option(
-            "--tolerance",
-            panel=DIAGNOSTICS,
-            metavar="ATOL",
-            help="Largest difference that counts as equal; 0 requires equal bits.",
-        ),
-    ] = 0.0
-    inject_fault: Annotated[
-        str | None,
-        option(
-            "--inject-fault",
-            panel=DIAGNOSTICS,
-            metavar="FAULT",
-            help="Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 "
-            "changes one number by one ULP (the next float), skip@rank1.clip0 skips a step. The "
-            "first rank and clip are 0.",
-        ),
-    ] = None
-    report: Annotated[
-        Path | None,
-        option(
-            "--report",
-            panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Write verdict, checks, frames of both runs and their difference as one page.",
-        ),
-    ] = None
-
-    image: Annotated[
-        Path | None,
-        option(
-            "--image",
-            panel=DIAGNOSTICS,
-            metavar="PATH",
-            help="For finished clips: their photograph, or the folder that contains it.",
-            default="the path in the clip's metadata, or beside the clip",
-        ),
-    ] = None
+    tolerance: float = setting(
+        DIAGNOSTICS,
+        "ATOL",
+        "Largest difference that counts as equal; 0 requires equal bits.",
+        default=0.0,
+    )
+    inject_fault: str | None = setting(
+        DIAGNOSTICS,
+        "FAULT",
+        "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
+        "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
+        "clip are 0.",
+    )
+    picture: Path | None = setting(
+        DIAGNOSTICS, "FILE.png", "Draw frames of both runs and their difference."
+    )
+    image: Path | None = setting(
+        DIAGNOSTICS,
+        "PATH",
+        "For finished clips: their photograph, or the folder that contains it.",
+        shown="the path in the clip's metadata, or beside the clip",
+    )
 
     def __post_init__(self) -> None:
         if not self.tolerance >= 0:
@@ -103,9 +85,9 @@ class ProofOptions(ClipOptions):
     examples=(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
-        "svdpp verify photo.jpg --gpus 4 --split dithered --report proof.html",
+        "svdpp verify photo.jpg --gpus 4 --split dithered --picture proof.png",
     ),
-    common=("world", "model", "clips", "steps", "split", "num_frames", "report", "as_json"),
+    common=("world", "model", "clips", "steps", "split", "num_frames", "picture", "as_json"),
     without=("checksum",),
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU 2",
@@ -139,7 +121,7 @@ def verify(
     from svdpp.verification.clip_files import are_clips
 
     log.open(console, launched)
-    trace_outputs.check_target("--report", proof.report, ".html")
+    trace_outputs.check_target("--picture", proof.picture, ".png")
     inputs = proof.inputs or []
     if are_clips(inputs):
         _refuse_without_effect(context)
@@ -161,10 +143,10 @@ def verify(
         layout=layout,
         experts=experts,
         # `auto` may take the CPU for every model: a proof need not be fast.
-        device=ranks.device_for(DEMO_MODEL),
+        device_as_for=DEMO_MODEL,
         from_image=from_image,
     )
-    config, why = options.config(None if launched else len(requests))
+    config, why = resolve(options, None if launched else len(requests))
     if is_member(launched):
         _serve(console, config, launched, proof.inject_fault)
         return
@@ -242,7 +224,7 @@ def _compare(
     from svdpp.cli.progress import Progress
     from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification import verify as proof
-    from svdpp.verification.report import write_report
+    from svdpp.verification.picture import draw_differences
     from svdpp.worker.fault_injection import InjectedFault
 
     num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
@@ -262,18 +244,13 @@ def _compare(
         with Progress(console, "sequential", theirs, labels=names) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
-        if asked.report is not None:
-            about = {
-                "tolerance": f"{asked.tolerance:g}",
-                "injected fault": asked.inject_fault or "none",
-            }
-            write_report(asked.report, verdict, config, requests, folder, about, conditions)
+        if asked.picture is not None:
+            draw_differences(asked.picture, verdict, config, folder)
+            console.info(f"picture: {asked.picture}")
     if console.as_json:
-        console.json(verdict.to_json())
+        console.json({**verdict.to_json(), "conditions": conditions})
     else:
         print_verdict(console, verdict)
-    if asked.report is not None:
-        console.info(f"report: {asked.report}")
     if not verdict.equal:
         raise VerificationError(difference(verdict))
 
@@ -289,10 +266,10 @@ def _refuse_without_effect(context: typer.Context) -> None:
         for parameter in context.command.params
         if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
     }
-    if "report" in given:
+    if "picture" in given:
         raise RequestError(
-            "--report shows the frames of two runs, but a finished clip has only their hash",
-            "verify the photograph: svdpp verify PHOTO --report FILE.html",
+            "--picture shows the frames of two runs, but a finished clip has only their hash",
+            "verify the image: svdpp verify IMAGE --picture FILE.png",
         )
     if given:
         raise RequestError(

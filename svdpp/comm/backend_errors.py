@@ -27,10 +27,6 @@ def named(what: str) -> Iterator[None]:
 
     Memory that runs out and errors of the GPU are the rank's own: only the rest is a
     `BrokenLinkError`, which the parent may trace back to another rank.
-
-    Raises:
-        OutOfMemoryError, DeviceError, BrokenLinkError: see above.
-        TransportError: a packet was refused.
     """
     try:
         yield

@@ -57,11 +57,7 @@ class Packet:
 
 
 def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes:
-    """The description of a packet's tensors, with the bytes of those in host memory.
-
-    Raises:
-        ValueError: a dtype that packets do not carry.
-    """
+    """The description of a packet's tensors, with the bytes of those in host memory."""
     entries, in_host_memory = [], []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -82,11 +78,7 @@ def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a packet, each in memory of its own: a view could be misaligned.
-
-    Raises:
-        TransportError: description and payload do not fit.
-    """
+    """The tensors of a packet, each in memory of its own: a view could be misaligned."""
     text, _, rest = description.partition(b"\n")
     try:
         entries = [

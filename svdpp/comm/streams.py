@@ -52,11 +52,7 @@ def wait_for_queue(device: torch.device) -> None:
 
 
 class SideStream:
-    """A stream beside the one that denoises, used by one thread for its whole life.
-
-    Args:
-        device: of the rank.
-    """
+    """A stream beside the one that denoises, used by one thread for its whole life."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,9 +73,7 @@ class SideStream:
     def to_host(self, tensor: torch.Tensor, after: Mark = None) -> torch.Tensor:
         """`tensor` in (pinned) host memory, complete; the tensor itself if it is there already.
 
-        Args:
-            tensor: kept alive by the caller until this returns.
-            after: behind which the tensor is complete.
+        `after` is the point behind which the tensor is complete; the caller keeps it alive.
         """
         if tensor.is_cpu:
             return tensor

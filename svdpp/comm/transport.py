@@ -232,7 +232,6 @@ class Transport:
                 clip=clip,
                 next_step=next_step,
                 sequence=link.next_sequence(),
-                checksum=self._checksum,
             )
             description = _receive_bytes(header.description_bytes, link)
             payload = self._receive_payload(link, header)

@@ -149,6 +149,7 @@ class SvdSampling(CommonSampling):
     """
 
     latent_axes: ClassVar[str] = "BFCHW"
+    from_image: ClassVar[bool] = True
 
     family: Literal["svd"] = "svd"
     num_inference_steps: Steps = DEFAULT_NUM_STEPS
@@ -309,6 +310,14 @@ class WanSampling(PromptedSampling):
         ),
     ] = None
     max_sequence_length: Tokens = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaceSampling(WanSampling):
+    """The parameters of diffusers' `WanVACEPipeline`, with defaults."""
+
+    family: Literal["wan_vace"] = "wan_vace"  # type: ignore[assignment]
+    conditioning_scale: Annotated[float, within(0, 10, "Weight of the reference image.")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

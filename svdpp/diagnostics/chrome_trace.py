@@ -8,15 +8,13 @@ reads one without the closing bracket, so the file of a killed run is of use.
 
 from __future__ import annotations
 
-import heapq
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from svdpp.driver.trace import Placed, Placement, StepSpan, Trace, TransferSpan, WaitSpan
+from svdpp.driver.trace import Placed, Placement, StepSpan, TransferSpan, WaitSpan
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
@@ -26,31 +24,6 @@ from svdpp.worker.messages import ActionDone, Event, GpuSample, Heartbeat, Joine
 _COMPUTE = 0
 
 _TraceEvent = dict[str, Any]
-
-
-def write_chrome_trace(trace: Trace, path: Path, about: Mapping[str, Any]) -> None:
-    """Writes `trace` as JSON, one event per line.
-
-    Args:
-        trace: of a run, finished or not.
-        path: of the file; replaced if it exists.
-        about: plain values that describe the run; arguments of the first event.
-    """
-    events = [_about(about), *trace_events(trace)]
-    with output_files.atomic_output(str(path), ".json") as temporary, temporary.open("w") as file:
-        file.write("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
-
-
-def trace_events(trace: Trace) -> list[_TraceEvent]:
-    """The names of all tracks, then all events by their start; time 0 is the first start."""
-    placed: list[Placed] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
-    maker = _Maker(min((each.start for each in placed), default=0.0))
-    names = [event for rank in range(trace.world_size) for event in maker.rank(rank, trace.devices)]
-    events = [event for each in placed for event in maker.events(each)]
-    names += [event for event in events if event["ph"] == "M"]
-    # Of two events with the same start the longer one contains the other, and must come first.
-    timed = [event for event in events if event["ph"] != "M"]
-    return [*names, *sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0)))]
 
 
 class TraceFile:
@@ -70,7 +43,6 @@ class TraceFile:
         self._head = [_about(about)]
         self._maker = _Maker(time.monotonic() if begin is None else begin)
         self._placement = Placement()
-        self._queues: dict[int, _Queue] = defaultdict(_Queue)
         self._memory: dict[int, float] = {}
         self._file: TextIO | None = None
         self._error: OSError | None = None
@@ -103,7 +75,7 @@ class TraceFile:
 
     def _made(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
         if isinstance(event, Joined):
-            yield from self._maker.rank(rank, {rank: event.device})
+            yield from self._maker.rank(rank, event.device)
         elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
             mib = round(event.memory_bytes / 2**20, 1)
             if self._memory.get(rank) != mib:
@@ -115,8 +87,6 @@ class TraceFile:
                 yield self._maker.counter(rank, name, when, **values)
         for each in self._placement.place(rank, event):
             yield from self._maker.events(each)
-            for when, depth in self._queues[rank].depths(each):
-                yield self._maker.counter(rank, "waiting", when, packets=depth)
 
     def _write(self, events: Iterable[_TraceEvent]) -> None:
         lines = ",\n".join(map(json.dumps, events))
@@ -131,34 +101,6 @@ class TraceFile:
         self._file.flush()  # what is written stays, even if this process is killed
 
 
-class _Queue:
-    """One rank's packets that have arrived and wait for their work to start."""
-
-    def __init__(self) -> None:
-        self._arrivals: list[tuple[float, int]] = []
-        """Times and clips; a heap."""
-        self._waiting: list[int] = []
-        """Clips, in the order of arrival."""
-
-    def depths(self, placed: Placed) -> Iterator[tuple[float, int]]:
-        """Times and depths until the end of an action: until there all arrivals are known."""
-        if isinstance(placed, TransferSpan) and placed.direction == "recv":
-            heapq.heappush(self._arrivals, (placed.end, placed.clip))
-        elif isinstance(placed, Span):
-            yield from self._until(placed.start)
-            clip = placed.action.clip
-            while clip in self._waiting:  # packets before it belong to lost clips
-                self._waiting = self._waiting[self._waiting.index(clip) + 1 :]
-                yield placed.start, len(self._waiting)
-            yield from self._until(placed.end)
-
-    def _until(self, end: float) -> Iterator[tuple[float, int]]:
-        while self._arrivals and self._arrivals[0][0] <= end:
-            when, clip = heapq.heappop(self._arrivals)
-            self._waiting.append(clip)
-            yield when, len(self._waiting)
-
-
 class _Maker:
     """Makes events, one measurement at a time; keeps what later events refer to."""
 
@@ -166,10 +108,9 @@ class _Maker:
         self._begin = begin
         self._tracks: dict[tuple[int, str, int], int] = {}
 
-    def rank(self, rank: int, devices: Mapping[int, str]) -> Iterator[_TraceEvent]:
+    def rank(self, rank: int, device: str) -> Iterator[_TraceEvent]:
         """The names of a rank's process and of its first track."""
-        name = f"rank {rank} ({devices.get(rank, '')})"
-        yield _metadata(rank, _COMPUTE, "process_name", name=name)
+        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({device})")
         yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
         yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
 
@@ -206,10 +147,11 @@ class _Maker:
         ready = start - transfer.waited
         if transfer.waited > 0:
             yield self._complete(rank, track, "wait for receiver", "wait", ready, start, {})
+        sender, receiver = (rank, transfer.peer) if is_send else (transfer.peer, rank)
         yield {
             "ph": "s" if is_send else "f",
             **({} if is_send else {"bp": "e"}),
-            "id": self._arrow(transfer),
+            "id": f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}",
             "pid": rank,
             "tid": track,
             "name": "transfer",
@@ -224,12 +166,6 @@ class _Maker:
         name = f"{'from' if direction == 'recv' else 'to'} rank {peer}"
         yield _metadata(rank, track, "thread_name", name=name)
         yield _metadata(rank, track, "thread_sort_index", sort_index=track)
-
-    def _arrow(self, transfer: TransferSpan) -> str:
-        """The same text at both ends of a transfer, and at no other."""
-        ends = transfer.rank, transfer.peer
-        sender, receiver = ends if transfer.direction == "send" else ends[::-1]
-        return f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}"
 
     def _complete(
         self,

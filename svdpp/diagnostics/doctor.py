@@ -13,20 +13,23 @@ import numpy as np
 
 from svdpp.config import (
     DEMO_MODEL,
+    DUMMY_MODEL,
+    ClipRequest,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
     SvdSampling,
     sampling_defaults,
 )
-from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.memory_estimate import estimate_ranks
+from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
+from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import gpus, process_group
-from svdpp.media import output_files, video
+from svdpp.media import disk_space, output_files, video
+from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 from svdpp.models.free_memory import available_bytes
 
 _GIB = 2**30
@@ -128,12 +131,33 @@ def _transfers(examination: Examination) -> str:
     _needs(examination, "temporary folder")
     if examination.config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
-    transfers = rank_probe.measure_transfers(examination.config)
-    slowest = max(transfers, key=lambda transfer: transfer.latency_seconds)
-    narrowest = min(transfer.bytes_per_second for transfer in transfers)
-    where = f"{slowest.source} -> {slowest.target}"
-    worst = "" if len(transfers) == 1 else f"{len(transfers)} pairs, at worst "
-    return f"{worst}{where}: {slowest.latency_seconds * 1000:.2f} ms, {narrowest / 1e9:.2f} GB/s"
+    config = _dummy_run(examination.config)
+    trace, pipeline = Trace(config.world_size), Pipeline(config)
+    pipeline.observe(trace.add)
+    with pipeline:
+        pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
+    arrived = [packet for packet in trace.transfers if packet.direction == "recv" and packet.clip]
+    slowest = max(arrived, key=lambda packet: packet.end - packet.start)
+    milliseconds = (slowest.end - slowest.start) * 1000
+    return (
+        f"{len(config.layout.links)} links with checksums, at worst {slowest.peer} -> "
+        f"{slowest.rank}: {disk_space.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
+    )
+
+
+def _dummy_run(config: PipelineConfig) -> PipelineConfig:
+    """The ranks of `config`, each with one step of the dummy model."""
+    return PipelineConfig(
+        world_size=config.world_size,
+        model=ModelConfig(name=DUMMY_MODEL),
+        sampling=SvdSampling(num_inference_steps=config.world_size),
+        device=config.device,
+        num_threads=config.num_threads,
+        checksum=True,
+        timeout_seconds=config.timeout_seconds,
+        start_timeout_seconds=config.start_timeout_seconds,
+        allow_mixed_devices=config.allow_mixed_devices,
+    )
 
 
 def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
@@ -168,7 +192,9 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    num_weights = family_of(examination.checkpoint).check_weights(examination.checkpoint)
+    from svdpp.models.engine.load import check_weights  # imports diffusers: seconds
+
+    num_weights = check_weights(examination.checkpoint)
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 
@@ -211,12 +237,13 @@ def _determinism(examination: Examination) -> str:
         sampling = SvdSampling(num_inference_steps=1, **sampling_defaults(DEMO_MODEL))
         config = replace(config.alone(), model=demo, sampling=sampling, expert_boundary=None)
     device = "cuda:0" if config.device == "cuda" else config.device
-    config, checkpoint = resolve(replace(config, world_size=1, device=device))
-    if not rank_probe.repeats_bits(config, checkpoint):
-        raise VerificationError(
-            f"one step of the {config.model.name} model done twice gives different bits"
-        )
-    return f"one step of the {config.model.name} model twice, bitwise equal ({config.model.dtype})"
+    config = replace(config, world_size=1, device=device, decode=False)
+    with Pipeline(config) as pipeline:
+        first, second = pipeline.run(example_requests(config, 1) * 2)
+    name = config.model.name
+    if first.metadata["latents_sha256"] != second.metadata["latents_sha256"]:
+        raise VerificationError(f"one clip of the {name} model made twice has different bits")
+    return f"one clip of the {name} model twice, bitwise equal ({config.model.dtype})"
 
 
 #: Hints by check, for errors without one.

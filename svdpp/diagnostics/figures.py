@@ -1,21 +1,20 @@
-"""The figures that a run leaves in its manifest for `svdpp report`, and its head-room."""
+"""The figures that a run leaves in its manifest, and a bench in its rounds, for `svdpp report`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.layout import Layout, Split
 
 #: Checked when they are read back, because a manifest is untrusted input.
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Amount = Seconds
+Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 AtLeastOne = Annotated[int, Field(ge=1, le=10**6)]
 
@@ -23,16 +22,12 @@ AtLeastOne = Annotated[int, Field(ge=1, le=10**6)]
 _SAME_SPEED = 1.1
 
 
-class _Checked:
-    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
-
-
 @dataclass(frozen=True, kw_only=True)
-class WorkFigures(_Checked):
+class WorkFigures:
     """How often a rank did one kind of work, and the mean seconds of it."""
 
     count: Count = 0
-    mean_seconds: Seconds = 0.0
+    mean_seconds: Amount = 0.0
 
     @property
     def seconds(self) -> float:
@@ -41,7 +36,7 @@ class WorkFigures(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuFigures(_Checked):
+class GpuFigures:
     """What NVML said of a rank's GPU, once a second from its start to its end; None: nothing.
 
     Clocks are those of samples in which the GPU had work: an idle GPU lowers its clock.
@@ -63,19 +58,20 @@ class GpuFigures(_Checked):
     """For each reason, the part of the samples in which it lowered the clock."""
 
     def __str__(self) -> str:
-        mean = f"{self.mean_utilisation:.0%}" if self.mean_utilisation is not None else "?"
-        peak = f"{self.peak_utilisation:.0%}" if self.peak_utilisation is not None else "?"
-        known = [
-            f"load {mean} (at most {peak})",
-            *_known(self.mean_watts, "{:.0f} W"),
-            *_known(self.peak_celsius, "at most {:.0f} C"),
-            *_known(self.mean_sm_mhz, "{:.0f} MHz"),
-        ]
-        return ", ".join(known)
+        patterns = {
+            "load {:.0%}": self.mean_utilisation,
+            "{:.0f} W": self.mean_watts,
+            "at most {:.0f} C": self.peak_celsius,
+            "{:.0f} MHz": self.mean_sm_mhz,
+        }
+        known = [text.format(value) for text, value in patterns.items() if value is not None]
+        return ", ".join(
+            [*known, *(f"{why} in {part:.0%}" for why, part in self.throttled.items())]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures(_Checked):
+class RankFigures:
     """One rank's part of a run, in seconds and bytes; None where it is not known."""
 
     rank: Count
@@ -85,26 +81,31 @@ class RankFigures(_Checked):
     start: Count = 0
     end: Count = 0
     """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
-    wall: Seconds
-    compute: Seconds
-    wait: Seconds = 0.0
-    transfer: Seconds = 0.0
-    idle: Seconds = 0.0
-    """The parts of `wall`, as in `TimeBreakdown`."""
-    photograph_wait: Seconds = 0.0
-    packet_wait: Seconds = 0.0
-    send_wait: Seconds = 0.0
-    writer_wait: Seconds = 0.0
+    wall: Amount
+    """From the first start to the last end of any rank's work."""
+    compute: Amount
+    wait: Amount = 0.0
+    """Blocked without a transfer: by a neighbour, or by an image or file that is not ready."""
+    transfer: Amount = 0.0
+    """Blocked while a packet was arriving; transfers during the denoising do not count."""
+    idle: Amount = 0.0
+    """Before its first wait or work, and after its last."""
+    photograph_wait: Amount = 0.0
+    packet_wait: Amount = 0.0
+    send_wait: Amount = 0.0
+    writer_wait: Amount = 0.0
     """All waits by their causes; `packet_wait` includes `transfer`."""
-    step: WorkFigures = field(default_factory=WorkFigures)
-    encode: WorkFigures = field(default_factory=WorkFigures)
-    decode: WorkFigures = field(default_factory=WorkFigures)
-    write: WorkFigures = field(default_factory=WorkFigures)
+    step: WorkFigures = WorkFigures()
+    encode: WorkFigures = WorkFigures()
+    decode: WorkFigures = WorkFigures()
+    write: WorkFigures = WorkFigures()
     """Writing clips, in a thread beside the other work."""
-    p95_step_seconds: Seconds = 0.0
-    load_seconds: Seconds = 0.0
-    cpu_seconds: Seconds | None = None
+    p95_step_seconds: Amount = 0.0
+    load_seconds: Amount = 0.0
+    cpu_seconds: Amount | None = None
     """Of the process while it computed, all threads together."""
+    allocated_bytes: Count | None = None
+    """Peak of tensors; None on the CPU."""
     peak_bytes: Count | None = None
     """Peak memory on its device; for a CPU rank, of the process."""
     device_bytes: Count | None = None
@@ -113,25 +114,18 @@ class RankFigures(_Checked):
     """Ranks with the same one share `device_bytes`."""
     gpu: GpuFigures | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class ForecastFigures(_Checked):
-    """What the run was expected to take, in seconds from the first action; None if unknown."""
-
-    before: Seconds | None = None
-    """By the costs that the run assumed at its start."""
-    after_first_clip: Seconds | None = None
-    """By the costs measured until the first clip was done."""
-    afterwards: Seconds | None = None
-    """By each rank's own mean costs of the whole run."""
+    @property
+    def unaccounted(self) -> float:
+        """What is in none of the four parts of `wall`, each of which is measured on its own."""
+        return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFigures(_Checked):
+class RunFigures:
     """What a run measured."""
 
     schema_version: int = 1
-    ranks: tuple[RankFigures, ...]
+    ranks: Annotated[tuple[RankFigures, ...], Field(min_length=1)]
     clips: AtLeastOne
     """Clips that the ranks worked on in this run."""
     num_steps: AtLeastOne
@@ -147,17 +141,18 @@ class RunFigures(_Checked):
     """GPUs that the run could use; 0 without."""
     frames: Count = 0
     decode_chunk_size: Count = 0
-    start_seconds: Seconds = 0.0
+    start_seconds: Amount = 0.0
     """From the start of the ranks until the last of them was ready."""
-    makespan: Annotated[float, Field(gt=0, le=1e9)]
-    first_clip: Seconds
-    seconds_per_clip: Seconds
-    bubble: Seconds
-    write_tail: Seconds = 0.0
+    makespan: Annotated[Amount, Field(gt=0)]
+    first_clip: Amount
+    seconds_per_clip: Amount
+    bubble: Amount
+    write_tail: Amount = 0.0
     """Between the last action of a rank and the last written clip."""
-    transfer_seconds: Seconds = 0.0
+    transfer_seconds: Amount = 0.0
     """Mean of one transfer, at its receiver."""
-    forecast: ForecastFigures = field(default_factory=ForecastFigures)
+    forecast_seconds: Amount | None = None
+    """What the same actions take at each rank's own mean costs; None if that is unknown."""
     model: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The fields of `ModelConfig` and `SamplingConfig`, to count FLOPs."""
@@ -177,18 +172,17 @@ class RunFigures(_Checked):
     @property
     def costs(self) -> Costs:
         """The measured costs, for each rank where their speeds differ."""
-        stepped = [each.step.mean_seconds for each in self.ranks if each.step.count]
+        steps = [rank.step for rank in self.ranks]
+        stepped = [step.mean_seconds for step in steps if step.count]
         if not stepped:
             raise RequestError("no step was measured")
-        mean = _mean_of([each.step for each in self.ranks])
-        if max(stepped) <= _SAME_SPEED * min(stepped):
-            slowness = [1.0] * self.world_size
-        else:
-            slowness = [(each.step.mean_seconds or mean) / mean for each in self.ranks]
+        slowness = [1.0] * self.world_size
+        if max(stepped) > _SAME_SPEED * min(stepped):
+            slowness = [(step.mean_seconds or _mean(steps)) / _mean(steps) for step in steps]
         return Costs(
-            step_seconds=_by_rank([each.step for each in self.ranks], slowness),
-            encode_seconds=_by_rank([each.encode for each in self.ranks], slowness),
-            decode_seconds=_by_rank([each.decode for each in self.ranks], slowness),
+            step_seconds=_by_rank(steps, slowness),
+            encode_seconds=_by_rank([rank.encode for rank in self.ranks], slowness),
+            decode_seconds=_by_rank([rank.decode for rank in self.ranks], slowness),
             transfer_seconds=self.transfer_seconds,
             source="measured by svdpp run",
             device=self.ranks[0].device,
@@ -210,11 +204,9 @@ class RunFigures(_Checked):
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values, with the costs as in a costs file."""
-        values = _rounded(asdict(self))
-        try:
-            return {**values, "costs": _rounded(self.costs.to_json())}
-        except RequestError:
-            return {**values, "costs": None}
+        has_stepped = any(rank.step.count for rank in self.ranks)
+        costs = self.costs.to_json() if has_stepped else None
+        return {**_rounded(asdict(self)), "costs": _rounded(costs)}
 
 
 _FIGURES = TypeAdapter(RunFigures)
@@ -225,41 +217,32 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
     values = manifest.get("measured")
     if values is None:
         return None
+    if isinstance(values, dict) and values.get("schema_version", 1) != 1:
+        raise InputError(f"{where}: the run's figures are of another version of svdpp")
     try:
-        figures = _FIGURES.validate_python(values)
+        return _FIGURES.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         what = f"{place} {describe_fault(first)}"
         raise InputError(f"{where}: the run's figures are damaged: {what}") from error
-    if figures.schema_version != 1 or not figures.ranks:
-        raise InputError(f"{where}: the run's figures are of another version of svdpp")
-    return figures
 
 
-def _known(value: float | None, pattern: str) -> list[str]:
-    return [] if value is None else [pattern.format(value)]
-
-
-def _by_rank(works: list[WorkFigures], slowness: list[float]) -> PerRank:
+def _by_rank(works: Sequence[WorkFigures], slowness: Sequence[float]) -> PerRank:
     """Mean seconds of one kind of work on each rank; a single number for ranks of equal speed.
 
     A rank without such work would take as long as the others, times its own slowness.
     """
     if len(set(slowness)) == 1:
-        return _mean_of(works)
-    done = [(work, slow) for work, slow in zip(works, slowness, strict=True) if work.count]
-    at_mean_speed = [work.mean_seconds / slow for work, slow in done]
-    usual = sum(at_mean_speed) / len(at_mean_speed) if done else 0.0
-    return tuple(
-        work.mean_seconds if work.count else usual * slow
-        for work, slow in zip(works, slowness, strict=True)
-    )
+        return _mean(works)
+    pairs = list(zip(works, slowness, strict=True))
+    at_mean_speed = [work.mean_seconds / slow for work, slow in pairs if work.count]
+    usual = sum(at_mean_speed) / max(1, len(at_mean_speed))
+    return tuple(work.mean_seconds if work.count else usual * slow for work, slow in pairs)
 
 
-def _mean_of(works: list[WorkFigures]) -> float:
-    count = sum(work.count for work in works)
-    return sum(work.seconds for work in works) / count if count else 0.0
+def _mean(works: Sequence[WorkFigures]) -> float:
+    return sum(work.seconds for work in works) / max(1, sum(work.count for work in works))
 
 
 def _rounded(value: Any) -> Any:
@@ -267,9 +250,9 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
+        return [_rounded(item) for item in value]
     return value
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
-from svdpp.diagnostics.gpu_samples import GpuSums
-from svdpp.diagnostics.time_breakdown import TimeBreakdown, time_breakdown
+from svdpp.diagnostics.figures import GpuFigures, RankFigures, RunFigures, WorkFigures
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.driver.trace import MeanCosts, RankStats, Trace
+from svdpp.driver.trace import RankStats, Trace
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
@@ -35,6 +32,72 @@ from svdpp.worker.messages import (
 
 # The times of longer runs are those of their last clips.
 _KEPT_CLIPS = 1000
+# A GPU with less load than this may lower its clock because it has no work.
+_BUSY = 0.5
+_SAMPLED = ("utilisation", "memory_bytes", "watts", "celsius", "sm_mhz")
+
+Interval = tuple[float, float]
+
+
+class GpuSums:
+    """Adds up the samples of one rank's GPU, which come at equal intervals, in constant memory."""
+
+    def __init__(self) -> None:
+        self._totals: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._peaks: dict[str, float] = {}
+        self._throttled: Counter[str] = Counter()
+        self._num_samples = 0
+        self._first: GpuSample | None = None
+        self._last: GpuSample | None = None
+        self._joules_by_power = 0.0
+
+    def add(self, sample: GpuSample) -> None:
+        """Adds a sample."""
+        self._num_samples += 1
+        for name in _SAMPLED:
+            value = getattr(sample, name)
+            is_idle = sample.utilisation is not None and sample.utilisation < _BUSY
+            if value is None or (name == "sm_mhz" and is_idle):
+                continue
+            self._totals[name] += value
+            self._counts[name] += 1
+            self._peaks[name] = max(value, self._peaks.get(name, value))
+        self._throttled.update(sample.throttled)
+        before = self._last
+        if before is not None and before.watts is not None and sample.watts is not None:
+            # The trapezoidal rule.
+            mean = (before.watts + sample.watts) / 2
+            self._joules_by_power += mean * (sample.when - before.when)
+        self._first, self._last = self._first or sample, sample
+
+    def figures(self) -> GpuFigures | None:
+        """Mean, peak and energy so far; None without a sample."""
+        if self._first is None:
+            return None
+        means = {name: self._totals[name] / count for name, count in self._counts.items()}
+        return GpuFigures(
+            samples=self._num_samples,
+            mean_utilisation=means.get("utilisation"),
+            peak_utilisation=self._peaks.get("utilisation"),
+            peak_memory_bytes=self._peaks.get("memory_bytes"),  # type: ignore[arg-type]
+            mean_watts=means.get("watts"),
+            peak_watts=self._peaks.get("watts"),
+            peak_celsius=self._peaks.get("celsius"),
+            mean_sm_mhz=means.get("sm_mhz"),
+            peak_sm_mhz=self._peaks.get("sm_mhz"),
+            joules=self._joules(),
+            throttled={why: count / self._num_samples for why, count in self._throttled.items()},
+        )
+
+    def _joules(self) -> float | None:
+        """The GPU's own energy counter if it has one, else its power summed up over time."""
+        assert self._first is not None
+        assert self._last is not None
+        first, last = self._first.joules, self._last.joules
+        if first is not None and last is not None and last >= first:
+            return last - first
+        return self._joules_by_power if self._counts["watts"] > 1 else None
 
 
 @dataclass
@@ -42,15 +105,14 @@ class _Reported:
     """What one rank has reported."""
 
     load_seconds: float = 0.0
-    uuid: str | None = None
-    """Of its GPU."""
-    has_started: bool = False
+    started: Started | None = None
     compute: float = 0.0
     cpu: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
     write: WorkFigures = field(default_factory=WorkFigures)
     gpu: GpuSums = field(default_factory=GpuSums)
-    peak_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 class FigureRecorder:
@@ -58,8 +120,7 @@ class FigureRecorder:
 
     Args:
         config: of the ranks, resolved.
-        schedule: what the ranks do to make this many clips, for forecasts; None if it is unknown.
-        assumed: costs for a forecast before the first step; None if none fit the model.
+        schedule: what the ranks do to make this many clips, for a forecast; None if it is unknown.
         trace: gets the events; None: one that keeps the last clips.
     """
 
@@ -67,30 +128,24 @@ class FigureRecorder:
         self,
         config: PipelineConfig,
         schedule: Callable[[int], Schedule | None],
-        assumed: Costs | None = None,
         trace: Trace | None = None,
     ) -> None:
+        self.trace = trace or Trace(config.world_size, _KEPT_CLIPS)
         self._config = config
         self._schedule = schedule
-        self._assumed = assumed
-        self._begun = time.monotonic()
-        self._ready = self._begun
+        self._begun = self._ready = time.monotonic()
         self._last_written: float | None = None
-        self._means = MeanCosts()
-        self._early_costs: Costs | None = None
         self._reported: dict[int, _Reported] = defaultdict(_Reported)
-        self._trace = trace or Trace(config.world_size, _KEPT_CLIPS)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
-        self._means.add(event)
-        self._trace.add(rank, event)
+        self.trace.add(rank, event)
         reported = self._reported[rank]
         match event:
             case GpuSample():
                 reported.gpu.add(event)
             case Started():
-                reported.uuid, reported.has_started = event.uuid, True
+                reported.started = event
             case Joined():
                 reported.load_seconds = event.load_seconds
                 self._ready = time.monotonic()
@@ -100,33 +155,27 @@ class FigureRecorder:
                 for cause, seconds in event.waits.items():
                     reported.waits[cause] += seconds
             case ClipDone():
-                reported.write = _with(reported.write, event.write_seconds)
-                self._see_clip()
+                count, seconds = reported.write.count + 1, reported.write.seconds
+                mean = (seconds + event.write_seconds) / count
+                reported.write = WorkFigures(count=count, mean_seconds=mean)
+                self._last_written = time.monotonic()
             case Finished():
-                reported.peak_bytes = event.reserved_bytes
+                reported.allocated_bytes = event.allocated_bytes
+                reported.reserved_bytes = event.reserved_bytes
             case _:
                 pass
 
-    def _see_clip(self) -> None:
-        self._last_written = time.monotonic()
-        if self._early_costs is None and self._means.has_stepped:
-            self._early_costs = self._means.costs_like(self._config.costs)
-
     def figures(self) -> RunFigures | None:
         """The figures so far; None if no rank has done an action."""
-        trace = self._trace
-        if not trace.spans:
+        if not self.trace.spans:
             return None
-        measured, stats = trace.summary(), trace.rank_stats()
-        config = self._config
-        end = max(span.end for span in trace.spans)
+        config, measured = self._config, self.trace.summary()
+        received = (packet for packet in self.trace.transfers if packet.direction == "recv")
+        packets = [packet.end - packet.start for packet in received]
+        end = max(span.end for span in self.trace.spans)
         gpus = _gpus(config.device)
-        ranks = tuple(
-            self._rank(each, one, gpus)
-            for each, one in zip(time_breakdown(trace), stats, strict=True)
-        )
         figures = RunFigures(
-            ranks=ranks,
+            ranks=tuple(self._rank(stats, gpus) for stats in self.trace.rank_stats()),
             clips=measured.clips,
             num_steps=config.sampling.num_inference_steps,
             split=config.split,
@@ -146,32 +195,27 @@ class FigureRecorder:
             seconds_per_clip=measured.seconds_per_clip,
             bubble=measured.bubble,
             write_tail=max(0.0, (self._last_written or end) - end),
-            transfer_seconds=self._means.transfer_seconds,
+            transfer_seconds=_mean(packets).mean_seconds,
             model=asdict(config.model),
             sampling=asdict(config.sampling),
         )
-        return replace(figures, forecast=self._forecast(figures))
+        return replace(figures, forecast_seconds=self._forecast(figures))
 
-    def _rank(self, times: TimeBreakdown, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
-        rank = times.rank
-        share = self._config.layout.all_shares[rank]
-        reported = self._reported[rank]
+    def _rank(self, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
+        rank = stats.rank
+        share, reported = self._config.layout.all_shares[rank], self._reported[rank]
         gpu = self._gpu_of(rank, gpus)
-        uuid = reported.uuid or (gpu.uuid if gpu else None)
+        uuid = (reported.started and reported.started.uuid) or (gpu and gpu.uuid)
         on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # The part of the run that the trace still has.
-        kept = times.compute / reported.compute if reported.compute else 1.0
+        kept = stats.compute_seconds / reported.compute if reported.compute else 1.0
         return RankFigures(
             rank=rank,
             device=stats.device,
             device_name=gpu.name if gpu else "",
             start=share.start,
             end=share.end,
-            wall=times.wall,
-            compute=times.compute,
-            wait=times.wait,
-            transfer=times.transfer,
-            idle=times.idle,
+            **_parts_of_time(self.trace, rank),
             photograph_wait=kept * reported.waits["photograph"],
             packet_wait=kept * reported.waits["packet"],
             send_wait=kept * reported.waits["send"],
@@ -183,7 +227,8 @@ class FigureRecorder:
             p95_step_seconds=stats.p95_step_seconds,
             load_seconds=reported.load_seconds,
             cpu_seconds=kept * reported.cpu,
-            peak_bytes=reported.peak_bytes,
+            allocated_bytes=reported.allocated_bytes,
+            peak_bytes=reported.reserved_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
             gpu=reported.gpu.figures(),
@@ -191,32 +236,22 @@ class FigureRecorder:
 
     def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Gpu | None:
         """The GPU of a rank, if it is one of this host."""
-        reported = self._reported[rank]
-        if reported.has_started:
-            return next((gpu for gpu in gpus if gpu.uuid.endswith(reported.uuid or "none")), None)
+        if (started := self._reported[rank].started) is not None:
+            return next((gpu for gpu in gpus if gpu.uuid.endswith(started.uuid or "none")), None)
         # The process of diffusers' own pipeline does not report its GPU.
-        device = self._trace.devices.get(rank)
+        device = self.trace.devices.get(rank)
         return next((gpu for gpu in gpus if device == f"cuda:{gpu.index}"), None)
 
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
-        spans = self._trace.spans
-        return _mean([s.end - s.start for s in spans if s.rank == rank and s.action.kind is kind])
+        spans = (s for s in self.trace.spans if s.rank == rank and s.action.kind is kind)
+        return _mean([span.end - span.start for span in spans])
 
-    def _forecast(self, figures: RunFigures) -> ForecastFigures:
+    def _forecast(self, figures: RunFigures) -> float | None:
         schedule = self._schedule(figures.clips)
-        if schedule is None:
-            return ForecastFigures()
-        return ForecastFigures(
-            before=self._makespan(schedule, self._assumed),
-            after_first_clip=self._makespan(schedule, self._early_costs),
-            afterwards=self._makespan(schedule, _costs_of(figures)),
-        )
-
-    def _makespan(self, schedule: Schedule, costs: Costs | None) -> float | None:
-        if costs is None:
+        if schedule is None or not any(rank.step.count for rank in figures.ranks):
             return None
         try:
-            spans = replay(schedule, costs)
+            spans = replay(schedule, figures.costs)
         except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
             return None
         return summarise(spans, self._config.world_size).makespan
@@ -228,22 +263,19 @@ class RunRecorder(FigureRecorder):
     Args:
         pipeline: not entered yet.
         requests: the clips that it will make.
-        assumed: costs for a forecast before the first step; None if none fit the model.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, requests: Sequence[ClipRequest], assumed: Costs | None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, requests: Sequence[ClipRequest]) -> None:
         def schedule(clips: int) -> Schedule | None:
             kept = list(requests)[-_KEPT_CLIPS:]
             is_whole = clips == len(kept) and not pipeline.failures
             return pipeline.schedule(kept) if is_whole else None
 
-        super().__init__(pipeline.config, schedule, assumed)
+        super().__init__(pipeline.config, schedule)
 
 
 @contextlib.contextmanager
-def left_in(manifest: RunManifest, recorder: RunRecorder) -> Iterator[None]:
+def left_in(manifest: RunManifest, recorder: FigureRecorder) -> Iterator[None]:
     """Leaves the figures in the run's manifest when the block ends, also after a failure."""
     try:
         yield
@@ -253,11 +285,48 @@ def left_in(manifest: RunManifest, recorder: RunRecorder) -> Iterator[None]:
             manifest.measured(figures.to_json())
 
 
-def _costs_of(figures: RunFigures) -> Costs | None:
-    try:
-        return figures.costs
-    except RequestError:
-        return None
+def _parts_of_time(trace: Trace, rank: int) -> dict[str, float]:
+    """Seconds of a rank, each measured on its own, from the first start to the last end of any."""
+    begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
+    end = max(span.end for span in trace.spans)
+    work = [(span.start, span.end) for span in trace.spans if span.rank == rank]
+    waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
+    arriving = [
+        (packet.start, packet.end)
+        for packet in trace.transfers
+        if packet.rank == rank and packet.direction == "recv"
+    ]
+    head = min((start for start, _ in work + waits), default=end) - begin
+    tail = end - max((last for _, last in work + waits), default=end)
+    transfer = _overlap(waits, arriving)
+    return {
+        "wall": end - begin,
+        "compute": _length(work),
+        "wait": max(0.0, _length(waits) - transfer),
+        "transfer": transfer,
+        "idle": head + tail,
+    }
+
+
+def _mean(seconds: Sequence[float]) -> WorkFigures:
+    return WorkFigures(count=len(seconds), mean_seconds=sum(seconds) / max(1, len(seconds)))
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _overlap(waits: Iterable[Interval], transfers: Iterable[Interval]) -> float:
+    """Seconds of `waits` that overlap with any of `transfers`; two at once count once."""
+    reached, joined = float("-inf"), []
+    for start, end in sorted(transfers):
+        joined.append((max(start, reached), end))
+        reached = max(reached, end)
+    return sum(
+        max(0.0, min(end, last) - max(start, first))
+        for start, end in waits
+        for first, last in joined
+    )
 
 
 def _gpus(device: str) -> list[Gpu]:
@@ -268,13 +337,3 @@ def _gpus(device: str) -> list[Gpu]:
         return visible_gpus()
     except RequestError:  # MIG slices
         return []
-
-
-def _with(work: WorkFigures, seconds: float) -> WorkFigures:
-    """`work` and once more the same, in `seconds`."""
-    count = work.count + 1
-    return WorkFigures(count=count, mean_seconds=(work.seconds + seconds) / count)
-
-
-def _mean(values: list[float]) -> WorkFigures:
-    return WorkFigures(count=len(values), mean_seconds=sum(values) / max(1, len(values)))

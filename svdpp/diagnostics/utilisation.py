@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from svdpp.config import DUMMY_MODEL, ModelConfig, SamplingConfig, sampling_from
@@ -33,20 +33,6 @@ class Utilisation:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {speed_text(self.tflops, self.mfu)}"
-
-
-def utilisation(ranks: Iterable[RankFigures], flops: PartFlops, dtype: str) -> list[Utilisation]:
-    """The utilisation of each rank that has computed."""
-    return [_of_rank(rank, flops, dtype) for rank in ranks if rank.compute]
-
-
-def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
-    done = (
-        rank.encode.count * flops.encode
-        + rank.step.count * flops.step
-        + rank.decode.count * flops.decode
-    )
-    return achieved(rank.rank, done, rank.compute, rank.device_name, dtype)
 
 
 def achieved(rank: int, flops: int, seconds: float, device_name: str, dtype: str) -> Utilisation:
@@ -88,8 +74,22 @@ def speeds_of(figures: RunFigures | None) -> Speeds:
         return Speeds(note="no TFLOP/s: the run's model is not here any more")
     except (RuntimeError, ValueError) as error:  # of torch; the figures come after the clips
         return Speeds(note=f"no TFLOP/s: FLOPs cannot be counted: {error}")
-    found = tuple(utilisation(figures.ranks, flops, str(figures.model.get("dtype"))))
-    return Speeds(ranks=found, note=why_no_mfu(figures.ranks, found))
+    dtype = str(figures.model.get("dtype"))
+    ranks = utilisation(figures.ranks, flops, dtype)
+    return Speeds(ranks=ranks, note=why_no_mfu(figures.ranks, ranks))
+
+
+def utilisation(
+    ranks: Iterable[RankFigures], flops: PartFlops, dtype: str
+) -> tuple[Utilisation, ...]:
+    """The utilisation of each rank that has computed."""
+    return tuple(_of_rank(rank, flops, dtype) for rank in ranks if rank.compute)
+
+
+def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
+    counts = (rank.encode.count, flops.encode), (rank.step.count, flops.step)
+    done = sum(count * each for count, each in (*counts, (rank.decode.count, flops.decode)))
+    return achieved(rank.rank, done, rank.compute, rank.device_name, dtype)
 
 
 def why_no_mfu(ranks: Iterable[RankFigures], found: Iterable[Utilisation]) -> str:
@@ -116,62 +116,30 @@ def count_flops(model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
 _counted = functools.lru_cache(8)(count_flops)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DevicePeak:
-    """Peak TFLOP/s of dense matrix products on tensor cores; half of a figure "with sparsity"."""
-
-    pattern: str
-    """Of the device's whole name, as NVML and CUDA give it."""
-    half: float
-    """In fp16 and bf16."""
-    single: float
-    """In fp32: as TF32, which torch lets cuDNN use; on devices without TF32, of the plain cores."""
-    has_bf16: bool = True
-    source: str
-
-
-_A100 = (
-    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-)
-_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_H200 = (
-    "https://resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/"
-    "hpc-datasheet-sc23-h200"
-)
-_A10 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
-_A40 = "https://images.nvidia.cn/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
-_L4 = "https://www.nvidia.com/en-us/data-center/l4/"
-_L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
-_T4 = "https://www.nvidia.com/en-us/data-center/tesla-t4/"
-_V100 = (
-    "https://images.nvidia.com/content/technologies/volta/pdf/"
-    "volta-v100-datasheet-update-us-1165301-r5.pdf"
-)
-
-PEAKS = (
-    DevicePeak(pattern=r"(NVIDIA )?A100.*", half=312, single=156, source=_A100),
-    DevicePeak(pattern=r"NVIDIA H100 80GB HBM3", half=1979 / 2, single=989 / 2, source=_H100),
-    DevicePeak(pattern=r"NVIDIA H100 PCIe", half=1513 / 2, single=756 / 2, source=_H100),
-    DevicePeak(pattern=r"NVIDIA H200", half=1979 / 2, single=989 / 2, source=_H200),
-    DevicePeak(pattern=r"NVIDIA A10", half=125, single=62.5, source=_A10),
-    DevicePeak(pattern=r"NVIDIA A40", half=149.7, single=74.8, source=_A40),
-    DevicePeak(pattern=r"NVIDIA L4", half=242 / 2, single=120 / 2, source=_L4),
-    DevicePeak(pattern=r"NVIDIA L40S", half=362, single=183, source=_L40S),
-    DevicePeak(pattern=r"(NVIDIA |Tesla )T4", half=65, single=8.1, has_bf16=False, source=_T4),
-    DevicePeak(pattern=r"Tesla V100-SXM2.*", half=125, single=15.7, has_bf16=False, source=_V100),
-    DevicePeak(pattern=r"Tesla V100-PCIE.*", half=112, single=14, has_bf16=False, source=_V100),
-)
+#: Published peaks by the device's whole name, as NVML and CUDA give it: TFLOP/s of dense matrix
+#: products on tensor cores (half of a figure "with sparsity") in fp16 and bf16, then in fp32, which
+#: is TF32, because torch lets cuDNN use it. The last three have neither TF32 nor bf16.
+PEAKS = {
+    r"(NVIDIA )?A100.*": (312, 156),  # nvidia-a100-datasheet-us-nvidia-1758950
+    r"NVIDIA H100 80GB HBM3": (989.5, 494.5),  # nvidia-tensor-core-gpu-datasheet
+    r"NVIDIA H100 PCIe": (756.5, 378),
+    r"NVIDIA H200": (989.5, 494.5),  # hpc-datasheet-sc23-h200
+    r"NVIDIA A10": (125, 62.5),  # a10-datasheet
+    r"NVIDIA A40": (149.7, 74.8),  # nvidia-a40-datasheet
+    r"NVIDIA L4": (121, 60),  # www.nvidia.com/en-us/data-center/l4
+    r"NVIDIA L40S": (362, 183),  # www.nvidia.com/en-us/data-center/l40s
+    r"(NVIDIA |Tesla )T4": (65, 8.1),  # www.nvidia.com/en-us/data-center/tesla-t4
+    r"Tesla V100-SXM2.*": (125, 15.7),  # volta-v100-datasheet-update-us-1165301-r5
+    r"Tesla V100-PCIE.*": (112, 14),
+}
+_WITHOUT_BF16 = ("T4", "V100")
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
     """The device's published peak in `dtype` (fp32, fp16 or bf16), TFLOP/s; None if unknown."""
-    for peak in PEAKS:
-        if re.fullmatch(peak.pattern, device_name):
-            by_dtype: Mapping[str, float] = {
-                "fp32": peak.single,
-                "fp16": peak.half,
-                **({"bf16": peak.half} if peak.has_bf16 else {}),
-            }
-            return by_dtype.get(dtype)
+    if dtype == "bf16" and any(name in device_name for name in _WITHOUT_BF16):
+        return None
+    for pattern, (half, single) in PEAKS.items():
+        if re.fullmatch(pattern, device_name):
+            return {"fp32": single, "fp16": half, "bf16": half}.get(dtype)
     return None

@@ -33,15 +33,7 @@ _NUM_RECENT = 1000
 
 
 class ClipEvents:
-    """An observer that finishes clips; one thread calls it.
-
-    Args:
-        clips: the unfinished clips.
-        files: removes files that finished clips leave behind.
-        config: of the pipeline.
-        tensor_folder: for tensors from other hosts; None if ranks send none.
-        send: sends a message to a rank.
-    """
+    """An observer that finishes clips; one thread calls it."""
 
     def __init__(
         self,
@@ -112,11 +104,7 @@ class ClipEvents:
 
 
 class LeftoverFiles:
-    """Removes the leftover files of a pipeline's clips; uses bounded memory.
-
-    Args:
-        latents_folder: of the latent checkpoints; None if none are written.
-    """
+    """Removes the leftover files of a pipeline's clips; uses bounded memory."""
 
     def __init__(self, latents_folder: str | None) -> None:
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
@@ -131,11 +119,7 @@ class LeftoverFiles:
             self._prune(request)
 
     def remove(self, unfinished: Iterable[ClipRequest]) -> None:
-        """Removes partly written and late files, after all ranks have ended.
-
-        Args:
-            unfinished: requests of the clips that were neither finished nor lost.
-        """
+        """Removes partly written and late files, after all ranks have ended."""
         for request, is_finished in self._recent:
             if is_finished:
                 self._prune(request)

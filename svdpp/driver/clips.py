@@ -16,13 +16,7 @@ from svdpp.errors import SvdppError, reraisable
 
 @dataclass(frozen=True)
 class ClipResult:
-    """A finished clip.
-
-    Args:
-        clip: index, in the order of submission.
-        request: the clip's request.
-        metadata: the clip's JSON: parameters, hashes, times.
-    """
+    """A finished clip."""
 
     clip: int
     request: ClipRequest
@@ -31,13 +25,7 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """A clip that was lost while the run went on: its image, its latent or its file was bad.
-
-    Args:
-        clip: index, in the order of submission.
-        request: the clip's request.
-        error: why the clip was lost.
-    """
+    """A clip that was lost while the run went on: its image, its latent or its file was bad."""
 
     clip: int
     request: ClipRequest
@@ -46,13 +34,7 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """How far a clip is.
-
-    Args:
-        steps_done: denoising steps that are done.
-        num_steps: denoising steps of the clip.
-        rank: the rank that worked on it last; None before the first.
-    """
+    """How far a clip is."""
 
     steps_done: int
     num_steps: int
@@ -63,12 +45,6 @@ class ClipHandle(Future[ClipResult]):
     """One submitted clip: a `concurrent.futures.Future` of its `ClipResult`.
 
     `asyncio.wrap_future(handle)` makes it awaitable.
-
-    Args:
-        clip: index, in the order of submission.
-        request: the clip's request.
-        num_steps: denoising steps of the clip.
-        owner: finishes the clip.
     """
 
     def __init__(self, clip: int, request: ClipRequest, num_steps: int, owner: OpenClips) -> None:
@@ -121,9 +97,6 @@ class ClipHandle(Future[ClipResult]):
     def result(self, timeout: float | None = None) -> ClipResult:
         """Waits for the clip. `Pipeline.results` does not yield it again.
 
-        Args:
-            timeout: seconds to wait; None waits until the clip or the run ends.
-
         Raises:
             SvdppError: why the clip was lost, or what ended the run.
             ClosedError: the pipeline was closed before the clip was finished.
@@ -157,9 +130,8 @@ class OpenClips:
 
     One thread finishes the clips; any thread may add clips and wait for them.
 
-    Args:
-        tell_ranks: tells all ranks to skip a clip, given its index.
-        max_failures: how many of the latest lost clips `failures` keeps; None keeps all.
+    `tell_ranks` tells all ranks to skip a clip. `failures` keeps the latest `max_failures`;
+    None: all.
     """
 
     def __init__(self, tell_ranks: Callable[[int], None], max_failures: int | None = None) -> None:
@@ -218,11 +190,6 @@ class OpenClips:
         self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
     ) -> list[ClipHandle]:
         """Adds clips, with the next indices.
-
-        Args:
-            requests: one for each clip.
-            num_steps: of each clip.
-            for_results: whether `results` yields them.
 
         Raises:
             SvdppError: what ended the run.
@@ -288,11 +255,7 @@ class OpenClips:
         return request
 
     def end(self, error: BaseException) -> None:
-        """Sets `error` for every unfinished clip, and refuses further ones; the first call counts.
-
-        Args:
-            error: what ended the run.
-        """
+        """Sets `error` for all unfinished clips, and takes no more; the first call counts."""
         with self._changed:
             if self._end is not None:
                 return

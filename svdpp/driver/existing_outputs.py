@@ -29,11 +29,6 @@ def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, A
 
     A run that is killed between a file and its JSON leaves a clip without JSON; this function
     writes the JSON.
-
-    Raises:
-        RequestError: the file is another clip, or has changed since svdpp wrote it.
-        InputError: the JSON is not a clip's.
-        OutputError: a JSON cannot be written.
     """
     path, json_path = Path(output.path), Path(output.json_path)
     if json_path.exists():
@@ -65,11 +60,7 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
 
 
 def _embedded(path: Path) -> dict[str, Any]:
-    """The metadata inside a file that has no JSON.
-
-    Raises:
-        RequestError: the file is not a clip.
-    """
+    """The metadata inside a file that has no JSON."""
     try:
         return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
     except InputError as error:
@@ -80,11 +71,7 @@ def _embedded(path: Path) -> dict[str, Any]:
 
 
 def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
-    """Whether the file is the one that its JSON describes; False if it is damaged.
-
-    Raises:
-        RequestError: it is readable, but not the file that svdpp wrote.
-    """
+    """Whether the file is the one that its JSON describes; False if it is damaged."""
     recorded = existing["file_sha256"]
     try:
         if recorded is not None and video.file_sha256(path) == recorded:

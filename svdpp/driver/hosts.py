@@ -5,138 +5,87 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from svdpp.config import OutputConfig
 from svdpp.driver.existing_outputs import taken_places
 from svdpp.driver.jobs import ClipPlan, OutputPolicy, finished_clip
+from svdpp.driver.ranks import PipelineRanks
 from svdpp.errors import InputError, RequestError, SvdppError, error_from_dict, error_to_dict
 from svdpp.media import output_files
 from svdpp.worker import latent_checkpoints
 
 
-class Others(Protocol):
-    """The ranks on other hosts, before the work begins; `Pipeline` implements it."""
-
-    def ask(self, question: bytes) -> Mapping[str, bytes]:
-        """Asks one rank of each other host; returns the answers, by host."""
-
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """Ends them because of `error`."""
-
-
-class Question(BaseModel):
-    """The clips to be made, and a file in the folder of latent checkpoints."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    metadata: tuple[dict[str, Any], ...]
-    probe: str | None = None
-    """Name of a file that rank 0 has written to its folder of latent checkpoints."""
-
-
-class Answer(BaseModel):
-    """What one host finds in its folders."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    existing: tuple[str, ...] = ()
-    """Existing outputs of the requested clips, finished or not."""
-    finished: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By output, the metadata of those that are complete and as requested."""
-    sees_probe: bool = True
-    error: dict[str, Any] | None = None
-    """What is wrong on that host; see `error_to_dict`."""
-
-
 def answer(question: bytes, policy: OutputPolicy) -> bytes:
     """What this host finds in the folders that its command names, or the error that prevents it."""
     try:
-        found = _answer(Question.model_validate(json.loads(question)), policy)
+        found = _answer(json.loads(question), policy)
     except Exception as error:
-        found = Answer(error=error_to_dict(error))
-    return _to_bytes(found)
+        found = {"error": error_to_dict(error)}
+    return json.dumps(found).encode()
 
 
-def _answer(question: Question, policy: OutputPolicy) -> Answer:
+def _answer(question: dict[str, Any], policy: OutputPolicy) -> dict[str, Any]:
     output_files.check_writable(policy.folder)
-    outputs = {metadata["output"]: metadata for metadata in question.metadata}
     existing, finished = [], {}
-    for name in outputs:
-        output = OutputConfig(path=str(policy.folder / name), format=policy.format, crf=policy.crf)
+    for metadata in question["clips"]:
+        path = policy.folder / metadata["output"]
+        output = OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
         existing += [path.name for path in taken_places(output)[:1]]
-        if (metadata := finished_clip(output, outputs[name], policy)) is not None:
-            finished[name] = metadata
-    folder, probe = policy.latents_folder, question.probe
+        if (made := finished_clip(output, metadata, policy)) is not None:
+            finished[metadata["output"]] = made
+    folder, probe = policy.latents_folder, question["probe"]
     sees = probe is None or (folder is not None and (folder / probe).exists())
-    return Answer(existing=tuple(existing), finished=finished, sees_probe=sees)
+    return {"existing": existing, "finished": finished, "sees_probe": sees}
 
 
-def without_those_elsewhere(clips: ClipPlan, policy: OutputPolicy, others: Others) -> ClipPlan:
+def without_those_elsewhere(
+    clips: ClipPlan, policy: OutputPolicy, ranks: PipelineRanks
+) -> ClipPlan:
     """`clips` without those that are finished on another host and that `resume` keeps.
 
     If the run cannot begin, this function dismisses the other hosts' ranks.
-
-    Raises:
-        RequestError: an output exists on another host, and neither `overwrite` nor `resume` is
-            set; or the hosts do not share the folder of latent checkpoints.
-        SvdppError: what is wrong with another host's folders.
     """
     try:
         with _probe_in(policy.latents_folder) as probe:
-            asked = Question(metadata=tuple(clips.metadata), probe=probe)
-            answers = {
-                host: Answer.model_validate(json.loads(text))
-                for host, text in others.ask(_to_bytes(asked)).items()
-            }
+            question = json.dumps({"clips": clips.metadata, "probe": probe}).encode()
+            answers = {host: json.loads(text) for host, text in ranks.ask(question).items()}
         for host, said in answers.items():
             _check(host, said, policy)
     except SvdppError as error:
-        others.dismiss(error)
+        ranks.dismiss(error)
         raise
     finished = {
         name: {**metadata, "host": metadata.get("host", host)}
         for host, said in answers.items()
-        for name, metadata in said.finished.items()
+        for name, metadata in said["finished"].items()
     }
-    both = list(zip(clips.metadata, clips.requests, strict=True))
-    left = [pair for pair in both if pair[0]["output"] not in finished]
-    for metadata, request in both:
-        folder, key = policy.latents_folder, request.latents_key
-        if metadata["output"] in finished and folder is not None and key is not None:
-            latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
-    return replace(
-        clips,
-        metadata=[metadata for metadata, _ in left],
-        requests=[request for _, request in left],
-        skipped=[*clips.skipped, *finished.values()],
-    )
+    left = replace(clips, metadata=[], requests=[], skipped=[*clips.skipped, *finished.values()])
+    for metadata, request in zip(clips.metadata, clips.requests, strict=True):
+        if metadata["output"] not in finished:
+            left.metadata.append(metadata)
+            left.requests.append(request)
+        elif policy.latents_folder is not None and request.latents_key is not None:
+            # of a run killed before it removed them
+            latent_checkpoints.prune(policy.latents_folder, request.latents_key)
+    return left
 
 
-def _to_bytes(message: BaseModel) -> bytes:
-    """The message as JSON in ASCII; see `worker.messages`."""
-    return json.dumps(message.model_dump(mode="json")).encode()
-
-
-def _check(host: str, said: Answer, policy: OutputPolicy) -> None:
-    if said.error is not None:
-        error = error_from_dict(said.error)
+def _check(host: str, said: dict[str, Any], policy: OutputPolicy) -> None:
+    if "error" in said:
+        error = error_from_dict(said["error"])
         error.message = f"on {host}: {error.message}"
         raise error
-    if said.existing and not (policy.overwrite or policy.keeps_finished):
-        count = (
-            "1 output exists" if len(said.existing) == 1 else f"{len(said.existing)} outputs exist"
-        )
+    existing = said["existing"]
+    if existing and not (policy.overwrite or policy.keeps_finished):
+        count = "1 output exists" if len(existing) == 1 else f"{len(existing)} outputs exist"
         raise RequestError(
-            f"{count} already on {host}, the first is {said.existing[0]!r}",
+            f"{count} already on {host}, the first is {existing[0]!r}",
             "--resume keeps what is finished, --overwrite replaces it",
         )
-    if not said.sees_probe:
+    if not said["sees_probe"]:
         raise RequestError(
             f"the --latents-dir of {host} is not the folder of rank 0's host, but any host may "
             "have to resume a clip",

@@ -79,18 +79,8 @@ def check_outputs(
 ) -> int:
     """Checks the output paths and the encoder, before the model is searched for.
 
-    Args:
-        inputs: each combined with each seed.
-        seeds: of the noise.
-        policy: where clips go, and what happens to existing files.
-
     Returns:
         How many of the outputs exist already.
-
-    Raises:
-        RequestError: two inputs have the same output; or an output exists, and neither
-            `overwrite` nor `resume` is set.
-        OutputError: the folder cannot be written, or ffmpeg is missing.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
@@ -140,19 +130,7 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each input and seed, without the finished ones that `resume` keeps.
-
-    Args:
-        inputs: each combined with each seed.
-        seeds: of the noise.
-        policy: where clips go, and what happens to existing files.
-        config: resolved.
-        checkpoint: of the model.
-
-    Raises:
-        RequestError: an existing output is not the requested clip.
-        OutputError: the clips still to be made do not fit on the disk.
-    """
+    """One clip for each input and seed, without the finished ones that `resume` keeps."""
     plan = ClipPlan()
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
@@ -208,12 +186,8 @@ def open_manifest(
 ) -> RunManifest:
     """The manifest of a run that is about to begin.
 
-    Args:
-        path: of the file.
-        config: resolved.
-        clips: the clips to be made, and those finished before.
-        lost: entries of inputs that could not be read.
-        options: the user's options besides photographs and seeds, for `--from`.
+    `lost` has an entry for each input that could not be read; `options` are the user's, besides
+    images and seeds, for `--from`.
     """
     about = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -293,12 +267,7 @@ def finished_clip(
     metadata: dict[str, Any],
     policy: OutputPolicy,
 ) -> dict[str, Any] | None:
-    """The JSON of an existing clip that `policy` keeps; None if the clip must be made.
-
-    Raises:
-        RequestError: the file is another clip, or has changed since svdpp wrote it.
-        InputError: the JSON is not a clip's.
-    """
+    """The JSON of an existing clip that `policy` keeps; None if the clip must be made."""
     if not policy.keeps_finished:
         return None
     try:

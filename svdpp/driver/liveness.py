@@ -45,13 +45,9 @@ class Stall:
 class Liveness:
     """Distinguishes a stalled rank from a slow one and from those that wait for it.
 
-    Args:
-        world_size: number of ranks.
-        now: seconds, on the same clock as all later times.
-        start_timeout: seconds for all ranks to join.
-        heartbeat_timeout: seconds without a heartbeat after which a rank that has joined is
-            stalled.
-        timeout: seconds without progress after which a computing rank is stalled.
+    All times are seconds on one clock. All ranks must join within `start_timeout`. After that a
+    rank is stalled after `heartbeat_timeout` without a heartbeat, or `timeout` of computing
+    without progress.
     """
 
     def __init__(

@@ -41,15 +41,6 @@ def check_memory(
     """Refuses CPU ranks that need more memory than this machine has free.
 
     The peaks of all ranks are added, because they may occur at the same time.
-
-    Args:
-        config: resolved.
-        checkpoint: found and checked; None for the dummy model.
-        ranks: the roles of each rank of this machine.
-
-    Raises:
-        OutOfMemoryError: the message says what they need, what is free, and which option helps.
-        ModelError: the model's files are incomplete.
     """
     if config.device != "cpu":
         return

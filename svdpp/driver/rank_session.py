@@ -19,14 +19,9 @@ class RankSession:
     The thread takes the ranks' events from start to end, so that ranks never wait for a reader.
     Any thread may call the methods.
 
-    Args:
-        supervisor: of ranks that have been started.
-        timeout: seconds for the ranks to end after their last clip.
-        is_idle: whether the ranks have no work left; the thread calls it after every poll.
-        on_end: called with the failure or `ClosedError` that ended the session; the first call
-            counts.
-        clean_up: called once, when all ranks have ended.
-        is_launched: whether a launcher has started the ranks.
+    `is_idle` says, after every poll, whether the ranks have no work left. `on_end` gets what
+    ended the session, `ClosedError` or a failure; its first call counts. `clean_up` is called
+    once, when all ranks have ended.
     """
 
     def __init__(
@@ -58,12 +53,7 @@ class RankSession:
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread and waits until all ranks are ready for work.
-
-        Raises:
-            SvdppError: a rank cannot get ready.
-            ClosedError: another thread has dropped the session.
-        """
+        """Starts the thread and waits until all ranks are ready for work."""
         self.thread.start()
         self._has_begun.wait()
         if self.failure is not None:
@@ -85,11 +75,7 @@ class RankSession:
             raise
 
     def close(self) -> None:
-        """Waits until all work is done and the ranks have ended; set `is_closing` first.
-
-        Raises:
-            SvdppError: what ended the session early; not if it is closed already.
-        """
+        """Waits until all work is done and the ranks have ended; set `is_closing` first."""
         if self._is_closed:
             return
         self._has_ended.wait()
@@ -102,8 +88,8 @@ class RankSession:
 
         In the session's thread, that is in an observer or a callback, it returns before they end.
 
-        Args:
-            error: the reason, for ranks on other hosts; None: the caller needs no more results.
+        `error` is the reason, for ranks on other hosts; None: the caller needs no more
+        results.
 
         Returns:
             What had already ended the session; None if it is closed already.

@@ -32,17 +32,9 @@ def run_rank_task(
 ) -> None:
     """Starts the ranks of `config`, has each perform the task, and ends them.
 
-    Args:
-        task: a module-level function, so that another process can import it.
-        config: gives the number of ranks, their device and threads, and the deadlines.
-        argument: passed to the task; anything that can be pickled.
-        until: whether the task is complete; called after each report.
-        observers: called in turn with every rank and event.
-        preload: modules that the fork server imports once for all ranks.
-
-    Raises:
-        RequestError: the device is missing.
-        SvdppError: a rank failed.
+    The task is a module-level function, so that another process can import it. `until` says,
+    after each report, whether it is complete. The fork server imports `preload` once for all
+    ranks.
     """
     process_group.check_devices(config.device, config.world_size)
     group = StartedGroup(

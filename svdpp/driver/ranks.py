@@ -39,11 +39,7 @@ class PipelineRanks:
 
     Without a launcher, `serve`, `ask`, `gather` and `check_gathered` raise `ClosedError`.
 
-    Args:
-        setup: what every rank gets before it starts.
-        backend: of the transfers.
-        world: of this process; None if it starts the ranks.
-        ignores_signals: see `StartedGroup`. A launcher's ranks ignore them only on rank 0's host.
+    A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
     """
 
     def __init__(
@@ -85,13 +81,9 @@ class PipelineRanks:
 
         Observers get the events of this rank only. If the run fails, the process ends here.
 
-        Args:
-            say: takes the last message of a process that ends, and whether no other process
-                reports it.
-            answer: answers rank 0's question about this host before the work begins.
-
-        Raises:
-            SvdppError: the work could not begin.
+        `say` takes the last message of a process that ends, and whether no other process
+        reports it. `answer` answers rank 0's question about this host before the work
+        begins.
         """
         world, config = self._launched_world(), self._setup.config
         name = f"rank {world.rank} ({device_of(config, world)} of {socket.gethostname()})"
@@ -108,29 +100,18 @@ class PipelineRanks:
         )
 
     def ask(self, question: bytes) -> dict[str, bytes]:
-        """Asks one rank of each other host; returns the answers, by host. Call it before the block.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
-        """
+        """Asks one rank of each other host, before the block; returns the answers, by host."""
         return self._join().ask(question)
 
     def gather(self) -> None:
         """Joins the other launched ranks, which then wait for work. Call it before the block.
 
         From then on they end when rank 0 ends, and learn why.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
         """
         self._join()
 
     def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` joined are still alive. Call it before the block.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Checks that the ranks that `gather` joined are still alive. Call it before the block."""
         self._join().check_connected()
 
     def dismiss(self, error: BaseException | None = None) -> None:
@@ -139,11 +120,7 @@ class PipelineRanks:
         After an error, ranks that have not joined yet are left alone: they notice that rank 0 is
         gone.
 
-        Args:
-            error: the reason; None: there is no work.
-
-        Raises:
-            SvdppError: a rank is missing, or was started with other settings.
+        `error` is the reason; None: there is no work.
         """
         if self._joined is not None or (self.world is not None and error is None):
             self._join().kill(error)
@@ -204,13 +181,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
 
 
 class DeviceCheck:
-    """An observer that collects the ranks' devices and compares them when all have started.
-
-    Args:
-        world_size: number of ranks.
-        backend: of the transfers; NCCL does not allow two ranks on one GPU.
-        allow_mixed: whether ranks may differ in what bits depend on.
-    """
+    """An observer that collects the ranks' devices and compares them when all have started."""
 
     def __init__(self, world_size: int, backend: str, *, allow_mixed: bool) -> None:
         self._world_size = world_size
@@ -221,11 +192,7 @@ class DeviceCheck:
         """Whether ranks differ in what bits depend on; known when all have started."""
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event.
-
-        Raises:
-            RequestError: the ranks' devices do not fit together.
-        """
+        """Takes one event."""
         if not isinstance(event, Started):
             return
         self._started[rank] = event
@@ -263,15 +230,7 @@ class DeviceCheck:
 
 
 class _LaunchedRankHooks:
-    """Implements `svdpp.launch.joined_rank.RankHooks`.
-
-    Args:
-        name: of the rank, for messages.
-        rank: its number.
-        observers: called with every event that the rank reports.
-        answer: answers rank 0's question about this host.
-        say: takes the last message of the process, and whether no other process reports it.
-    """
+    """Implements `svdpp.launch.joined_rank.RankHooks`."""
 
     def __init__(
         self,

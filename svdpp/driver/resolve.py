@@ -22,14 +22,8 @@ def resolve(
 
     The request is checked against the model's configs before a weight is downloaded.
 
-    Args:
-        config: of the run.
-        weights: which components must be present; missing files of a hub model are downloaded.
-        world: the launcher's, if it started the ranks; None: all of them are on this host.
-
-    Raises:
-        ModelError: the model is missing or incomplete.
-        RequestError: the model cannot run these sampling parameters.
+    `weights` says which components must be present: missing files of a hub model are
+    downloaded. `world` is the launcher's; None: all ranks are on this host.
     """
     if config.model.is_dummy:
         return resolved(config, None), None
@@ -56,15 +50,7 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
 
 
 def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
-    """`config` with the model's own values in place of None.
-
-    Args:
-        config: of a run.
-        checkpoint: of its model; None for the dummy model.
-
-    Raises:
-        RequestError: the model cannot run these sampling parameters.
-    """
+    """`config` with the model's own values in place of None."""
     sampling, boundary = _resolved(config, config.sampling, checkpoint)
     return replace(config, sampling=sampling, expert_boundary=boundary)
 
@@ -72,16 +58,7 @@ def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineC
 def resolved_for(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`.
-
-    Args:
-        sampling: of the clip.
-        config: of the pipeline.
-        checkpoint: of its model; None for the dummy model.
-
-    Raises:
-        RequestError: the model cannot run these sampling parameters.
-    """
+    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`."""
     return config.with_sampling(*_resolved(config, sampling, checkpoint))
 
 

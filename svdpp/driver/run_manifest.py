@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from svdpp.config.files import read_small_file
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.small_file import is_version, read_small_file
 from svdpp.redaction import redact_all
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
@@ -33,11 +33,7 @@ _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A run's manifest.
-
-    Raises:
-        InputError: the file cannot be read, or is not a manifest.
-    """
+    """A run's manifest."""
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
         content = json.loads(data)
@@ -46,17 +42,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
         hint = f"name a folder that svdpp run wrote, or its {NAME}"
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
-    if not is_version(content["schema_version"], SCHEMA_VERSION):
+    if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
     return content
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses to replace a file that is not a run's manifest.
-
-    Raises:
-        RequestError: it is something else.
-    """
+    """Refuses to replace a file that is not a run's manifest."""
     if not path.exists():
         return
     try:
@@ -74,14 +66,8 @@ class RunManifest:
     A killed run leaves its last manifest behind, in which clips are still `running`. If the
     manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
 
-    Args:
-        path: of the file; each write replaces it atomically.
-        about: the manifest's fields about the run.
-        clips: the fields of each clip of the pipeline, without its state, by index.
-        before: the fields of clips that were finished or lost before the pipeline began.
-
-    Raises:
-        OutputError: on entering or leaving, if the file cannot be written.
+    `clips` are the pipeline's clips, by index; `before` those that were finished or lost before
+    it began.
     """
 
     def __init__(

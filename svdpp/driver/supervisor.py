@@ -39,14 +39,6 @@ class Supervisor:
     """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
 
     One thread uses it; `send` and `abort` may be called from any thread.
-
-    Args:
-        group: the ranks, started or joined.
-        liveness: finds stalled ranks.
-        device: as the user named it, for messages.
-        device_order: as a `PipelineConfig` has it, for messages.
-        observers: called in turn with every event.
-        trace: records the events; None: a new one.
     """
 
     def __init__(
@@ -78,20 +70,12 @@ class Supervisor:
         self._aborted = error
 
     def wait_joined(self) -> None:
-        """Waits until every rank is ready for work.
-
-        Raises:
-            SvdppError: a rank cannot get ready.
-        """
+        """Waits until every rank is ready for work."""
         while not self._liveness.all_joined:
             self.step()
 
     def step(self) -> None:
-        """Takes the available events, after a short wait for the first one.
-
-        Raises:
-            SvdppError: what ended the run.
-        """
+        """Takes the available events, after a short wait for the first one."""
         self._listen(_POLL_SECONDS)
         if self._aborted is not None:
             raise self._aborted
@@ -100,11 +84,7 @@ class Supervisor:
         self._raise_stall()
 
     def stop(self, timeout: float) -> None:
-        """Ends the ranks in order: each reports that it is done, and exits with code 0.
-
-        Raises:
-            SvdppError: a rank does not.
-        """
+        """Ends the ranks in order: each reports that it is done, and exits with code 0."""
         self._send_stop()
         deadline = time.monotonic() + timeout
         while not self._liveness.all_finished:
@@ -125,11 +105,7 @@ class Supervisor:
         self._group.kill(error)
 
     def explain(self) -> None:
-        """Raises the error of a rank that has ended, if any: a launcher then signals all others.
-
-        Raises:
-            SvdppError: what ended the run before the signal.
-        """
+        """Raises the error of a rank that has ended, if any: a launcher then signals all others."""
         self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause

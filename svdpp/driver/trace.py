@@ -96,11 +96,7 @@ class MeanCosts:
         return self._mean("transfer")
 
     def costs(self) -> Costs:
-        """The costs for a forecast of this run.
-
-        Raises:
-            RequestError: no step has been measured yet.
-        """
+        """The costs for a forecast of this run."""
         return Costs(
             step_seconds=self._step_seconds,
             encode_seconds=self._mean(Kind.ENCODE),
@@ -200,11 +196,9 @@ class Trace:
 
     One thread adds events; any thread may read meanwhile and sees lists that grow.
 
-    Args:
-        world_size: number of ranks.
-        last_clips: number of newest clips to keep spans, steps, waits and transfers of, so that a
-            pipeline can run for days in constant memory; `summary` and `rank_stats` then cover
-            only these clips, `costs` still covers all. None keeps all clips.
+    Of the newest `last_clips` it keeps spans, steps, waits and transfers, so that a pipeline
+    can run for days in constant memory; `summary` and `rank_stats` then cover only these clips,
+    `costs` still covers all. None keeps all clips.
     """
 
     def __init__(self, world_size: int, last_clips: int | None = None) -> None:
@@ -256,11 +250,7 @@ class Trace:
         self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
-        """The measured makespan, first clip, time per clip and bubble, as in a forecast.
-
-        Raises:
-            ValueError: no action is done yet.
-        """
+        """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> Costs:

@@ -18,9 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from svdpp.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 #: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
 ASK, BEGIN, FILE, END = b"?", b"!", b"#", b"."
@@ -31,30 +34,11 @@ _POLL_SECONDS = 0.1
 _BACKLOG = 4096
 
 
-class Store(Protocol):
-    """The methods of `torch.distributed.Store` that this module uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Stores `value`; replaces an older one."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether the store has all of `keys`."""
-
-    def get(self, key: str) -> bytes:
-        """Returns the stored value."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankHello:
     """The first message of a rank: who it is.
 
-    Args:
-        rank: number over all hosts.
-        local_rank: number on its host.
-        host: the host's name.
-        host_index: the host's number.
-        shared_settings: settings that must be equal on all ranks, by name.
-        error: why the rank cannot start, as `error_to_dict` gives it; None if it can.
+    `error` says why the rank cannot start, as `error_to_dict` gives it.
     """
 
     rank: int
@@ -68,10 +52,7 @@ class RankHello:
 class RankListener:
     """Rank 0's end: listens on one address and accepts each rank's connection.
 
-    Args:
-        store: where the ranks find the address and the secret.
-        address: an address of this host.
-        peer_timeout: seconds without an acknowledgement after which a connection is closed.
+    A connection without an acknowledgement for `peer_timeout` is closed.
     """
 
     def __init__(self, store: Store, address: str, peer_timeout: float) -> None:
@@ -111,12 +92,6 @@ def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: fl
 
     The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
     repeated until rank 0 has stored its own.
-
-    Args:
-        store: the launcher's.
-        hello: this rank.
-        peer_timeout: as for `RankListener`.
-        deadline: a time of the monotonic clock.
     """
     while time.monotonic() < deadline:
         try:
@@ -141,15 +116,6 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
     """Receives the next message, for exchanges in which both ends send in turn.
 
     The kernel's timeout does not cover a stopped process, whose host still acknowledges.
-
-    Args:
-        connection: to the other end.
-        deadline: a time of the monotonic clock.
-        max_bytes: the largest message to accept.
-
-    Raises:
-        TimeoutError: there is no message by the deadline.
-        OSError, EOFError: the connection is closed, or the message is larger.
     """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
@@ -212,12 +178,7 @@ _TIMES = struct.Struct("<dd")
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds by which this host's clocks are ahead of rank 0's.
-
-    Args:
-        monotonic_ahead: offset of the monotonic clock, which starts at zero when its host boots.
-        wall_ahead: offset of Unix time.
-    """
+    """Seconds by which this host's clocks are ahead of rank 0's."""
 
     monotonic_ahead: float = 0.0
     wall_ahead: float = 0.0
@@ -228,10 +189,6 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
 
     Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
     have read its clocks halfway through it.
-
-    Raises:
-        OSError, EOFError: the connection is closed, or there is no answer by `deadline`, a time of
-            this host's monotonic clock.
     """
     fastest = float("inf")
     clock = Clock()
@@ -247,11 +204,7 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
 
 
 def answer_clock(connection: Connection, deadline: float) -> None:
-    """Sends this host's clock times to the other end, which runs `compare_clocks`.
-
-    Raises:
-        OSError, EOFError: the connection is closed, or there is no request by `deadline`.
-    """
+    """Sends this host's clock times to the other end, which runs `compare_clocks`."""
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
         connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))

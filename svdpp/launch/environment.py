@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -70,3 +71,18 @@ def collect_rarely() -> None:
     """
     gc.set_threshold(10_000, 20, 100)
     atexit.register(gc.freeze)
+
+
+# A launcher's variables, which would make a child process one of its ranks.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
+
+
+def helper_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module`; `-P`, because `-m` adds the working folder to the path."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def helper_environment() -> dict[str, str]:
+    """This process's environment and search path, without a launcher's variables."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}

@@ -23,10 +23,10 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 from svdpp.launch import environment, process_lifetime
-from svdpp.models.checkpoint import package_of
 
-#: Imported for all ranks.
+#: Imported for all ranks, and for those with a model, whose family's classes it also imports.
 RANK_MODULE = "svdpp.worker.rank"
+_MODEL_MODULE = "svdpp.models.engine.load"
 
 #: Environment variables of the server: the starter's process id, the folder of the starter's
 #: temporary files, and the modules to import.
@@ -45,7 +45,7 @@ def start(preload: Sequence[str]) -> None:
     """Starts the server unless it is running; does not wait for its imports.
 
     Args:
-        preload: modules for the server to import; ignored if it is running.
+        preload: of `modules_for`; ignored if it is running.
     """
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([__name__])
@@ -60,7 +60,7 @@ def start(preload: Sequence[str]) -> None:
 
 def modules_for(family: str | None) -> list[str]:
     """The modules that ranks need; `family` is that of their model, None for the dummy model."""
-    return [RANK_MODULE, *([] if family is None else [f"{package_of(family)}.family"])]
+    return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
 
 
 def start_early(*, family: str | None, device: str) -> None:
@@ -87,8 +87,11 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
     # The garbage collector would find nothing: what an import creates stays. Its searches take a
     # fifth of the time.
     gc.disable()
-    for module in filter(None, modules.split(",")):
-        importlib.import_module(module)
+    for name in filter(None, modules.split(",")):
+        name, _, family = name.partition(":")
+        module = importlib.import_module(name)
+        if family:
+            module.preload(family)
     # The garbage collector writes to every object it visits, which would copy their pages into
     # every rank.
     gc.freeze()

@@ -7,9 +7,10 @@ import os
 import queue
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from svdpp.launch.connections import Clock
@@ -26,11 +27,7 @@ class Channel(Protocol):
         """Sends a whole message. Several threads may call it."""
 
     def receive(self, timeout: float) -> bytes | None:
-        """Returns the next message, or None after `timeout` seconds.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Returns the next message, or None after `timeout` seconds."""
 
 
 class PipeChannel:
@@ -131,20 +128,54 @@ class RankLocation(NamedTuple):
 Entry = Callable[[RankContext, Any], None]
 
 
-class Group(Protocol):
+class Group(ABC):
     """The parent's view: ranks that it started (`started`), or a launcher's ranks (`joined`)."""
 
-    world_size: int
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._channels: dict[int, PipeChannel] = {}
+        self._exit_codes: dict[int, int | None] = {}
 
+    @abstractmethod
     def location(self, rank: int) -> RankLocation:
         """Where `rank` runs."""
 
     def send(self, rank: int, message: bytes) -> None:
         """Sends a message to `rank`. Does not raise if the rank has ended; see `exited`."""
+        with contextlib.suppress(OSError):
+            self._channels[rank].send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Waits up to `timeout` seconds for messages; returns them, each with its rank."""
+        """Waits up to `timeout` seconds for messages or ends; returns messages and their ranks."""
+        by_connection: dict[Any, int] = {
+            channel.connection: rank
+            for rank, channel in self._channels.items()
+            if not channel.connection.closed
+        }
+        messages: list[tuple[int, bytes]] = []
+        for ready in wait([*by_connection, *self._sentinels()], timeout):
+            if ready in by_connection:
+                messages += self._read_all(by_connection[ready])
+        return messages
 
+    def _sentinels(self) -> list[Any]:
+        """What becomes ready when a rank ends."""
+        return []
+
+    def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
+        channel = self._channels[rank]
+        messages = []
+        try:
+            while channel.connection.poll():
+                messages.append((rank, channel.connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            channel.close()
+            self._exit_codes.setdefault(rank, None)
+        except OSError:
+            channel.close()  # the host is unreachable; missing heartbeats report that
+        return messages
+
+    @abstractmethod
     def exited(self) -> dict[int, int | None]:
         """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
 
@@ -152,12 +183,18 @@ class Group(Protocol):
         their end was noticed.
         """
 
-    def output_tail(self, rank: int) -> str | None:
-        """The end of the output of `rank` and its libraries; None if it ended before its entry."""
+    def output_tail(self, rank: int) -> str | None:  # noqa: ARG002
+        """The end of the output of `rank` and its libraries; None if it ended before its entry.
 
+        A launcher's ranks print to the launcher's terminal or log folder.
+        """
+        return ""
+
+    @abstractmethod
     def end(self, timeout: float) -> bool:
         """Waits for ranks that were commanded to stop; returns whether all ended without error."""
 
+    @abstractmethod
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank that still runs, and removes the group's temporary files.
 

@@ -15,25 +15,22 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
-from svdpp.launch.group import Entry, PipeChannel, QueuedChannel, RankContext, RankLocation
+from svdpp.launch.group import Entry, Group, PipeChannel, QueuedChannel, RankContext, RankLocation
 from svdpp.launch.world import World
 
 
-class JoinedGroup:
+class JoinedGroup(Group):
     """A launcher's ranks, seen from rank 0; its own entry runs in a thread of this process.
 
-    Args:
-        world: of rank 0.
-        backend: of the latent transfers.
-        shared_settings: settings that must be equal on all ranks, by name.
-        start_timeout: seconds for all ranks to connect, and for a rank to answer a query.
-        peer_timeout: seconds without an acknowledgement after which a host counts as lost.
+    `shared_settings` must be equal on all ranks. All ranks must connect, and a rank answer a
+    query, within `start_timeout`. A host counts as lost after `peer_timeout` without an
+    acknowledgement.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class JoinedGroup:
         peer_timeout: float,
     ) -> None:
         process_lifetime.end_with_parent()
-        self.world_size = world.size
+        super().__init__(world.size)
         self._world, self._backend = world, backend
         own = RankHello(
             rank=0,
@@ -58,8 +55,6 @@ class JoinedGroup:
         self._start_timeout = start_timeout
         self._address, self._store = process_group.open_store(world, start_timeout)
         self._hellos: dict[int, RankHello] = {0: own}
-        self._channels: dict[int, PipeChannel] = {}
-        self._exit_codes: dict[int, int | None] = {}
         self._token = secrets.token_hex(8)
         self._thread: threading.Thread | None = None
         self._failed = False
@@ -187,46 +182,11 @@ class JoinedGroup:
         except BaseException:
             self._failed = True  # the entry has reported the error itself
 
-    def send(self, rank: int, message: bytes) -> None:
-        """See `Group`."""
-        with contextlib.suppress(OSError):
-            self._channels[rank].send(message)
-
-    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """See `Group`."""
-        by_connection: dict[Any, int] = {
-            channel.connection: rank
-            for rank, channel in self._channels.items()
-            if not channel.connection.closed
-        }
-        messages: list[tuple[int, bytes]] = []
-        for ready in wait(list(by_connection), timeout):
-            messages += self._read_all(by_connection[ready])
-        return messages
-
-    def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
-        channel = self._channels[rank]
-        connection = channel.connection
-        messages = []
-        try:
-            while connection.poll():
-                messages.append((rank, connection.recv_bytes()))
-        except (EOFError, ConnectionError):
-            channel.close()
-            self._exit_codes[rank] = None
-        except OSError:
-            channel.close()  # the host is unreachable; missing heartbeats report that
-        return messages
-
     def exited(self) -> dict[int, int | None]:
         """See `Group`; only the launcher knows the exit codes of the other ranks."""
         if self._thread is not None and not self._thread.is_alive():
             self._exit_codes[0] = int(self._failed)
         return dict(self._exit_codes)
-
-    def output_tail(self, rank: int) -> str:  # noqa: ARG002
-        """See `Group`; empty, because the ranks print to the launcher's terminal or log folder."""
-        return ""
 
     def end(self, timeout: float) -> bool:
         """See `Group`; waits for rank 0's thread and until the other ranks have disconnected."""

@@ -131,12 +131,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    """Joins the process group.
-
-    Raises:
-        BrokenLinkError: another rank cannot be reached; usually it has ended, and is the cause.
-        RankError: the group of this process's work before has not closed; see `destroy`.
-    """
+    """Joins the process group."""
     if dist.is_initialized():
         raise RankError(
             "this process is still in a process group, that of its work before",
@@ -177,10 +172,7 @@ def destroy(timeout: float) -> None:
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
     """Checks that the CUDA devices of a run exist, without creating a CUDA context.
 
-    Args:
-        device: as the user named it.
-        local_size: number of ranks on this host.
-        launched: whether a launcher started the ranks; it may show each rank only its own GPU.
+    A launcher (`launched`) may show each rank only its own GPU.
     """
     if device == "cpu":
         return
@@ -213,34 +205,36 @@ def choose_interface(
     It is an address of the interface in GLOO_SOCKET_IFNAME. If that is not set, it is the address
     from which this host reaches `peer`.
 
-    Args:
-        peer: name or address of the host with the store.
-        spans_hosts: whether other hosts must reach the address.
-        environment: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in it.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in `environment`.
     """
     name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    address = _address_of(name) if name else _address_towards(peer)
+    known = _addresses()
+    address = _address_of(name, known) if name else _address_towards(peer)
     if spans_hosts and ipaddress.ip_address(address).is_loopback:
+        others = dict.fromkeys(other for other, _ in known if other != "lo")
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach"
             + (f" (the address for {peer!r})" if not name else ""),
             "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
-            + ", ".join(_other_interfaces()),
+            + (", ".join(others) or "(this host has none)"),
         )
-    found = name or _interface_with(address)
-    if found:
-        environment["GLOO_SOCKET_IFNAME"] = found
-        environment.setdefault("NCCL_SOCKET_IFNAME", found)
+    if not name:
+        is_loopback = ipaddress.ip_address(address).is_loopback
+        name = "lo" if is_loopback else next((n for n, own in known if own == address), "")
+    if name:
+        environment["GLOO_SOCKET_IFNAME"] = name
+        environment.setdefault("NCCL_SOCKET_IFNAME", name)
     return address
 
 
-def _address_of(interface: str) -> str:
-    if interface not in _interfaces():
+def _address_of(interface: str, known: list[tuple[str, str]]) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
         raise RequestError(
             f"GLOO_SOCKET_IFNAME names {interface!r}, which {socket.gethostname()} does not have",
-            f"set it to one of {', '.join(_interfaces())}",
+            f"set it to one of {', '.join(names)}",
         )
-    if address := _ipv4(interface) or _ipv6(interface):
+    if address := next((own for name, own in known if name == interface), ""):
         return address
     raise RequestError(f"the interface {interface!r} of {socket.gethostname()} has no IP address")
 
@@ -261,20 +255,10 @@ def _address_towards(peer: str) -> str:
         ) from error
 
 
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _other_interfaces() -> list[str]:
-    names = (name for name in _interfaces() if name != "lo")
-    return [name for name in names if _ipv4(name) or _ipv6(name)] or ["(this host has none)"]
-
-
-def _interface_with(address: str) -> str:
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    names = (name for name in _interfaces() if address in (_ipv4(name), _ipv6(name)))
-    return next(names, "")
+def _addresses() -> list[tuple[str, str]]:
+    """Each interface with its first IPv4 and IPv6 address."""
+    names = [name for _, name in socket.if_nameindex()]
+    return [(name, own) for name in names for own in (_ipv4(name), _ipv6(name)) if own]
 
 
 def _ipv4(interface: str) -> str:

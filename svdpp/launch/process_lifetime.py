@@ -27,10 +27,7 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     If the process goes on after that, the same holds for its next parent: another thread of the
     starter or, once the starter has ended, another process.
 
-    Args:
-        parent: process id of the starter. By default the current parent, so a starter that has
-            already ended is not noticed.
-        number: of the signal.
+    By default `parent` is the current one, so a starter that has already ended is not noticed.
     """
     if parent is None:
         parent = os.getppid()
@@ -86,9 +83,7 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     Call it once, in the main thread. Python's own handlers run only after the library call returns,
     and a call that waits for another host may never return.
 
-    Args:
-        end: called in a thread with the signal's number: `exit_with_signal_code` or
-            `exit_by_signal`.
+    A thread calls `end` with the signal's number.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -26,6 +26,7 @@ from svdpp.launch import environment, fork_server, process_group, process_lifeti
 from svdpp.launch.group import (
     GUARD,
     Entry,
+    Group,
     PipeChannel,
     QueuedChannel,
     RankContext,
@@ -37,7 +38,7 @@ _GRACE_SECONDS = 2.0
 _TAIL_CHARS = 4000
 
 
-class StartedGroup:
+class StartedGroup(Group):
     """Ranks started through torch.multiprocessing on this machine.
 
     Args:
@@ -66,7 +67,7 @@ class StartedGroup:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # A rank that imports the script, and has made nothing yet that would stay behind.
             raise RequestError(f"a rank imports your script, which starts ranks: {GUARD}")
-        self.world_size = world_size
+        super().__init__(world_size)
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
         # Only this user can open the folder, so no other user can join the store in it. The fork
@@ -74,7 +75,7 @@ class StartedGroup:
         within = util.get_temp_dir() if start_method == "forkserver" else None
         self._folder = temp_folders.make_folder("svdpp-", within)
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
-        self._channels = [QueuedChannel(ours) for ours, _ in pipes]
+        self._channels = {rank: QueuedChannel(ours) for rank, (ours, _) in enumerate(pipes)}
         is_main_thread = threading.current_thread() is threading.main_thread()
         start = _StartArguments(
             *(entry, argument, world_size, backend, self._folder),
@@ -108,33 +109,8 @@ class StartedGroup:
         """See `Group`."""
         return RankLocation(socket.gethostname(), rank)
 
-    def send(self, rank: int, message: bytes) -> None:
-        """See `Group`."""
-        self._channels[rank].send(message)
-
-    def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """See `Group`; also returns when a rank ends."""
-        by_connection: dict[Any, int] = {
-            channel.connection: rank
-            for rank, channel in enumerate(self._channels)
-            if not channel.connection.closed
-        }
-        running = [process.sentinel for process in self._processes if process.is_alive()]
-        messages: list[tuple[int, bytes]] = []
-        for ready in multiprocessing.connection.wait([*by_connection, *running], timeout):
-            if ready in by_connection:
-                messages += self._read_all(by_connection[ready])
-        return messages
-
-    def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
-        connection = self._channels[rank].connection
-        messages = []
-        try:
-            while connection.poll():
-                messages.append((rank, connection.recv_bytes()))
-        except (EOFError, ConnectionResetError):
-            self._channels[rank].close()
-        return messages
+    def _sentinels(self) -> list[Any]:
+        return [process.sentinel for process in self._processes if process.is_alive()]
 
     def exited(self) -> dict[int, int | None]:
         """See `Group`."""
@@ -165,7 +141,7 @@ class StartedGroup:
         deadline = time.monotonic() + _GRACE_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
         temp_folders.remove_folder(self._folder)
 

@@ -24,17 +24,10 @@ _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 class World:
     """The rank of one process, and the sizes of its world.
 
-    Args:
-        rank: number over all hosts.
-        local_rank: number on this host; also the index of its GPU, unless the run orders them.
-        size: number of ranks on all hosts.
-        local_size: number of ranks on this host.
-        host: index of this host; 0 is the host of rank 0.
-        num_hosts: number of hosts.
-        is_even: False if the hosts are known to have different numbers of ranks.
-        launcher: what started the ranks; None if one svdpp command on one machine did.
-        restarts: how often the launcher has restarted the ranks.
-        owns_store: whether rank 0 creates the store; otherwise the launcher has one.
+    `local_rank` is also the index of the GPU, unless the run orders them. `is_even` is False if
+    the hosts are known to have different numbers of ranks. Without a launcher one svdpp command
+    on one machine started the ranks. Rank 0 creates the store if the launcher has none
+    (`owns_store`).
     """
 
     rank: int

@@ -55,17 +55,6 @@ class Partner(Protocol):
         ...
 
 
-class Sampler(Protocol):
-    """Runs the denoising steps of one clip in order."""
-
-    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """Returns the latent after `step`, of the same shape and dtype; does not change `latent`.
-
-        The caller runs each step once, in rising order, beginning with the sampler's start step.
-        """
-        ...
-
-
 class VideoModel(Protocol):
     """The model of one rank: the components that its actions need, on its device."""
 
@@ -148,14 +137,3 @@ def solver_history(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items()
         if name.startswith(STATE_PREFIX) and tensor.is_floating_point()
     }
-
-
-def run_steps(
-    sampler: Sampler, tensors: Tensors, start: int, end: int, after_step: AfterStep
-) -> Tensors:
-    """`VideoModel.denoise` for a sampler whose steps change nothing but the latent."""
-    latent = tensors[LATENTS]
-    for step in range(start, end):
-        latent = sampler.forward(latent, step)
-        after_step(step, latent)
-    return {**tensors, LATENTS: latent}

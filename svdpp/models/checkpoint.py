@@ -1,36 +1,44 @@
 """Finding a checkpoint, and what the engine asks of it; knows no torch.
 
 A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
-a `ModelError` that names the file. `checkpoint` in a family's package checks its configs.
+a `ModelError` that names the file.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
     DUMMY_MODEL,
+    SAMPLING_CLASSES,
     ClipRequest,
     ModelConfig,
     SamplingConfig,
 )
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config.limits import require
+from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
-from svdpp.models.class_check import check_no_code
-from svdpp.models.engine.rows import FAMILIES as ROW_FAMILIES
-from svdpp.models.fingerprint import fingerprint
-from svdpp.models.safetensors_header import JsonFile, read_json, short_repr, weight_headers
+from svdpp.models.engine.configs import (
+    Configs,
+    SchedulerConfig,
+    check_class,
+    check_no_code,
+    class_of,
+)
+from svdpp.models.engine.rows import FAMILIES, ROWS, Row
+from svdpp.models.engine.wan import boundary_step
+from svdpp.models.json_file import JsonFile, read_json, short_repr
+from svdpp.models.safetensors_header import fingerprint, weight_headers
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
 
@@ -40,7 +48,7 @@ Use = Literal["needed", "optional", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checked folder in diffusers' format; each family adds the sizes that later checks need."""
+    """A checked folder in diffusers' format, of a family that has a row."""
 
     name: str
     """As the user typed it."""
@@ -50,11 +58,33 @@ class Checkpoint:
     fingerprint: str | None = None
     """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
+    family: str
+    """As in its sampling parameters."""
+    classes: tuple[tuple[str, str], ...]
+    """Each component and its class; the scheduler is not among them."""
+    scheduler: SchedulerConfig
+    size_multiple: tuple[int, int]
+    """Height and width of a frame are multiples of these."""
+    frames_multiple: int
+    """The number of frames is a multiple of this plus 1."""
+    model_frames: int = 1
+    """Frames of a clip whose request does not say how many."""
+    fixed_frames: int | None = None
+    """The only number of frames that the model makes; None: any."""
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    """Heights and widths of clips from an image; empty: any."""
+    image_use: Use
+    unused_parameters: tuple[str, ...] = ()
+    """Sampling parameters of the family that have no effect on this model."""
+    boundary_ratio: float | None = None
+    """Share of the training timesteps below which `transformer_2` runs; None for one expert."""
+    decode_draws: bool = False
+    """Whether the decode draws noise."""
 
     @property
     def branches(self) -> Literal["calls", "batch"] | None:
         """How a guided step evaluates its two branches; see `Row`."""
-        return None
+        return self.row.branches
 
     @property
     def label(self) -> str:
@@ -62,43 +92,39 @@ class Checkpoint:
         return f"model {hub.show_name(self.name)}"
 
     @property
-    def family(self) -> str:
-        """The family's name, as in its sampling parameters."""
-        raise NotImplementedError
-
-    @property
-    def fp32_components(self) -> frozenset[str]:
-        """Components whose weights are float32, whatever the model's dtype is."""
-        return frozenset()
-
-    @property
-    def weighted(self) -> tuple[str, ...]:
-        """The components that have weights."""
-        raise NotImplementedError
-
-    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """The components of `weighted` that a rank with these roles loads.
-
-        Args:
-            roles: of the rank.
-            sampling: of its clips, resolved.
-        """
-        raise NotImplementedError
-
-    @property
-    def image_use(self) -> Use:
-        """What a clip has to do with photographs."""
-        raise NotImplementedError
+    def row(self) -> Row:
+        """Of the family."""
+        return ROWS[self.family]
 
     @property
     def prompt_use(self) -> Use:
         """What a clip has to do with prompts."""
-        raise NotImplementedError
+        return "needed" if self.row.takes_prompt else "refused"
 
     @property
-    def unused_parameters(self) -> tuple[str, ...]:
-        """Sampling parameters of the family that have no effect on this model."""
-        return ()
+    def num_experts(self) -> int:
+        """2 for Wan 2.2 A14B, otherwise 1."""
+        return 1 if self.boundary_ratio is None else 2
+
+    @property
+    def weighted(self) -> tuple[str, ...]:
+        """The components that have weights."""
+        return tuple(part for part, _ in self.classes if has_weights(part))
+
+    def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """The components that a rank with these roles loads, with and without weights."""
+        row, needed = self.row, set(self.row.everywhere)
+        if roles.encode:
+            needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
+        if roles.decode:
+            needed.update(row.decode)
+        if roles.denoise:
+            needed |= {name for place, name in enumerate(row.denoisers) if place in roles.experts}
+        return frozenset(part for part, _ in self.classes if part in needed)
+
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """The components of `weighted` that a rank with these roles loads."""
+        return frozenset(filter(has_weights, self.parts_of(roles, sampling)))
 
     def check_inputs(
         self,
@@ -158,11 +184,35 @@ class Checkpoint:
         Raises:
             RequestError: the parameters are those of another family, or this model cannot run them.
         """
-        raise NotImplementedError
+        if sampling.family != self.family:
+            raise RequestError(
+                f"{self.label} is of the family {self.family}, not {sampling.family}"
+            )
+        sampling = sampling.resolved(model_frames=self.model_frames)
+        check_frames(sampling, self.frames_multiple)
+        require(
+            self.fixed_frames in (None, sampling.frames),
+            f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
+        )
+        check_sides(sampling, self.size_multiple)
+        self.row.check(self, sampling)
+        return sampling
 
-    def expert_boundary(self, sampling: SamplingConfig) -> int | None:  # noqa: ARG002
+    def scheduler_of(self, sampling: SamplingConfig) -> SchedulerConfig:
+        """The scheduler, with the changes that the sampling parameters ask for."""
+        return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
+
+    def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
-        return None
+        if self.boundary_ratio is None:
+            return None
+        scheduler = self.scheduler_of(sampling)
+        return boundary_step(scheduler, self.boundary_ratio, sampling.num_inference_steps)
+
+
+def has_weights(part: str) -> bool:
+    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
@@ -290,12 +340,30 @@ def _hint(model: ModelConfig, local: Path | None) -> str:
 def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
     index = _read_index(folder)
     family = family_of_pipeline(index)
+    row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
-    rules = importlib.import_module(f"{package_of(family)}.checkpoint")
-    checkpoint: Checkpoint = rules.check(
-        index, name=model.name, folder=folder, revision=revision, variant=model.variant
+    for part, allowed in row.components.items():
+        check_class(index, part, allowed, optional=part in row.optional)
+    configs = Configs(folder, index, row.schedulers)
+    classes = {part: name for part in row.components if (name := class_of(index, part)) is not None}
+    for part in filter(has_weights, classes):
+        configs.of(part)
+    from_image = index.values["_class_name"] == row.image
+    facts: dict[str, Any] = {
+        "image_use": "optional" if row.both else "needed" if from_image else "refused",
+        "size_multiple": (kind.side_unit, kind.side_unit),
+        "frames_multiple": kind.frames_unit,
+    }
+    return Checkpoint(
+        name=model.name,
+        folder=folder,
+        revision=revision,
+        variant=model.variant,
+        family=family,
+        classes=tuple(classes.items()),
+        scheduler=configs.scheduler,
+        **{**facts, **row.facts(configs)},
     )
-    return checkpoint
 
 
 def family_of_pipeline(index: JsonFile) -> str:
@@ -324,19 +392,11 @@ def _weight_files(checkpoint: Checkpoint, components: Iterable[str]) -> list[Pat
 
 
 def _read_index(folder: Path) -> JsonFile:
-    path = folder / _INDEX_FILE
-    if not path.is_file():
+    if not (folder / _INDEX_FILE).is_file():
         raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
-    return read_json(path, _INDEX_FILE)
+    return read_json(folder, _INDEX_FILE)
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-
-#: The family of each pipeline that diffusers' `model_index.json` can name.
-FAMILIES: Mapping[str, str] = {"StableVideoDiffusionPipeline": "svd", **ROW_FAMILIES}
-
-
-def package_of(family: str) -> str:
-    """The package with a family's code."""
-    return "svdpp.models.svd" if family == "svd" else "svdpp.models.engine"
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")

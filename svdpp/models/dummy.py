@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Sampler, Tensors, run_steps
+from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Tensors
 
 _WEIGHT_SEED = 20231121
 
@@ -57,24 +57,6 @@ class SleepTimes:
     step_seconds: float = 0.0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
-
-
-class SleepingDenoiser:
-    """A denoiser whose steps take a minimum time.
-
-    Args:
-        denoiser: computes the steps.
-        seconds: minimum time of each step.
-    """
-
-    def __init__(self, denoiser: Sampler, seconds: float) -> None:
-        self._denoiser = denoiser
-        self._seconds = seconds
-
-    def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """See `Sampler`."""
-        with _at_least(self._seconds):
-            return self._denoiser.forward(latent, step)
 
 
 class DummyModel:
@@ -124,11 +106,6 @@ class DummyModel:
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
-    def denoiser(self, tensors: Tensors, start: int) -> Sampler:  # noqa: ARG002
-        """The network itself: it carries nothing from step to step."""
-        seconds = self._sleep_times.step_seconds
-        return SleepingDenoiser(self._unet, seconds) if seconds else self._unet
-
     def removed_text(self, prompt: str) -> str:  # noqa: ARG002
         """Nothing, because the model takes no prompt."""
         return ""
@@ -141,15 +118,21 @@ class DummyModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """See `VideoModel`; each rank of a pair gives half of the elements in half of the time."""
-        if partner is None:
-            return run_steps(self.denoiser(tensors, start), tensors, start, end, after_step)
+        """The same network for each step; it carries nothing from step to step.
+
+        Each rank of a pair gives half of the elements, in half of the time.
+        """
         latent = tensors[LATENTS]
         for step in range(start, end):
-            own: Tensors = {}
-            other = partner.exchange(step, partial(self._half, latent, step, partner.branch, own))
-            halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
-            latent = torch.cat(halves).view(latent.shape)
+            if partner is None:
+                with _at_least(self._sleep_times.step_seconds):
+                    latent = self._unet(latent, step)
+            else:
+                own: Tensors = {}
+                half = partial(self._half, latent, step, partner.branch, own)
+                other = partner.exchange(step, half)
+                halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
+                latent = torch.cat(halves).view(latent.shape)
             after_step(step, latent)
         return {**tensors, LATENTS: latent}
 

@@ -21,7 +21,8 @@ from loguru import logger
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
-from svdpp.models.safetensors_header import WEIGHT_STEMS, choose_weight_files, short_repr
+from svdpp.models.json_file import short_repr
+from svdpp.models.safetensors_header import WEIGHT_STEMS, choose_weight_files
 from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
@@ -144,12 +145,9 @@ class _Silent(tqdm.tqdm):  # type: ignore[misc]
 def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
     names = [f"{component}/{path.name}" for path in (folder / component).glob("*")]
     try:
-        files = choose_weight_files(names, component, variant)
+        return bool(choose_weight_files(names, component, variant))
     except ModelError:
         return False
-    totals = {int(match[1]) for name in files if (match := re.search(r"-of-(\d{5})\.", name))}
-    # An index comes with shards, whose names say how many there are.
-    return files[-1].endswith(".safetensors") or totals == {len(files) - 1}
 
 
 @contextmanager

@@ -7,26 +7,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the storages that are created in its context; `peak` is their highest sum in bytes.
+    """Tracks the storages of tensors; `peak` is their highest sum in bytes.
 
     Args:
-        known: existing tensors; their storages do not count.
+        known: existing tensors; those that are created in its context are added.
         count_workspace: whether to count the workspace of CPU convolutions.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._live = 0
+        self.now = 0
         self._count_workspace = count_workspace
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
-            self._add(tensor, counted=False)
+            self._add(tensor)
+        self._before = self.peak = self.now
+
+    @property
+    def above(self) -> int:
+        """The peak above what was known."""
+        return self.peak - self._before
 
     def __torch_dispatch__(
         self,
@@ -35,36 +41,37 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        without_data = _WITHOUT_DATA.get(func)
-        result = None if without_data is None else without_data(*args)
+        result = None
+        if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
+            result = _WITHOUT_DATA[func](*args)
         if result is None:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._add(tensor, counted=True)
+                self._add(tensor)
         workspace = 0
         if self._count_workspace and func is torch.ops.aten.convolution.default:
             workspace = _convolution_workspace(args, result)
-        self.peak = max(self.peak, self._live + workspace)
+        self.peak = max(self.peak, self.now + workspace)
         return result
 
-    def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
+    def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
             return
-        num_bytes = storage.nbytes() if counted else 0
+        num_bytes = storage.nbytes()
 
         def forget(_: object) -> None:
             del self._storages[key]
-            self._live -= num_bytes
+            self.now -= num_bytes
 
-        self._live += num_bytes
+        self.now += num_bytes
         self._storages[key] = weakref.ref(storage, forget)
 
 
 # Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
-# a condition holds.
+# a condition holds and a length is longer than any tensor.
 
 
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,14 +85,17 @@ def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torc
     return tensor.new_empty((first.numel(), *tensor.shape[first.dim() :]))
 
 
-def _condition(tensor: torch.Tensor) -> bool | None:
-    return True if tensor.dtype == torch.bool else None
+def _number(tensor: Any) -> bool | int | None:
+    if tensor.dtype == torch.bool:
+        return True
+    is_known = tensor.is_floating_point() or tensor.constant is not None
+    return None if is_known else torch.iinfo(torch.int32).max
 
 
 _WITHOUT_DATA: Mapping[Any, Any] = {
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.index.Tensor: _index,
-    torch.ops.aten._local_scalar_dense.default: _condition,
+    torch.ops.aten._local_scalar_dense.default: _number,
 }
 
 

@@ -49,13 +49,12 @@ class ComponentLoader:
             OutOfMemoryError: the device or the host has too little memory.
             RequestError: the device cannot be used.
         """
-        checkpoint, folder = self.checkpoint, self.checkpoint.folder / component
-        with library_errors(component, checkpoint):
-            headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-        with library_errors(component, checkpoint), self._memory_errors(component, headers, dtype):
-            expected = meta_module(cls, folder)
-            check_weights(component, expected, headers)
-            module = self._from_pretrained(cls, folder, dtype)
+        headers = self._checked_headers(cls, component)
+        with (
+            library_errors(component, self.checkpoint),
+            self._memory_errors(component, headers, dtype),
+        ):
+            module = self._from_pretrained(cls, self.checkpoint.folder / component, dtype)
             for name in unused:
                 delattr(module, name)
             # Parameters keep requires_grad, as in diffusers' pipeline. Without it torch uses other
@@ -63,6 +62,10 @@ class ComponentLoader:
             module.eval()
         with self._device_errors(), self._memory_errors(component, headers, dtype):
             return module.to(self.device)
+
+    def check(self, cls: Any, component: str) -> int:
+        """Compares the weight files of a component with `cls`; returns the number of tensors."""
+        return sum(map(len, self._checked_headers(cls, component).values()))
 
     def processor(self, cls: Any, component: str) -> Any:
         """Loads a component without weights: a tokenizer or an image processor."""
@@ -86,6 +89,13 @@ class ComponentLoader:
                 "pip install sentencepiece protobuf",
             )
         return self.processor(cls, "tokenizer")
+
+    def _checked_headers(self, cls: Any, component: str) -> Mapping[Path, Header]:
+        folder, variant = self.checkpoint.folder, self.checkpoint.variant
+        with library_errors(component, self.checkpoint):
+            headers = weight_headers(folder, component, variant)
+            check_weights(component, meta_module(cls, folder / component), headers)
+        return headers
 
     def _from_pretrained(self, cls: Any, folder: Path, dtype: torch.dtype) -> Any:
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
@@ -120,25 +130,6 @@ class ComponentLoader:
             yield
         except (AssertionError, RuntimeError) as error:
             raise RequestError(f"{self.device} cannot be used: {_first_line(error)}") from error
-
-
-def check_components(checkpoint: Checkpoint, classes: Mapping[str, Any]) -> int:
-    """Compares the name and shape of every weight with `classes`, by component; reads no weight.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
-    """
-    count = 0
-    for component in checkpoint.weighted:
-        with library_errors(component, checkpoint):
-            headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-            expected = meta_module(classes[component], checkpoint.folder / component)
-            check_weights(component, expected, headers)
-        count += sum(map(len, headers.values()))
-    return count
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,43 +1,49 @@
 """The estimate of a model's memory and FLOPs from its configs; reads no weight.
 
-Each part is built from fake tensors, which have a shape but no data, and runs the code of a rank,
-while every storage that is created and freed is counted, and the FLOPs of every kernel. Of the
-kernels' workspaces, only those of CPU convolutions are counted, because torch reports only which
-convolution kernel it chooses.
+It runs the real encode, step and decode of a rank, with components made of fake tensors, which
+have a shape but no data. A component's call runs on fake tensors too, and the pipeline gets zeros
+of the shapes of its result. Meanwhile every storage that is created and freed is counted, and the
+FLOPs of every kernel. Of the kernels' workspaces, only those of CPU convolutions are counted,
+because torch reports only which convolution kernel it chooses.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from svdpp.config import ModelConfig, SamplingConfig
-from svdpp.models.checkpoint import Checkpoint, package_of
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.models.base import Tensors
+from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
+from svdpp.models.engine.call import component_methods, replaced
+from svdpp.models.engine.load import (
+    Parts,
+    apply_memory_options,
+    component_class,
+    dtype_of,
+    load_processor,
+    new_pipeline,
+    unused_parts,
+)
+from svdpp.models.engine.model import EngineModel
+from svdpp.models.engine.values import Node, describe, zeros
 from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.loading import fp32_parameters, silence_libraries, torch_dtype
+from svdpp.models.loading import fp32_parameters, new_module, silence_libraries, torch_dtype
 from svdpp.plan.layout import Roles
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-# torch registers its GPU kernels only; the sizes of the arguments are the same.
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_attention_math: _attention_flops,
-}
 
 
 class PartMemory(NamedTuple):
@@ -59,11 +65,11 @@ class MemoryEstimate:
     """Memory of each part of a model; None for a part that the model does not have."""
 
     encode: PartMemory | None
-    """Image encoder and VAE encoder, at the clip's size; without the original photograph."""
+    """Encoders of text and image, and the VAE's, at the clip's size; without the original image."""
     denoise: PartMemory
     """The denoiser, or one of two experts, for one step."""
     decode: PartMemory | None
-    """The VAE decoder, for `decode_chunk_size` frames at a time."""
+    """The VAE's decoder, for `decode_chunk_size` frames at a time."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
@@ -73,9 +79,10 @@ class MemoryEstimate:
             if has_role and (part := getattr(self, name)) is not None
         ]
         other_experts = max(0, len(roles.experts) - 1)
-        rank = joined(loaded) if loaded else PartMemory(0, 0)
-        return rank._replace(
-            weight_bytes=rank.weight_bytes + other_experts * self.denoise.weight_bytes
+        return PartMemory(
+            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
+            max((part.activation_bytes for part in loaded), default=0),
+            sum(part.flops for part in loaded),
         )
 
     def as_costs(self) -> dict[str, float]:
@@ -109,14 +116,27 @@ def estimate(
     Raises:
         ModelError: the model's class rejects a config.
     """
-    fake_run = FakeRun(torch_dtype(model.dtype), on_cpu=device == "cpu")
-    with _threads(num_threads):
+    on_cpu, before = device == "cpu", torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
         if checkpoint is None:
-            return MemoryEstimate(encode=None, denoise=_dummy(fake_run, model), decode=None)
-        silence_libraries()
-        family: Any = importlib.import_module(f"{package_of(checkpoint.family)}.memory")
-        found: MemoryEstimate = family.estimate_parts(fake_run, checkpoint, model, sampling)
-        return found
+            return MemoryEstimate(encode=None, denoise=_dummy(model, on_cpu), decode=None)
+        hollow = _Hollow(checkpoint, model, sampling, on_cpu=on_cpu)
+        packet, encode = hollow.encode()
+        packet, denoise = hollow.denoise(packet)
+        return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+    finally:
+        torch.set_num_threads(before)
+
+
+def probe_packet(
+    checkpoint: Checkpoint, dtype: str, sampling: SamplingConfig, *, has_stepped: bool
+) -> Tensors:
+    """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
+    model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
+    hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
+    packet, _ = hollow.encode()
+    return hollow.denoise(packet)[0] if has_stepped else packet
 
 
 @torch.no_grad()
@@ -135,87 +155,199 @@ def bare_process_bytes() -> int:
     return resident * os.sysconf("SC_PAGE_SIZE")
 
 
-def _dummy(fake_run: FakeRun, model: ModelConfig) -> PartMemory:
-    latent = torch.zeros(model.dummy_latent.shape, dtype=fake_run.dtype)
-    unet = DummyUNet(latent.shape[1]).to(fake_run.dtype)
-    return fake_run.measure([unet], lambda: unet(latent, 0))
+@torch.no_grad()
+def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
+    latent = torch.zeros(model.dummy_latent.shape, dtype=torch_dtype(model.dtype))
+    unet = DummyUNet(latent.shape[1]).to(latent.dtype)
+    counter = FlopCounterMode(display=False)
+    live = LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu)
+    with FakeTensorMode(allow_non_fake_inputs=True), counter, live:
+        unet(latent, 0)
+    return PartMemory(num_bytes([unet]), live.above, counter.get_total_flops())
 
 
-class FakeRun:
-    """Builds modules from fake tensors and measures their forward pass.
+class _Hollow:
+    """A model of fake components, all on the CPU.
 
     Fake tensors choose kernels as CPU tensors do; meta tensors do not. That matters for attention,
     whose CPU kernel never stores the whole matrix.
     """
 
-    def __init__(self, dtype: torch.dtype, *, on_cpu: bool) -> None:
-        self.dtype = dtype
-        self.on_cpu = on_cpu
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def module(
+    def __init__(
         self,
-        new: Callable[[], Any],
-        without: tuple[str, ...] = (),
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        """The module that `new` makes, without some submodules, in `dtype` or the run's own."""
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        *,
+        on_cpu: bool,
+    ) -> None:
+        silence_libraries()
+        self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._inside, self._flops = False, 0
+        # Peak, FLOPs and result of nested calls, by name and sizes.
+        self._known: dict[tuple[Any, ...], tuple[int, int, Node]] = {}
+        cpu, parts = torch.device("cpu"), {}
+        for part, name in checkpoint.classes:
+            cls = component_class(part, name)
+            if has_weights(part):
+                parts[part] = self._module(cls, part, dtype_of(checkpoint, part, model.dtype))
+                apply_memory_options(checkpoint, part, parts[part], model)
+            else:
+                parts[part] = load_processor(checkpoint, part, cls, cpu)
+        self._modules = {part: each for part, each in parts.items() if has_weights(part)}
+        from_image = sampling.from_image
+        self._pipe = new_pipeline(checkpoint, from_image, parts, cpu)
+        loaded = Parts(
+            pipe=self._pipe,
+            checkpoint=checkpoint,
+            device=cpu,
+            dtype=model.dtype,
+            from_image=from_image,
+        )
+        self._model = EngineModel(loaded, sampling)
+
+    def encode(self) -> tuple[Tensors, PartMemory]:
+        """A packet before the first step, and the memory of an encode."""
+        size = self._sampling.width, self._sampling.height
+        image = Image.new("RGB", size) if self._sampling.from_image else None
+        prepared = {} if image is None else self._model.prepare(image)
+        request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
+        with self._measured(Roles(encode=True, denoise=False, decode=False)) as memory:
+            packet = self._model.encode(prepared, request)
+        return packet, memory[0]
+
+    def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
+        """The packet after the first step, and the memory of a step."""
+        with self._measured(Roles(encode=False, denoise=True, decode=False), packet) as memory:
+            done = self._model.denoise(packet, 0, 1, lambda _, __: None)
+        return done, memory[0]
+
+    def decode(self, packet: Tensors) -> PartMemory:
+        """The memory of a decode; `packet` is one after a step."""
+        with self._measured(Roles(encode=False, denoise=False, decode=True), packet) as memory:
+            self._model.decode_by(packet, lambda video, **_: video[:, :, :1])
+        return memory[0]
+
+    def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
         default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype or self.dtype)
+        torch.set_default_dtype(dtype)
         try:
             with self._fake:
-                module = new()
+                module = new_module(cls, self._checkpoint.folder / part)
                 for name in fp32_parameters(module):
                     parameter = module.get_parameter(name)
                     parameter.data = parameter.data.float()
         finally:
             torch.set_default_dtype(default)
-        for name in without:
-            delattr(module, name)
         return module.eval()
 
-    def fake(self, value: Any) -> Any:
-        """A fake tensor like `value`; other values as they are."""
+    @contextmanager
+    def _measured(self, roles: Roles, packet: Tensors | None = None) -> Iterator[list[PartMemory]]:
+        """Measures what runs while the context lasts, on a rank with these roles."""
+        memory: list[PartMemory] = []
+        self._flops, checkpoint = 0, self._checkpoint
+        unused = {
+            part: unused_parts(checkpoint, part, roles, self._sampling) for part in self._modules
+        }
+        removed = [
+            (module, name, module._modules.pop(name))
+            for part, module in self._modules.items()
+            for name in unused[part]
+        ]
+        loaded = checkpoint.components_of(roles, self._sampling)
+        weights = num_bytes(self._modules[part] for part in loaded)
+        tensors = [each for module in self._modules.values() for each in _tensors(module)]
+        self._live = LiveBytes(tensors, count_workspace=self._on_cpu)
+        del tensors
+        with ExitStack() as patches:
+            for module in self._modules.values():
+                patches.enter_context(self._replaced(module, component_methods(module)))
+                patches.enter_context(replaced(module, to=partial(self._cast, module)))
+            if (decode := getattr(self._pipe, "decode_latents", None)) is not None:
+                patches.enter_context(self._replaced(self._pipe, {"decode_latents": decode}))
+            with self._live:
+                yield memory
+        for module, name, child in removed:
+            module._modules[name] = child
+        received = 0 if packet is None else sum(each.nbytes for each in packet.values())
+        memory.append(PartMemory(weights, self._live.above + received, self._flops))
+
+    def _replaced(self, target: Any, methods: Any) -> Any:
+        # Pipelines inspect signatures.
+        calls = {
+            name: update_wrapper(partial(self._call, method), method)
+            for name, method in methods.items()
+        }
+        return replaced(target, **calls)
+
+    def _call(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return self._nested(real, args, kwargs)
+        args, kwargs = tree_map(self._faked, (args, kwargs))
+        self._counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        self._inside = True
+        try:
+            with self._fake, self._counter, self._live:
+                result = real(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._flops += self._counter.get_total_flops()
+        return tree_map(_zeros_like, result)
+
+    def _nested(self, real: Any, args: Any, kwargs: Any) -> Any:
+        """A call inside another one, such as the decode of a chunk: equal ones are run once."""
+        live, counter = self._live, self._counter
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        key = (real.__name__, *(each.shape for each in tensors))
+        if key in self._known:
+            peak, flops, result = self._known[key]
+            live.peak = max(live.peak, live.now + peak)
+            self._flops += flops
+            return zeros(result, torch.device("cpu"))
+        before, flops = live.peak, counter.get_total_flops()
+        live.peak = start = live.now
+        result = real(*args, **kwargs)
+        peak, live.peak = live.peak - start, max(before, live.peak)
+        self._known[key] = peak, counter.get_total_flops() - flops, describe(result)
+        return result
+
+    def _cast(self, module: Any, *, dtype: torch.dtype) -> Any:
+        """`module.to`, which cannot swap fake weights."""
+        with self._fake, self._live:
+            for tensor in filter(torch.is_floating_point, _tensors(module)):
+                tensor.data = tensor.data.to(dtype)
+        return module
+
+    def _faked(self, value: Any) -> Any:
         return self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
-    @torch.no_grad()
-    def measure(
-        self, modules: Iterable[torch.nn.Module], forward: Callable[[], object]
-    ) -> PartMemory:
-        """Measures the modules' bytes, the peak of `forward` above them, and its FLOPs."""
-        modules = list(modules)
-        live = LiveBytes(_tensors(modules), count_workspace=self.on_cpu)
-        counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
-        with self._fake, counter, live:
-            forward()
-        return PartMemory(num_bytes(modules), live.peak, counter.get_total_flops())
+
+def _zeros_like(value: Any) -> Any:
+    """A tensor, or a distribution of latents, in real memory; other values as they are."""
+    if isinstance(value, DiagonalGaussianDistribution):
+        return DiagonalGaussianDistribution(_zeros_like(value.parameters), value.deterministic)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype)
 
 
-def joined(parts: Sequence[PartMemory]) -> PartMemory:
-    """Parts that are loaded together and run one after the other."""
-    return PartMemory(
-        sum(part.weight_bytes for part in parts),
-        max(part.activation_bytes for part in parts),
-        sum(part.flops for part in parts),
-    )
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
 
 
-def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
+# torch registers its GPU kernels only; the sizes of the arguments are the same.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_attention_math: _attention_flops,
+}
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
     """Bytes of the parameters and buffers of `modules`."""
-    return sum(tensor.nbytes for tensor in _tensors(modules))
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return sum(tensor.nbytes for module in modules for tensor in _tensors(module))

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.safetensors_header import read_json, weight_headers
-from svdpp.models.svd.checkpoint import SvdCheckpoint
+from svdpp.models.json_file import read_json
+from svdpp.models.safetensors_header import num_elements, weight_headers
 
 # Live bytes for each position and channel of a part's widest tensor, in elements. Convolutions that
 # unfold their input take 9 (two dimensions) or 27 (three) of them.
@@ -43,13 +43,13 @@ def activation_bound(
         batch, channels, *sides = model.dummy_latent.shape
         per_position = _DUMMY_ELEMENTS + _DUMMY_ELEMENTS_PER_CHANNEL * channels
         return batch * math.prod(sides) * per_position * size
-    if not isinstance(checkpoint, SvdCheckpoint):
+    if checkpoint.family != "svd":
         return _UNKNOWN
-    unet, vae = (_widest(checkpoint, part) for part in ("unet", "vae"))
+    unet, vae = (_channels(checkpoint, part)[0] for part in ("unet", "vae"))
     pixels = sampling.height * sampling.width
     chunk = min(sampling.decode_chunk_size or sampling.frames, sampling.frames)
     frames = sampling.frames * pixels * 3 * 4  # fp32 RGB
-    cells = 2 * sampling.frames * pixels // checkpoint.vae_scale_factor**2
+    cells: int = 2 * sampling.frames * pixels // 4 ** (len(_channels(checkpoint, "vae")) - 1)
     return _FIXED_BYTES + max(
         chunk * pixels * vae * size * _DECODE_FACTOR + 3 * frames,
         cells * unet * size * _DENOISE_FACTOR,
@@ -73,14 +73,13 @@ def weight_bytes(checkpoint: Checkpoint, model: ModelConfig, component: str) -> 
     Raises:
         ModelError: the files are incomplete.
     """
-    dtype = "fp32" if component in checkpoint.fp32_components else model.dtype
+    dtype = "fp32" if component in checkpoint.row.fp32 else model.dtype
     headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
-    entries = [entry for header in headers.values() for entry in header.values()]
-    num_elements = sum(math.prod(shape) for _, shape in entries)
-    is_shared = all(_DTYPES.get(stored) == dtype for stored, _ in entries)
-    return WeightBytes(num_elements * DTYPE_BYTES[dtype], is_shared)
+    stored = {name for header in headers.values() for name, _ in header.values()}
+    is_shared = all(_DTYPES.get(name) == dtype for name in stored)
+    return WeightBytes(num_elements(headers) * DTYPE_BYTES[dtype], is_shared)
 
 
-def _widest(checkpoint: Checkpoint, part: str) -> int:
-    config = read_json(checkpoint.folder / part / "config.json", f"{part}/config.json")
-    return config.counts("block_out_channels", _MAX_CHANNELS)[0]
+def _channels(checkpoint: Checkpoint, part: str) -> tuple[int, ...]:
+    config = read_json(checkpoint.folder, f"{part}/config.json")
+    return config.counts("block_out_channels", _MAX_CHANNELS)

@@ -1,22 +1,22 @@
-"""Finding a component's safetensors files, and reading their headers; reads no tensor.
+"""A component's safetensors files: which of them the libraries read, and their headers.
 
-It also reads the JSON files of a checkpoint, which are untrusted: size and values are bounded.
-Knows no torch.
+Reads no whole tensor; knows no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
-import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
+from svdpp.models.json_file import JsonFile, check_start, read_json, short_repr
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
@@ -28,12 +28,12 @@ WEIGHT_STEMS: Mapping[str, str] = {
     **dict.fromkeys(("image_encoder", "text_encoder", "text_encoder_2"), "model"),
 }
 
+# A few hundred KB of several GB are enough: training changes every number of a tensor.
+_SAMPLED_BYTES = 64
+
 
 def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Path, Header]:
     """The safetensors files with one component's weights, and the checked header of each.
-
-    If a folder has both a single file and an index of shards, diffusers reads the index and
-    transformers the file (`from_pretrained` of diffusers 0.42 and transformers 5.23).
 
     Args:
         folder: the checkpoint's folder.
@@ -44,161 +44,116 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     Raises:
         ModelError: a file is missing, incomplete, or not a safetensors file.
     """
-    there = {path.name for path in (folder / component).glob("*") if path.is_file()}
-    name = _index_or_file(there, component, variant)
-    path = folder / component / name
-    is_index = name.endswith(".json")
-    return _shard_headers(path) if is_index else {path: read_safetensors_header(path)}
+    names = [f"{component}/{path.name}" for path in (folder / component).glob("*")]
+    files = choose_weight_files(names, component, variant)
+    if files[-1].endswith(".json"):
+        _check_index(read_json(folder, files.pop()), files)
+    return {folder / name: read_safetensors_header(folder / name) for name in files}
+
+
+def _check_index(index: JsonFile, shards: Collection[str]) -> None:
+    """Refuses an index that lists other files: such as a pickle, or one outside the folder."""
+    weight_map = index.values.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise index.error("not an index of shards (weight_map is missing)")
+    names = {path.rpartition("/")[2] for path in shards}
+    for name in weight_map.values():
+        if not (isinstance(name, str) and name in names):
+            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
+
+
+def num_elements(headers: Mapping[Path, Header]) -> int:
+    """Numbers in all tensors of files."""
+    return sum(math.prod(shape) for header in headers.values() for _, shape in header.values())
 
 
 def choose_weight_files(names: Collection[str], component: str, variant: str | None) -> list[str]:
-    """The files among `names`, of a repository, that `weight_headers` would read.
+    """The files with a component's weights that the libraries read: one, or shards and their index.
+
+    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
+    diffusers 0.42 and transformers 5.23).
 
     Args:
-        names: with the component's folder, as `vae/diffusion_pytorch_model.safetensors`.
-        component: as for `weight_headers`.
+        names: all files, with the component's folder, as `vae/config.json`.
+        component: one of `WEIGHT_STEMS`.
         variant: as for `weight_headers`.
 
     Raises:
-        ModelError: the repository has no such weights.
+        ModelError: there are no such weights.
     """
-    there = {
-        name.removeprefix(f"{component}/") for name in names if name.startswith(f"{component}/")
-    }
-    chosen = [_index_or_file(there, component, variant)]
-    if chosen[0].endswith(".json"):
-        stem, tag = _stem_and_tag(component, variant)
-        shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-\d{{5}}\.safetensors", re.A)
-        chosen = [*(name for name in sorted(there) if shard.fullmatch(name)), *chosen]
-    return [f"{component}/{name}" for name in chosen]
+    start = f"{component}/"
+    there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
+    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
+    single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
+    shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-(\d{{5}})\.safetensors", re.A)
+    shards = [match for name in there if (match := shard.fullmatch(name))]
+    if index in there and not (stem == "model" and single in there):
+        total = max((int(match[1]) for match in shards), default=1)
+        if len(shards) != total:
+            raise ModelError(f"{component}/{index}: {total - len(shards)} of {total} shards miss")
+        return [*(start + match[0] for match in shards), start + index]
+    if single not in there:
+        raise _missing_weights(start + single, stem, variant, there)
+    return [start + single]
 
 
 def read_safetensors_header(path: Path) -> Header:
     """dtype and shape of each tensor in a safetensors file; reads no tensor.
 
-    The safetensors library checks that the tensors fill the file without gaps.
-
     Raises:
         ModelError: the file is incomplete, or not a safetensors file.
     """
-    label = _label(path)
+    entries = _read_entries(path)[1]
+    return {name: (each["dtype"], tuple(each["shape"])) for name, each in entries.items()}
+
+
+def fingerprint(folder: Path, files: Iterable[Path]) -> str:
+    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor.
+
+    It takes milliseconds. A copy of the folder has the same fingerprint. A folder with other
+    weights has another one.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        header, entries = _read_entries(path)
+        digest.update(header)
+        with path.open("rb") as file:
+            for begin, end in sorted(each["data_offsets"] for each in entries.values()):
+                size = min(_SAMPLED_BYTES, end - begin)
+                file.seek(8 + len(header) + (begin + end - size) // 2)
+                digest.update(file.read(size))
+    return digest.hexdigest()
+
+
+def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """A file's header as it is, and parsed."""
+    label = f"{path.parent.name}/{path.name}"
     try:
         with path.open("rb") as file:
-            _check_start(file.read(_CHECKED_BYTES), label)
-        with safe_open(path, framework="np") as weights:
-            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-            return {
-                name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()
-            }
+            start = file.read(8)
+            check_start(start + file.read(_CHECKED_BYTES), label)
+            # The library checks that the tensors fill the file without gaps.
+            with safe_open(path, framework="np"):
+                file.seek(8)
+                header = file.read(int.from_bytes(start, "little"))
     except OSError as error:
         raise ModelError(f"{label} cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
         reason = short_repr(str(error)).strip("'\"")
         raise ModelError(f"{label} is damaged or truncated: {reason}") from error
-
-
-@dataclass(frozen=True)
-class JsonFile:
-    """A JSON object, and the label of its file for messages."""
-
-    label: str
-    values: Mapping[str, Any]
-
-    def error(self, message: str, hint: str = "") -> ModelError:
-        """A `ModelError` whose message begins with the file's label."""
-        return ModelError(f"{self.label}: {message}", hint)
-
-    def count(self, key: str, largest: int) -> int:
-        """The integer at `key`; ModelError if it is not from 1 to `largest`."""
-        value = self.values.get(key)
-        if type(value) is not int or not 1 <= value <= largest:
-            raise self.error(f"{key} is {short_repr(value)}, not an integer from 1 to {largest}")
-        return value
-
-    def counts(self, key: str, largest: int) -> tuple[int, ...]:
-        """Like `count`, for one integer per block of a model, or one for all blocks."""
-        value = self.values.get(key)
-        values = value if isinstance(value, list) else [value]
-        in_range = all(type(each) is int and 1 <= each <= largest for each in values)
-        if not (in_range and 1 <= len(values) <= _MAX_BLOCKS):
-            raise self.error(f"{key} is {short_repr(value)}, not integers from 1 to {largest}")
-        return tuple(values)
-
-    def require(self, key: str, expected: int, reason: str) -> None:
-        """ModelError if the value at `key` is not `expected`."""
-        value = self.values.get(key)
-        if type(value) is not int or value != expected:
-            raise self.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
-
-
-def read_json(path: Path, label: str) -> JsonFile:
-    """Reads the JSON object in a file; `label` names the file in messages.
-
-    Raises:
-        ModelError: the file is missing, unreadable or too long, or does not hold a JSON object.
-    """
-    if not path.is_file():
-        raise ModelError(f"{label} is missing")
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"{label} cannot be read ({error.strerror})") from error
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise ModelError(f"{label} is too long for a config file")
-    _check_start(text[:_CHECKED_BYTES], label)
-    return JsonFile(label, _parse_json(text, label))
-
-
-def short_repr(value: object) -> str:
-    """The repr of an untrusted value, shortened to one line."""
-    return _REPR.repr(value)
-
-
-def _shard_headers(index: Path) -> dict[Path, Header]:
-    config = read_json(index, _label(index))
-    weight_map = config.values.get("weight_map")
-    if not (isinstance(weight_map, dict) and isinstance(config.values.get("metadata"), dict)):
-        raise config.error("not an index of shards (weight_map or metadata is missing)")
-    headers: dict[Path, Header] = {}
-    for tensor, name in weight_map.items():
-        # A path with a separator could point outside the folder.
-        if not (isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, re.A)):
-            raise config.error(
-                f"the shard {short_repr(name)} is not a plain *.safetensors file name"
-            )
-        path = index.parent / name
-        if path not in headers:
-            if not path.is_file():
-                raise ModelError(f"{_label(path)} is missing, but {config.label} lists it")
-            headers[path] = read_safetensors_header(path)
-        if tensor not in headers[path]:
-            raise config.error(
-                f"{short_repr(tensor)} is not in {name}, but the index lists it there"
-            )
-    return headers
-
-
-def _stem_and_tag(component: str, variant: str | None) -> tuple[str, str]:
-    return WEIGHT_STEMS[component], f".{variant}" if variant else ""
-
-
-def _index_or_file(there: Collection[str], component: str, variant: str | None) -> str:
-    """The name among `there` that the libraries read first: an index of shards, or a file."""
-    stem, tag = _stem_and_tag(component, variant)
-    single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
-    if index in there and not (stem == "model" and single in there):
-        return index
-    if single not in there:
-        raise _missing_weights(f"{component}/{single}", stem, variant, there)
-    return single
+    entries: dict[str, Any] = json.loads(header)
+    entries.pop("__metadata__", None)
+    return header, entries
 
 
 def _missing_weights(
-    label: str, stem: str, variant: str | None, there: Collection[str]
+    label: str, stem: str, variant: str | None, names: Collection[str]
 ) -> ModelError:
     """The error for a missing file; names other variants or pickles of the component."""
-    names = sorted(there)
     pattern = rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
     matches = [match for name in names if (match := re.fullmatch(pattern, name, re.A))]
     variants = sorted({match[1] or "" for match in matches} - {variant or ""}, reverse=True)
@@ -217,40 +172,4 @@ def _missing_weights(
     return ModelError(f"{label} is missing (svdpp loads safetensors only)")
 
 
-def _parse_json(text: bytes, label: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{label} does not hold valid JSON") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{label} does not hold a JSON object")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _check_start(data: bytes, label: str) -> None:
-    """Detects what a failed download or clone leaves in place of a file."""
-    start = data.lstrip().lower()
-    if not data:
-        raise ModelError(f"{label} is empty (0 bytes)")
-    if start.startswith(b"version https://git-lfs"):
-        raise ModelError(f"{label} is a git-lfs pointer, not the file itself", "git lfs pull")
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise ModelError(f"{label} is a web page, not the file itself")
-
-
-def _label(path: Path) -> str:
-    """The path relative to the checkpoint's folder."""
-    return f"{path.parent.name}/{path.name}"
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 100
-_REPR.maxlevel = 2
-
 _CHECKED_BYTES = 512
-_MAX_CONFIG_BYTES = 16 * 2**20
-_MAX_BLOCKS = 8  # SVD-XT has 4

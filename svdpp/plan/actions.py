@@ -61,11 +61,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Parse the output of `str()`.
-
-        Raises:
-            ValueError: the text is not an action.
-        """
+        """Parse the output of `str()`."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"not an action: {text!r}")

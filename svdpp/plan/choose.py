@@ -10,7 +10,6 @@ from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.large_forecast import makespan
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.offload import offload_hint, offload_remark
 from svdpp.plan.replicas import divisors
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
@@ -49,17 +48,8 @@ def choose_layout(
     If rank r on card r does not fit, ranks that need more get cards that have more. If some card
     has room for both experts of a model, layouts in which a rank holds both count as well.
 
-    Args:
-        num_steps: N, of each clip.
-        world_size: W.
-        num_clips: M.
-        costs: of each kind of work; memory is checked only if they include it.
-        decodes: whether clips are decoded to frames.
-        memory_gib: memory available on each of W cards, GiB; empty if unknown.
-        expert_boundary: as in `Layout`.
-        share_experts: as in `Layout`; False: a rank of a longer replica holds both experts only if
-            its card is known to have room.
-        cfg_parallel: as in `Layout`.
+    `memory_gib` is what each of the W cards has; empty: unknown. Without `share_experts` a rank
+    of a longer replica holds both experts only if its card is known to have room.
     """
     whole = Layout(
         num_steps=num_steps,
@@ -76,7 +66,7 @@ def choose_layout(
     num_left_out = len(layouts) - len(in_memory)
     in_memory += _shared_candidates(whole, memory_gib)
     if not in_memory:
-        raise _nothing_fits(layouts, num_clips, memory_gib)
+        raise _nothing_fits(layouts, memory_gib)
     # If no layout has known transfer costs, the forecast of the first names the missing one.
     fitting = [layout for layout in in_memory if _has_known_transfers(layout)] or in_memory[:1]
     num_unknown = len(in_memory) - len(fitting)
@@ -94,7 +84,6 @@ def choose_layout(
         if num_unknown
         else "",
         "the costs do not give its memory" if memory_gib and None in layout.peak_gib else "",
-        offload_remark(layout, num_clips, soonest, memory_gib),
         _named_cards(cards),
     ]
     return Choice(
@@ -130,9 +119,7 @@ def _shared_candidates(whole: Layout, memory_gib: Sequence[float]) -> list[Layou
     ]
 
 
-def _nothing_fits(
-    layouts: Sequence[Layout], num_clips: int, memory_gib: Sequence[float]
-) -> RequestError:
+def _nothing_fits(layouts: Sequence[Layout], memory_gib: Sequence[float]) -> RequestError:
     least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
     smallest, largest = min(memory_gib), max(memory_gib)
     what = f"in {smallest:.4g} GiB a rank: the smallest one needs {least:.4g}"
@@ -141,14 +128,10 @@ def _nothing_fits(
             f"on cards of {smallest:.4g} to {largest:.4g} GiB: the smallest one needs {least:.4g} "
             "for one of its ranks"
         )
-    hints = (
-        "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
-        "--memory-opt",
-        offload_hint(layouts[0], num_clips, memory_gib),
-    )
     return RequestError(
         f"no layout of {layouts[0].world_size} ranks fits {what}",
-        "; ".join(filter(None, hints)),
+        "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
+        "--memory-opt",
         details={"asked": least, "free": smallest},
     )
 
@@ -164,11 +147,6 @@ def _named_cards(cards: Sequence[int]) -> str:
 
 def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
     """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
-
-    Args:
-        layout: the current layout; the other one has the same ranks, steps and costs.
-        num_clips: M.
-        by: the least speedup, such as 1.05.
 
     Returns:
         None if no layout is that much faster, or the costs lack a value for the forecast.
@@ -262,10 +240,6 @@ def assign_cards(needs: Sequence[float], has: Sequence[float]) -> tuple[int, ...
 
     It is rank r on card r if that fits. Otherwise a rank that needs more gets a card that has more;
     if any assignment fits, this one does.
-
-    Args:
-        needs: of each rank.
-        has: of each card, as many as ranks, in the same unit.
 
     Returns:
         The card of each rank, by rank; None if no assignment fits.

@@ -1,8 +1,8 @@
-"""The comparison of layouts and model offload, side by side."""
+"""The comparison of layouts, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.offload import Offload, forecast_offload, unknown_offload
 from svdpp.plan.split import check_counts
 
 
@@ -27,8 +26,6 @@ class Row:
 
     name: str
     layout: Layout | None = None
-    offload: Offload | None = None
-    """Set instead of `layout` for model offload, which svdpp does not run."""
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
     """Mean time between finished clips in a long queue."""
@@ -50,8 +47,7 @@ def compare_layouts(
     """The layouts that `plan --compare` shows.
 
     They are one replica with each split, one with several decoders, the layout of `choose_layout`,
-    and data parallel; and model offload, if the model has two experts or its cost is
-    known. Arguments as for `choose_layout` and `forecast_layout`.
+    and data parallel. Arguments as for `choose_layout` and `forecast_layout`.
     """
     check_counts(num_steps, world_size)
     costs.check_world(world_size)
@@ -83,41 +79,15 @@ def compare_layouts(
             note=choice.reason,
         )
 
-    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
-    data_parallel = row("data parallel", partial(build, replicas=world_size))
     pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
+    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
-        data_parallel,
+        row("data parallel", partial(build, replicas=world_size)),
         *([] if world_size % 2 else [row("pairs", pairs)]),
-        *_offload_rows(data_parallel.layout, num_clips, arrivals, memory_gib),
     ]
-
-
-def _offload_rows(
-    layout: Layout | None, num_clips: int, arrivals: Sequence[float], memory_gib: Sequence[float]
-) -> Iterator[Row]:
-    """The row of model offload, if the model has two experts or the cost is known."""
-    if layout is None:
-        return
-    if layout.expert_boundary is None and layout.costs.offload_gib_per_second is None:
-        return
-    offload = forecast_offload(layout)
-    if offload is None:
-        yield Row(name="model offload", note=unknown_offload(layout.costs))
-        return
-    forecast = forecast_layout(offload.layout, num_clips, arrivals)
-    shortfall = offload.shortfall(memory_gib)
-    yield Row(
-        name="model offload",
-        offload=offload,
-        forecast=forecast,
-        seconds_per_clip=steady_seconds_per_clip(offload.layout),
-        peak_gib=(offload.peak_gib,),
-        note=f"{offload}, which svdpp does not run; " + (shortfall or offload.moves),
-    )
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:

@@ -27,10 +27,7 @@ EXPERTS = ("high-noise", "low-noise")
 def cut_stages(split: str, whole: Part, boundary: int | None) -> FixedCuts | DitheredCuts:
     """The cuts of the clips of one replica.
 
-    Args:
-        split: the rule.
-        whole: steps and stages of the replica.
-        boundary: number of steps of the first expert if every clip is cut there; else None.
+    `boundary` is the number of steps of the first expert if every clip is cut there; else None.
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = fair_seconds if split == "dithered" else partial(_slowest_seconds, rule)
@@ -48,11 +45,7 @@ def check_even(
 ) -> None:
     """Check that some division of the stages lets `uniform` split the steps of each expert.
 
-    Args:
-        num_steps: N, of each clip.
-        num_stages: of a replica, 2 or more.
-        boundary: number of steps of the first expert.
-        world_of: the number of ranks that makes a number of stages, for the hint.
+    `world_of` gives the number of ranks that makes a number of stages, for the hint.
     """
     if _even_divisions(num_steps, num_stages, boundary):
         return
@@ -91,11 +84,8 @@ def _divide(
 ) -> tuple[Part, Part]:
     """Divide the stages between the experts so that the slower part is as fast as possible.
 
-    Args:
-        whole: at least 2 stages.
-        boundary: number of steps of the first expert.
-        seconds_of: seconds that a part takes for each clip; more stages do not make it slower.
-        counts: possible numbers of stages of the first expert; None: any.
+    `seconds_of` gives the seconds that a part takes for each clip; more stages do not make it
+    slower. `counts` are the possible numbers of stages of the first expert; None: any.
     """
 
     def parts(count: int) -> tuple[Part, Part]:

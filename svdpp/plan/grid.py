@@ -28,11 +28,8 @@ def draw_grid(
 ) -> list[str]:
     """Draw one line for each rank; each column shows what the rank did for most of its time.
 
-    Args:
-        spans: forecast or measured, in seconds from any origin.
-        world_size: number of lines.
-        width: number of columns; fewer if the run is shorter than that many steps.
-        marks: by rank, a remark such as `died here` after its line.
+    Fewer than `width` columns are drawn if the run is shorter than that many steps. `marks` are
+    remarks behind the lines of ranks, such as `died here`.
 
     Returns:
         The lines, without line ends. A step shows the clip's sign, encode `<`, decode `>`, idle

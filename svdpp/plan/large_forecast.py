@@ -33,13 +33,7 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     The result equals a replay of the action lists. It takes about a microsecond for each visit of a
     clip at a rank, and computes one replica only if all replicas are alike.
 
-    Args:
-        layout: of the ranks.
-        num_clips: 1 or more.
-        arrivals: time at which each clip arrives, increasing; empty: all at the start.
-
-    Raises:
-        RequestError: more than `MAX_VISITS` visits.
+    `arrivals` are the times at which the clips arrive, increasing; empty: all at the start.
     """
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)

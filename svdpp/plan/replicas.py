@@ -12,10 +12,7 @@ def assign_replicas(
     replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
     so on.
 
-    Args:
-        world_size: W.
-        replica_size: a divisor of W.
-        ranks_per_host: a divisor of W; None: all ranks are on one host.
+    `replica_size` and `ranks_per_host` divide `world_size`; None: all ranks are on one host.
     """
     on_host = ranks_per_host or world_size
     replica_ranks: list[tuple[int, ...]] = []

@@ -105,12 +105,7 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
 
 
 def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
-    """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of equal length.
-
-    Raises:
-        RequestError: counts that are not positive, more ranks than steps, or a number of steps that
-            is not a multiple of `world_size`; then the error names the nearest multiples.
-    """
+    """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of equal length."""
     check_counts(num_steps, world_size)
     if world_size > num_steps:
         raise RequestError(

@@ -25,9 +25,9 @@ from svdpp.errors import (
     describe_fault,
 )
 from svdpp.redaction import redact, redact_all, without_folders
-from svdpp.serve.forms import ALL_FIELDS
-from svdpp.serve.schemas import ErrorAnswer
-from svdpp.serve.upload import DecoderBusyError
+from svdpp.serve.form import ALL_FIELDS
+from svdpp.serve.photos import DecoderBusyError
+from svdpp.serve.views import ErrorAnswer
 
 #: Kind of the error, for people, by status.
 _TYPES: Mapping[int, str] = {
@@ -49,6 +49,9 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
 #: Answers that are no faults: a client that tries again must not fill the log.
 _REFUSALS = (ClosedError, DecoderBusyError)
 _RETRY_SECONDS = 10
+#: An option of the command line. A limit of the server is named as whoever started it knows it.
+_OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")
+_KNOWN = ALL_FIELDS | {"height", "width"}
 
 
 class ApiError(SvdppError):
@@ -92,16 +95,18 @@ def as_api_error(error: SvdppError) -> ApiError:
     if isinstance(error, OutputError):  # its message names files of the server: only for the log
         retry = {"Retry-After": str(_RETRY_SECONDS)}
         return ApiError(503, "storage_failed", "the server cannot store its data", headers=retry)
-    said, hint = without_folders(error.message), without_folders(error.hint)
+    message, hint = without_folders(error.message), without_folders(error.hint)
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
-            message, hint = _without_options(said), _without_options(hint)
             headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else {}
-            details = (
-                {**_field_at_fault(error), **error.details} if status == 422 else error.details
-            )
-            return ApiError(status, code, message, hint, details=details, headers=headers)
-    return ApiError(500, "internal_error", said, hint, details=error.details)
+            details = dict(error.details)
+            if status == 422:
+                details = {**_field_at_fault(error), **details}
+            # What only whoever starts the server can do is no help.
+            hint = hint if all(name in _KNOWN for name in _options_in(hint)) else ""
+            texts = _without_options(message), _without_options(hint)
+            return ApiError(status, code, *texts, details=details, headers=headers)
+    return ApiError(500, "internal_error", message, hint, details=error.details)
 
 
 def install(app: FastAPI) -> None:
@@ -120,13 +125,14 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+def _options_in(text: str) -> list[str]:
+    """The options of the command line in `text`, by the names of the API."""
+    return [name.replace("-", "_") for name in _OPTION.findall(text)]
+
+
 def _without_options(text: str) -> str:
-    """`text` that names command-line options, with the names of the API instead."""
-    text = text.replace("--param ", "--")
-    # A limit of the server is named as whoever started it knows it.
-    text = re.sub(
-        r"--(?!max-megapixels)([a-z][a-z0-9_-]*)", lambda match: match[1].replace("-", "_"), text
-    )
+    """`text` with the fields of requests in place of the options that they are."""
+    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
@@ -134,11 +140,9 @@ def _field_at_fault(error: SvdppError) -> dict[str, str]:
     """The first field of the form that `error` names as an option; empty if it names none."""
     if isinstance(error, InputError):
         return {"field": "input_reference"}
-    for option in re.findall(r"--(?:param )?[a-z][a-z0-9_-]*", f"{error.message} {error.hint}"):
-        name = _without_options(option)
-        name = "size" if name in ("width", "height") else name
-        if name in ALL_FIELDS:
-            return {"field": name}
+    for name in _options_in(f"{error.message} {error.hint}"):
+        if name in _KNOWN:
+            return {"field": "size" if name in ("width", "height") else name}
     return {}
 
 
@@ -152,9 +156,9 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    why_not = request.app.state.service.offer.why_not
-    faults = [_fault(each, why_not) for each in error.errors()]
-    message = "; ".join(f"{each['field']} {each['reason']}" for each in faults[:5])
+    why_not = request.app.state.service.capabilities.why_not
+    faults = [_fault(fault, why_not) for fault in error.errors()]
+    message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults[:5])
     return error_answer(ApiError(422, "invalid_request", message, details={"faults": faults[:20]}))
 
 

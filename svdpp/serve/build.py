@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 from starlette.types import ASGIApp
@@ -18,23 +17,22 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.media import output_files, video
 from svdpp.media.image import MAX_PIXELS
-from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
-from svdpp.serve.api import create_app
+from svdpp.serve.admission import Admission
+from svdpp.serve.app import create_app
+from svdpp.serve.auth import Keys
+from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
-from svdpp.serve.gate import ClipGate
 from svdpp.serve.guard import Limits
-from svdpp.serve.job import Job
-from svdpp.serve.keys import Keys
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job
 from svdpp.serve.metrics import Metrics, Sources
-from svdpp.serve.offer import Inputs, Offer
-from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, LATENTS, PHOTOS, set_strangers_aside
+from svdpp.serve.photos import DecodeLimits, PhotoFolder
+from svdpp.serve.prover import Prover
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import set_strangers_aside
 from svdpp.serve.server import Retention
 from svdpp.serve.service import Service
-from svdpp.serve.store import JobStore
-from svdpp.serve.upload import DecodeLimits, PhotoFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,70 +86,74 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
     """The application and its service, by a config of `check_config`; nothing is started."""
     folder = settings.folder.absolute()
-    store = JobStore(folder, adopts=settings.adopts)
+    queue = JobQueue(folder, adopts=settings.adopts)
     try:
-        service = _service(settings, folder, store)
+        service = _service(settings, folder, queue)
     except BaseException:
-        store.close()
+        queue.close()
         raise
     owner_of = None if keys is None else keys.find
     return create_app(service, limits=settings.limits, owner_of=owner_of), service
 
 
-def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service:
+def _service(settings: ServerSettings, folder: Path, queue: JobQueue) -> Service:
     for name in (PHOTOS, CLIPS, LATENTS):
         output_files.check_writable(folder / name)
         (folder / name).mkdir(parents=True, exist_ok=True)
-    store.recover()
-    set_strangers_aside(store, folder)
+    queue.recover()
+    set_strangers_aside(queue, folder)
     events = Events()
     metrics = Metrics(
         Sources(
-            jobs=store.counts,
-            oldest_waiting=store.oldest_waiting,
-            restarts=lambda: service.engine.restarts,
-            live_ranks=lambda: service.engine.live_ranks,
-            speeds=lambda: service.engine.speeds.read(),
+            jobs=queue.counts,
+            oldest_waiting=queue.oldest_waiting,
+            restarts=lambda: engine.restarts,
+            live_ranks=lambda: engine.live_ranks,
             subscribers=lambda: events.num_subscribers,
         )
     )
 
-    def describe(job: Job) -> dict[str, Any]:
-        return service.video(job).model_dump(mode="json")
-
     def on_ended(job: Job) -> None:
         metrics.ended(job)
-        service.prover.wake()
+        prover.wake()
 
     engine = Engine(
         settings.config,
-        store,
+        queue,
         folder,
         events,
-        describe=describe,
-        observers=[metrics],
+        describe=lambda job: service.video(job).model_dump(mode="json"),
         on_ended=on_ended,
         costs=settings.costs,
     )
-    offer = _offer(settings, engine.checkpoint)
-    gate = ClipGate(engine.config, engine.checkpoint)
-    _hold(store, offer, gate)
+    engine.observe(metrics)
+    prover = Prover(
+        queue,
+        folder,
+        lambda: engine.is_idle,
+        when_idle=settings.verifies_when_idle,
+        on_verdict=metrics.verified,
+    )
+    capabilities = Capabilities.of(
+        settings.config.model.name,
+        engine.checkpoint,
+        sampling=settings.config.sampling,
+        sizes=settings.sizes,
+        max_steps=settings.max_steps,
+        max_frames=settings.max_frames,
+    )
+    admission = Admission(engine.config, engine.checkpoint)
+    hold(queue, capabilities, admission)
     service = Service(
         folder=folder,
-        store=store,
+        queue=queue,
         photos=PhotoFolder(folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)),
         engine=engine,
         events=events,
         metrics=metrics,
-        offer=offer,
-        gate=gate,
-        prover=Prover(
-            store,
-            folder,
-            lambda: engine.is_idle,
-            when_idle=settings.verifies_when_idle,
-            on_verdict=metrics.verified,
-        ),
+        capabilities=capabilities,
+        admission=admission,
+        prover=prover,
         max_open=settings.max_open,
         keep_seconds=settings.retention.age_seconds,
         cancel_seconds=settings.config.timeout_seconds + settings.config.start_timeout_seconds,
@@ -159,41 +161,26 @@ def _service(settings: ServerSettings, folder: Path, store: JobStore) -> Service
     return service
 
 
-def _hold(store: JobStore, offer: Offer, gate: ClipGate) -> None:
+def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
     """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
 
     They keep their places, and go on at the start of a server that can make them.
     """
-    why_no_route = functools.cache(gate.why_no_route)
+    why_no_route = functools.cache(admission.why_no_route)
+    own, weights = capabilities.model, capabilities.weights
 
     def why_not(job: Job) -> str | None:
-        if (job.weights or job.model) == (offer.weights or offer.model):
+        if (job.weights or job.model) == (weights or own):
             return why_no_route(job.sampling)
         model = job.model or f"of the family {job.sampling.family}"
-        other = "other weights of it" if job.model == offer.model else offer.model
+        other = "other weights of it" if job.model == own else own
         return f"its model is {model}, and this server runs {other}"
 
     def judge(job: Job) -> Job:
-        if not job.model and job.sampling.family == offer.sampling.family:  # of an earlier svdpp
-            job = replace(job, model=offer.model, weights=offer.weights)
+        is_same_family = job.sampling.family == capabilities.sampling.family
+        if not job.model and is_same_family:  # of an earlier svdpp
+            job = replace(job, model=own, weights=weights)
         return replace(job, held=why_not(job))
 
-    for reason, number in Counter(job.held for job in store.hold(judge)).items():
+    for reason, number in Counter(job.held for job in queue.hold(judge)).items():
         logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
-
-
-def _offer(settings: ServerSettings, checkpoint: Checkpoint | None) -> Offer:
-    name, weights = settings.config.model.name, ""
-    if checkpoint is not None and checkpoint.fingerprint is not None:
-        name, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
-    elif checkpoint is not None and checkpoint.revision is not None:
-        weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
-    return Offer(
-        model=name,
-        weights=weights,
-        sampling=settings.config.sampling,
-        sizes=settings.sizes,
-        inputs=Inputs.of(checkpoint),
-        max_steps=settings.max_steps,
-        max_frames=settings.max_frames,
-    )

@@ -1,4 +1,4 @@
-"""The process that decodes one uploaded photograph; `upload` starts it.
+"""The process that decodes one uploaded photograph; `photos` starts it.
 
 It limits itself before it reads the file: memory, CPU time, no files written, no core dumped.
 """

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +19,13 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
-from svdpp.serve.clip_feed import ClipFeed
-from svdpp.serve.clip_orders import ClipOrders
-from svdpp.serve.cost_book import CostBook
-from svdpp.serve.estimate import JobEstimates
-from svdpp.serve.events import Announcer, Events
+from svdpp.serve.eta import JobEstimates, MeasuredCosts
+from svdpp.serve.events import Events, Notifier
+from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.rank_speeds import RankSpeeds
-from svdpp.serve.rank_view import Rank, RankSpan, RankView
-from svdpp.serve.running_clips import RunningClip, RunningClips
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.ranks import RankView
+from svdpp.serve.to_request import ToRequest
 from svdpp.worker.messages import Event
 
 State = Literal["starting", "ready", "restarting", "closing"]
@@ -42,10 +39,6 @@ _MAX_BACK_OFF = 60.0
 _END_SECONDS = 30.0
 
 
-def _describe(job: Job) -> Mapping[str, Any]:
-    return {"id": job.id, "status": str(job.state)}
-
-
 class Engine:
     """Makes the clips of a queue, on ranks that it restarts when they die. Any thread may call it.
 
@@ -55,12 +48,10 @@ class Engine:
 
     Args:
         config: of the pipeline.
-        store: the queue, which holds the truth about every job.
+        queue: which holds the truth about every job.
         folder: the data folder, with `photos`, `clips` and `latents`.
         events: gets an event for each change of a job's state, step or place.
         describe: the data of a job's event.
-        observers: called with (rank, event) for every event of the ranks, in the pipeline's
-            thread; must be quick. What they raise goes to the log.
         on_ended: called with each job that has reached a final state.
         costs: assumed before there is a measurement; None: the preset of an A100.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
@@ -69,12 +60,11 @@ class Engine:
     def __init__(
         self,
         config: PipelineConfig,
-        store: JobStore,
+        queue: JobQueue,
         folder: Path,
         events: Events,
         *,
-        describe: Callable[[Job], Mapping[str, Any]] = _describe,
-        observers: Sequence[Observer] = (),
+        describe: Callable[[Job], Mapping[str, Any]] = lambda job: {"id": job.id},
         on_ended: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
         first_back_off: float = 1.0,
@@ -89,54 +79,52 @@ class Engine:
         """What ended the ranks last; None since the latest finished clip."""
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
-        self._store = store
-        self._observers = list(observers)
-        self._orders = ClipOrders(self.config, self.checkpoint, folder)
+        self._queue = queue
+        self._observers: list[Observer] = []
+        self._to_request = ToRequest(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
-        self._costs = CostBook(assumed, self.config.sampling)
-        self.speeds = RankSpeeds(self.config.model)
-        """How fast each rank computes."""
+        self._costs = MeasuredCosts(assumed, self.config.sampling)
         self._changed = threading.Condition()
-        self._running = RunningClips(self._changed)
-        self._view = RankView(config.world_size, self._running.job_of)
-        self.estimates = JobEstimates(
-            self.config, store, self._running, self._costs, self._seconds_to_ready, self.checkpoint
-        )
-        """Places and ETAs of the open jobs."""
-        self._announcer = Announcer(
-            store, events, self.estimates, describe=describe, on_ended=on_ended
-        )
-        self._feed = ClipFeed(
+        self._notifier = Notifier(queue, events, describe=describe, on_ended=on_ended)
+        self.feeder = Feeder(
             self.config,
-            store,
-            self._orders,
-            self._running,
-            self._announcer,
+            queue,
+            self._to_request,
+            self._notifier,
             self._changed,
             self._seconds_left,
         )
+        self.rank_view = RankView(config.world_size, self.feeder.job_of)
+        """What each rank does, and did."""
+        self.estimates = JobEstimates(
+            self.config,
+            queue,
+            self.feeder.clips,
+            self._costs,
+            self._seconds_to_ready,
+            self.checkpoint,
+        )
+        """Places and ETAs of the open jobs."""
         self._first_back_off = self._back_off = first_back_off
-        self._retry_at = 0.0
-        self._start_at = 0.0
+        self._retry_at = self._start_at = self._stepped_at = 0.0
         self._start_seconds = _START_SECONDS
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
         self._is_entering = False
-        self._stepped_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- for the server -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Puts back what an earlier server left in progress, and starts the ranks in a thread."""
-        for job in self._store.recover():
-            self._announcer.changed(job.id)
+        for job in self._queue.recover():
+            self._notifier.changed(job.id)
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
         """Finishes what it can within the grace, drops the rest, and ends the ranks.
 
-        Dropped jobs stay in progress in the store: `JobStore.recover` queues them.
+        Dropped jobs stay in progress in the store: `JobQueue.recover` queues them.
         """
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
@@ -150,26 +138,22 @@ class Engine:
         for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
             rank.kill()  # Python would wait for it: it ignores SIGTERM
 
-    def wake(self) -> None:
-        """Says that a job is stored."""
-        self._feed.wake()
-
     def cancel(self, job_id: str, timeout: float) -> bool:
         """Cancels a job, and waits until the ranks have let go of it.
 
         False: they have not within `timeout` seconds, and it is cancelled later. True also for a
         job that has reached a final state, whichever it is.
         """
-        if self._store.cancel_waiting(job_id):
-            job = self._announcer.changed(job_id)
+        if self._queue.cancel_waiting(job_id):
+            job = self._notifier.changed(job_id)
             if job is not None and job.held is None:
-                self._orders.forget(job)
-            self.wake()
+                self._to_request.forget(job)
+            self.feeder.wake()
             return True
-        if not self._store.ask_to_cancel(job_id):
+        if not self._queue.ask_to_cancel(job_id):
             return True
         end = time.monotonic() + timeout
-        self._feed.ask_to_cancel(job_id)
+        self.feeder.ask_to_cancel(job_id)
         while self._is_in_progress(job_id):
             with self._changed:
                 left = end - time.monotonic()
@@ -181,7 +165,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether the ranks are ready and have no work, and none waits."""
-        return self.state == "ready" and self._feed.is_empty
+        return self.state == "ready" and self.feeder.is_empty
 
     @property
     def live_ranks(self) -> int:
@@ -189,24 +173,15 @@ class Engine:
         return self.config.world_size if self.state == "ready" else 0
 
     def observe(self, observer: Observer) -> None:
-        """Adds an observer; before the start."""
+        """Adds an observer, before the start; the pipeline's thread calls it with (rank, event).
+
+        It must be quick. What it raises goes to the log.
+        """
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
         """The id of the job that is a clip of the pipeline."""
-        return self._running.job_of(clip) or f"clip {clip}"
-
-    def clip(self, job_id: str) -> RunningClip | None:
-        """The clip of a job that the ranks have; None if they do not have it."""
-        return self._running.get(job_id)
-
-    def ranks(self) -> list[Rank]:
-        """What each rank does now."""
-        return self._view.now()
-
-    def spans(self) -> list[RankSpan]:
-        """What the ranks did in the last 60 seconds."""
-        return self._view.spans()
+        return self.feeder.job_of(clip) or f"clip {clip}"
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -226,10 +201,16 @@ class Engine:
         """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
         self._become("restarting")
         self.last_error = error
-        self._feed.put_back_all(error, self._blamed(error))
+        self.feeder.put_back_all(error, self._blamed(error))
         if self._is_launched:
             raise error
-        self._wait_for_restart(error)
+        self.rank_view.reset()
+        self.restarts += 1
+        seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
+        self._retry_at = time.monotonic() + seconds
+        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
+        with self._changed:
+            self._changed.wait_for(self._is_closing, seconds)
 
     def _serve(self) -> None:
         """One pipeline, from its start to its end."""
@@ -237,13 +218,13 @@ class Engine:
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
             self.config,
-            latents_folder=str(self._orders.latents_folder),
+            latents_folder=str(self._to_request.latents_folder),
             history_clips=1,
             ranks_ignore_signals=True,
         )
         pipeline.observe(self._observe)
-        self._view.reset()
-        self._feed.begin()
+        self.rank_view.reset()
+        self.feeder.begin()
         self._costs.begin()
         self._pipeline, self._is_entering = pipeline, True
         try:
@@ -252,44 +233,44 @@ class Engine:
                 self._start_seconds = time.monotonic() - self._start_at
                 self._become("ready")
                 self._work(pipeline)
-                pipeline.close(drain=not self._running)  # at the end of the grace some may run
+                # At the end of the grace some may run.
+                pipeline.close(drain=not self.feeder.clips())
         finally:
             self._pipeline, self._is_entering = None, False
-            self._feed.settle_all()
+            self.feeder.settle_all()
 
     def _work(self, pipeline: Pipeline) -> None:
-        num_completed = self._feed.num_completed
-        while not self._is_closing() or (self._running and self._seconds_left() > 0):
+        num_completed = self.feeder.num_completed
+        while not self._is_closing() or (self.feeder.clips() and self._seconds_left() > 0):
             if pipeline.run_error is not None:
                 raise reraisable(pipeline.run_error)
-            self._feed.turn(pipeline)
-            if self._feed.num_completed > num_completed:
+            self.feeder.turn(pipeline)
+            if self.feeder.num_completed > num_completed:
                 self._back_off, self.last_error = self._first_back_off, None
-            self._announce_progress()
+            self._notify()
             self._wait()
+
+    def _notify(self) -> None:
+        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
+            self._stepped_at = time.monotonic()
+            self._notifier.stepped(self.feeder.take_stepped())
+        self._notifier.moved(
+            lambda: {id: clip.place for id, clip in self.estimates.all(max_age=0.0).items()}
+        )
 
     def _wait(self) -> None:
         timeout = min(_POLL_SECONDS, self._seconds_left())
-        if self._running.has_stepped:
+        if self.feeder.has_stepped:
             timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
         with self._changed:
-            self._changed.wait_for(lambda: self._feed.has_work, max(0.0, timeout))
-
-    def _wait_for_restart(self, error: BaseException) -> None:
-        self._view.reset()
-        self.restarts += 1
-        seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
-        self._retry_at = time.monotonic() + seconds
-        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
-        with self._changed:
-            self._changed.wait_for(self._is_closing, seconds)
+            self._changed.wait_for(lambda: self.feeder.has_work, max(0.0, timeout))
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
         try:
-            clip = self._running.report(event, self._view.add(rank, event))
-            self.speeds.add(rank, event, None if clip is None else clip.job.sampling)
-            if clip is not None:
+            action = self.rank_view.add(rank, event)
+            index = getattr(event, "clip", None if action is None else action.clip)
+            if (clip := self.feeder.of_clip(index)) is not None:
                 self._costs.add(rank, event, clip.job.sampling)
         except Exception:
             logger.exception("an event of rank {} is lost", rank)
@@ -302,18 +283,11 @@ class Engine:
     def _blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
-        rank = self._view.failed if rank is None else rank
-        clip = self._running.of_clip(None if rank is None else self._view.clip_of(rank))
+        rank = self.rank_view.failed if rank is None else rank
+        clip = self.feeder.of_clip(None if rank is None else self.rank_view.clip_of(rank))
         if clip is not None:
             return {clip.job.id}
-        return {clip.job.id for clip in self._running.all() if clip.has_begun}
-
-    def _announce_progress(self) -> None:
-        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
-            self._stepped_at = time.monotonic()
-            self._announcer.stepped(self._running.take_stepped())
-            self.estimates.refresh()
-        self._announcer.places()
+        return {clip.job.id for clip in self.feeder.clips() if clip.has_begun}
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -329,7 +303,7 @@ class Engine:
                 self.state = state
 
     def _is_in_progress(self, job_id: str) -> bool:
-        job = self._store.get(job_id)
+        job = self._queue.get(job_id)
         return job is not None and job.state is JobState.IN_PROGRESS
 
     def _seconds_to_ready(self) -> float:

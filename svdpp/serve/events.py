@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -17,9 +18,8 @@ from weakref import WeakSet
 
 from loguru import logger
 
-from svdpp.serve.estimate import JobEstimates
 from svdpp.serve.job import Job
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 _MAX_JOBS = 1000
 _PLACES_SECONDS = 0.5
@@ -52,7 +52,7 @@ class Events:
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
         self._max_jobs = max_jobs
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._newest: OrderedDict[str, JobEvent] = OrderedDict()
         # Weak, so that a subscription that nobody closes goes with its last user.
         self._subscriptions: dict[str, WeakSet[Subscription]] = {}
@@ -62,18 +62,20 @@ class Events:
     def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
         """Replaces the job's newest event and wakes its subscribers; `data` must not change."""
         with self._lock:
-            event = JobEvent(self._next_id(), data, is_final)
+            event = JobEvent(self.new_id(), data, is_final)
             self._newest[job_id] = event
             self._newest.move_to_end(job_id)
             while len(self._newest) > self._max_jobs:
                 self._newest.popitem(last=False)
-            self._wake(job_id)
+            for subscription in self._subscriptions.get(job_id, ()):
+                subscription.wake()
         return event
 
     def new_id(self) -> int:
         """An id for an event that is not published: smaller than those of all later events."""
         with self._lock:
-            return self._next_id()
+            self._last_id = max(self._last_id + 1, int(time.time() * 1000))
+            return self._last_id
 
     def newest(self, job_id: str) -> JobEvent | None:
         """The job's newest event; None if none is kept."""
@@ -90,7 +92,9 @@ class Events:
     def watched(self) -> set[str]:
         """The jobs that have subscribers."""
         with self._lock:
-            return {job_id for job_id, found in self._subscriptions.items() if len(found)}
+            # Those whose subscribers have vanished leave no entry.
+            self._subscriptions = {id: own for id, own in self._subscriptions.items() if len(own)}
+            return set(self._subscriptions)
 
     @property
     def num_subscribers(self) -> int:
@@ -118,33 +122,17 @@ class Events:
         """Ends all subscriptions; later ones end at once."""
         with self._lock:
             self.is_closed = True
-            for subscriptions in self._subscriptions.values():
-                for subscription in subscriptions:
-                    subscription.end()
+            for subscription in itertools.chain(*self._subscriptions.values()):
+                subscription.end()
             self._subscriptions.clear()
 
     def unsubscribe(self, subscription: Subscription) -> None:
         """Removes a subscription; does nothing if it is already removed."""
         with self._lock:
-            job_id = subscription.job_id
-            found = self._subscriptions.get(job_id)
-            if found is not None:
-                found.discard(subscription)
-                if not found:
-                    del self._subscriptions[job_id]
-
-    def _next_id(self) -> int:
-        self._last_id = max(self._last_id + 1, int(time.time() * 1000))
-        return self._last_id
-
-    def _wake(self, job_id: str) -> None:
-        found = self._subscriptions.get(job_id)
-        if found is None:
-            return
-        for subscription in found:
-            subscription.wake()
-        if not found:
-            del self._subscriptions[job_id]
+            own = self._subscriptions.get(subscription.job_id, WeakSet())
+            own.discard(subscription)
+            if not own:
+                self._subscriptions.pop(subscription.job_id, None)
 
 
 class Subscription:
@@ -168,7 +156,7 @@ class Subscription:
         self._loop = asyncio.get_running_loop()
         self._flag = asyncio.Event()
         self._is_awake = False
-        self._over = threading.Event()
+        self._is_over = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,7 +168,7 @@ class Subscription:
         return self
 
     async def __anext__(self) -> JobEvent | None:
-        while not self._over.is_set():
+        while not self._is_over:
             self._flag.clear()
             self._is_awake = False  # before the look at the newest event, so that none is missed
             event = self._events.newest(self.job_id)
@@ -200,7 +188,7 @@ class Subscription:
 
     def close(self) -> None:
         """Ends the subscription."""
-        self._over.set()
+        self._is_over = True
         self._events.unsubscribe(self)
 
     def wake(self) -> None:
@@ -213,12 +201,11 @@ class Subscription:
 
     def end(self) -> None:
         """Ends the subscription from any thread."""
-        self._over.set()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._flag.set)
+        self._is_over, self._is_awake = True, False
+        self.wake()
 
 
-class Announcer:
+class Notifier:
     """Publishes an event for each change of a job's state, step or place.
 
     The callbacks must not stop the engine: what they raise goes to the log. `describe` gives the
@@ -227,16 +214,14 @@ class Announcer:
 
     def __init__(
         self,
-        store: JobStore,
+        queue: JobQueue,
         events: Events,
-        estimates: JobEstimates,
         *,
         describe: Callable[[Job], Mapping[str, Any]],
         on_ended: Callable[[Job], None],
     ) -> None:
-        self._store = store
+        self._queue = queue
         self._events = events
-        self._estimates = estimates
         self._describe = describe
         self._on_ended = on_ended
         self._places: dict[str, int | None] = {}
@@ -246,52 +231,44 @@ class Announcer:
     def changed(self, job_id: str) -> Job | None:
         """Publishes the job as it is now; returns it, None if it does not exist any more."""
         self._places_changed = True
-        job = self._store.get(job_id)
+        job = self._queue.get(job_id)
         if job is None:
             self._events.forget(job_id)
             return None
         if job.state.is_final:
             logger.info("{} is {}", job_id, job.state)
-            self._quietly(lambda: self._on_ended(job))
+            _quietly(lambda: self._on_ended(job))
         self._publish(job)
         return job
 
     def stepped(self, job_ids: Iterable[str]) -> None:
         """Publishes jobs whose progress has changed, if somebody watches them."""
         for job_id in self._events.watched().intersection(job_ids):
-            job = self._store.get(job_id)
+            job = self._queue.get(job_id)
             if job is not None and not job.state.is_final:
                 self._publish(job)
 
-    def places(self) -> None:
+    def moved(self, places: Callable[[], Mapping[str, int | None]]) -> None:
         """Publishes waiting jobs whose place has changed, if somebody watches them."""
         begun = time.monotonic()
         if not self._places_changed or begun < self._places_next:
             return
         self._places_changed = False
-        self._publish_places()
+        watched = self._events.watched()
+        now = {id: place for id, place in places().items() if id in watched} if watched else {}
+        before, self._places = self._places, now
+        self.stepped(id for id, place in now.items() if before.get(id) != place)
         pause = max(_PLACES_SECONDS, _PLACES_PAUSE * (time.monotonic() - begun))
         self._places_next = begun + pause
 
-    def _publish_places(self) -> None:
-        watched = self._events.watched()
-        if not watched:
-            self._places = {}
-            return
-        estimates = self._estimates.all(max_age=0.0)
-        places = {job_id: estimates[job_id].place for job_id in watched if job_id in estimates}
-        moved = [job_id for job_id, place in places.items() if self._places.get(job_id) != place]
-        self._places = places
-        self.stepped(moved)
-
     def _publish(self, job: Job) -> None:
-        self._quietly(
+        _quietly(
             lambda: self._events.publish(job.id, self._describe(job), is_final=job.state.is_final)
         )
 
-    @staticmethod
-    def _quietly(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception:
-            logger.exception("a callback about a job failed")
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        logger.exception("a callback about a job failed")

@@ -6,38 +6,44 @@ its body is read.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from loguru import logger
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from svdpp.serve.address import is_loopback
 from svdpp.serve.api_errors import ApiError, error_answer
-from svdpp.serve.keys import Owner
+from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.page_files import PAGE_FILES
 
 #: The routes whose body has a photograph.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON = "application/json"
 #: A body of JSON is in memory as a whole, unlike a form.
 JSON_BYTES = 16 * 2**20
+#: The files of the page by the paths of their URLs.
+PAGE_FILES = {
+    "/" if file.name == "index.html" else f"/page/{file.name}": file
+    for file in (Path(__file__).parent / "page").iterdir()
+    if file.suffix in (".html", ".js", ".css")
+}
 #: Paths that need no key: the page, which asks for it, and what a load balancer asks.
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
 #: A name or an address, and a port.
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
 #: Of the fields beside the photograph, and of the boundaries between them.
 _FORM_BYTES = 256 * 2**10
+_CLOSE = {"Connection": "close"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -50,7 +56,6 @@ _HEADERS = {
     "x-frame-options": "DENY",
 }
 
-
 #: The owner of a key; None: the key is unknown.
 KeyCheck = Callable[[str], Owner | None]
 
@@ -61,13 +66,11 @@ class Limits:
 
     Args:
         upload_bytes: of a photograph.
-        upload_seconds: from the first to the last byte of a body.
         uploads: bodies that arrive at the same time.
         uploads_of_key: of these, those of one key.
     """
 
     upload_bytes: int = 32 * 2**20
-    upload_seconds: float = 120.0
     uploads: int = 32
     uploads_of_key: int = 8
 
@@ -156,23 +159,19 @@ class Guard:
         return owner
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
-        """`receive` with the limits of the body."""
+        """`receive` with the limit of the body."""
         shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         limit = shown + _FORM_BYTES if is_upload else shown
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
             shown = limit = min(limit * 4 // 3, JSON_BYTES)
-        length = headers.get("content-length", "0")
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy before this server may take the other one, and find two requests in one.
-            raise ApiError(
-                400,
-                "two_lengths",
-                "a request has Content-Length or Transfer-Encoding, not both",
-                headers={"Connection": "close"},
-            )
+            text = "a request has Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, "two_lengths", text, headers=_CLOSE)
+        length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(shown)
-        return _limited(receive, limit, shown, self.limits.upload_seconds)
+        return _limited(receive, limit, shown)
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
         route = getattr(scope.get("route"), "path", "other")
@@ -182,9 +181,6 @@ class Guard:
         self.metrics.requested(method, route, status, seconds)
         if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
             logger.debug("{} {} {} after {:.0f} ms", method, scope["path"], status, seconds * 1000)
-
-
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class _Answer:
@@ -209,33 +205,16 @@ class _Answer:
         await self._send(message)
 
 
-def _limited(receive: Receive, limit: int, shown: int, seconds: float) -> Receive:
-    """`receive` that refuses a body of more than `limit` bytes, and one that takes too long."""
-    deadline: float | None = None
-    num_bytes, is_whole = 0, False
+def _limited(receive: Receive, limit: int, shown: int) -> Receive:
+    """`receive` that refuses a body of more than `limit` bytes."""
+    num_bytes = 0
 
     async def limited() -> Message:
-        nonlocal deadline, num_bytes, is_whole
-        if is_whole:  # what follows is the end of the connection, for which a stream waits
-            return await receive()
-        loop = asyncio.get_running_loop()
-        deadline = deadline or loop.time() + seconds
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise ApiError(
-                408,
-                "upload_too_slow",
-                f"the body did not arrive within {seconds:g} s",
-                details={"limit_seconds": seconds},
-                headers={"Connection": "close"},
-            ) from None
-        if message["type"] == "http.request":
-            num_bytes += len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            if num_bytes > limit:
-                raise _too_large(shown)
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > limit:
+            raise _too_large(shown)
         return message
 
     return limited
@@ -258,9 +237,8 @@ def _kind_of(content_type: str) -> str:
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
-        raise ApiError(
-            415, "unsupported_charset", f"the body must be in UTF-8, not {charset[:60]!r}"
-        )
+        text = f"the body must be in UTF-8, not {charset[:60]!r}"
+        raise ApiError(415, "unsupported_charset", text)
     return shown
 
 
@@ -271,7 +249,7 @@ def _too_large(limit: int) -> ApiError:
         f"the body is larger than {limit / 2**20:g} MiB",
         "make the photograph smaller; the clip is no larger than its size",
         details={"limit_bytes": limit},
-        headers={"Connection": "close"},
+        headers=_CLOSE,
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
 
+#: The folders of files in the data folder.
+PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
+
 Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
@@ -94,10 +97,10 @@ def new_id() -> str:
     return f"video_{secrets.token_hex(16)}"
 
 
-def seed_of(asked: int | None, owner: str, idempotency_key: str | None) -> int:
+def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
     """The requested seed, else a drawn one; the same one for the same idempotency key."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if idempotency_key is None:
         return secrets.randbits(32)
     digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()

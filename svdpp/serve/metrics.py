@@ -11,8 +11,8 @@ import os
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from svdpp.diagnostics.utilisation import Utilisation
 from svdpp.errors import RequestError
-from svdpp.launch.gpus import visible_gpus
+from svdpp.launch.gpus import open_nvml, visible_gpus
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
@@ -50,16 +49,10 @@ class Sources:
     """What a scrape reads. None of them may wait long."""
 
     jobs: Callable[[], Mapping[JobState, int]]
-    """The number of jobs in each state."""
     oldest_waiting: Callable[[], float | None]
-    """Unix time of the oldest waiting request; None if none waits."""
     restarts: Callable[[], int]
-    """How often the ranks have been restarted."""
     live_ranks: Callable[[], int]
-    speeds: Callable[[], Sequence[Utilisation]] = tuple
-    """How fast each rank computes."""
     subscribers: Callable[[], int] = lambda: 0
-    """Open event streams."""
 
 
 class Metrics:
@@ -71,64 +64,51 @@ class Metrics:
     def __init__(self, sources: Sources) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self.registry = CollectorRegistry()
-        self._time_of_ranks = _RankTimes()
-        self._errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
-        about: dict[str, Any] = {"namespace": "svdpp", "registry": self.registry}
-        self._clips = Counter("clips", "Clips that reached a final state.", ["state"], **about)
-        self._clip_seconds = Histogram(
-            "clip_seconds",
-            "From the ranks' taking of a clip to its file.",
-            buckets=_CLIP_BUCKETS,
-            **about,
+        self._rank_seconds = _RankSeconds()
+        self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
+        common: dict[str, Any] = {"namespace": "svdpp", "registry": self.registry}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, **common)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, **common)
+
+        self._clips = counter("clips", "Clips that reached a final state.", "state")
+        self._clip_seconds = histogram(
+            "clip_seconds", "From the ranks' taking of a clip to its file.", _CLIP_BUCKETS
         )
-        self._steps = Histogram(
-            "step_seconds", "One denoising step.", ["rank"], buckets=_STEP_BUCKETS, **about
-        )
-        self._bytes = Counter(
-            "transfer_bytes", "Bytes between ranks.", ["rank", "direction"], **about
-        )
-        self._proofs = Counter(
-            "verifications", "Clips compared with one device.", ["result"], **about
-        )
-        self._eta_error = Histogram(
+        self._steps = histogram("step_seconds", "One denoising step.", _STEP_BUCKETS, "rank")
+        self._bytes = counter("transfer_bytes", "Bytes between ranks.", "rank", "direction")
+        self._proofs = counter("verifications", "Clips compared with one device.", "result")
+        self._eta_error = histogram(
             "eta_error_ratio",
             "(Actual - promised) / promised seconds of completed clips.",
-            buckets=_ERROR_BUCKETS,
-            **about,
+            _ERROR_BUCKETS,
         )
-        self._requests = Counter(
-            "http_requests", "Answered requests.", ["method", "route", "status"], **about
+        self._requests = counter("http_requests", "Answered requests.", "method", "route", "status")
+        self._request_seconds = histogram(
+            "http_request_seconds", "Time to an answer's first byte.", _REQUEST_BUCKETS, "route"
         )
-        self._request_seconds = Histogram(
-            "http_request_seconds",
-            "Time to an answer's first byte.",
-            ["route"],
-            buckets=_REQUEST_BUCKETS,
-            **about,
-        )
-        self._refusals = Counter(
-            "refused_requests", "Requests for a clip that were refused.", ["code"], **about
+        self._refusals = counter(
+            "refused_requests", "Requests for a clip that were refused.", "code"
         )
         self._mismatch = Gauge(
-            "verification_mismatch", "1 once a clip differed from one device: an alert.", **about
+            "verification_mismatch", "1 once a clip differed from one device: an alert.", **common
         )
-        for state in JobState:
-            if state.is_final:
-                self._clips.labels(state)
+        for state in filter(lambda state: state.is_final, JobState):
+            self._clips.labels(state)
         for result in ("equal", "different"):
             self._proofs.labels(result)
-        self.registry.register(_AtScrape(sources, self._time_of_ranks))
+        self.registry.register(_AtScrape(sources, self._rank_seconds))
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes an event of `rank`."""
-        self._time_of_ranks.add(rank, event)
-        match event:
-            case StepDone():
-                self._steps.labels(rank).observe(event.seconds)
-            case TransferDone():
-                self._bytes.labels(rank, event.direction).inc(event.num_bytes)
-            case _:
-                pass
+        self._rank_seconds.add(rank, event)
+        if isinstance(event, StepDone):
+            self._steps.labels(rank).observe(event.seconds)
+        elif isinstance(event, TransferDone):
+            self._bytes.labels(rank, event.direction).inc(event.num_bytes)
 
     def ended(self, job: Job) -> None:
         """Counts a job that has reached a final state."""
@@ -141,7 +121,7 @@ class Metrics:
             actual = job.finished_at - job.created_at
             ratio = (actual - job.promised_seconds) / job.promised_seconds
             self._eta_error.observe(ratio)
-            self._errors.append(ratio)
+            self._eta_errors.append(ratio)
 
     def verified(self, proof: Proof) -> None:
         """Counts a finished comparison with one device."""
@@ -160,7 +140,7 @@ class Metrics:
 
     def eta_error(self) -> dict[str, float | int | None]:
         """The newest (actual - promised) / promised: their number, median and spread."""
-        ratios = sorted(self._errors.copy())
+        ratios = sorted(self._eta_errors.copy())
         if not ratios:
             return {"clips": 0, "median": None, "p10": None, "p90": None}
         last = len(ratios) - 1
@@ -176,7 +156,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _RankTimes:
+class _RankSeconds:
     """The seconds of each rank by what it did, up to its last action.
 
     Idle is the time between two actions in which it did not wait for a packet: it had no work.
@@ -184,23 +164,22 @@ class _RankTimes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seconds: dict[tuple[int, str], float] = {}
-        self._last_end: dict[int, float | None] = {}
+        self._seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._last_end: dict[int, float] = {}
 
     def add(self, rank: int, event: Event) -> None:
         with self._lock:
             match event:
                 case Joined():
-                    self._last_end[rank] = None
+                    self._last_end.pop(rank, None)
                 case ActionDone():
-                    self._add(rank, "compute", event.end - event.start)
-                    self._add(rank, "wait", event.waited)
-                    last = self._last_end.get(rank)
-                    if last is not None:
-                        self._add(rank, "idle", event.start - event.waited - last)
+                    self._seconds[rank, "compute"] += max(0.0, event.end - event.start)
+                    self._seconds[rank, "wait"] += max(0.0, event.waited)
+                    if (last := self._last_end.get(rank)) is not None:
+                        self._seconds[rank, "idle"] += max(0.0, event.start - event.waited - last)
                     self._last_end[rank] = event.end
                 case TransferDone():
-                    self._add(rank, "transfer", event.seconds)
+                    self._seconds[rank, "transfer"] += event.seconds
                 case _:
                     pass
 
@@ -208,74 +187,41 @@ class _RankTimes:
         with self._lock:
             return dict(self._seconds)
 
-    def _add(self, rank: int, state: str, seconds: float) -> None:
-        key = rank, state
-        self._seconds[key] = self._seconds.get(key, 0.0) + max(0.0, seconds)
-
 
 class _AtScrape(Collector):
-    def __init__(self, sources: Sources, times: _RankTimes) -> None:
-        self._sources, self._times = sources, times
+    def __init__(self, sources: Sources, rank_seconds: _RankSeconds) -> None:
+        self._sources, self._rank_seconds = sources, rank_seconds
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        jobs = self._sources.jobs()
-        yield _gauge(
-            "svdpp_jobs",
-            "Stored jobs by state; held ones do not count.",
-            "state",
-            ((str(state), number) for state, number in jobs.items()),
-        )
-        yield GaugeMetricFamily(
-            "svdpp_queue_depth", "Jobs that wait.", jobs.get(JobState.QUEUED, 0)
-        )
-        oldest = self._sources.oldest_waiting()
+        sources, jobs = self._sources, self._sources.jobs()
+        oldest = sources.oldest_waiting()
         age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-        yield GaugeMetricFamily("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age)
-        yield CounterMetricFamily(
-            "svdpp_restarts", "Restarts of the ranks.", self._sources.restarts()
-        )
-        yield GaugeMetricFamily("svdpp_live_ranks", "Ranks alive.", self._sources.live_ranks())
-        yield GaugeMetricFamily(
-            "svdpp_event_streams", "Open event streams.", self._sources.subscribers()
-        )
+        yield _by("state", "svdpp_jobs", "Stored jobs by state; held ones do not count.", jobs)
+        for name, text, value in (
+            ("svdpp_queue_depth", "Jobs that wait.", jobs.get(JobState.QUEUED, 0)),
+            ("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age),
+            ("svdpp_live_ranks", "Ranks alive.", sources.live_ranks()),
+            ("svdpp_event_streams", "Open event streams.", sources.subscribers()),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", sources.restarts())
         seconds = CounterMetricFamily(
             "svdpp_rank_seconds",
             "Seconds of each rank by state; transfers overlap with the other states.",
             labels=["rank", "state"],
         )
-        for (rank, state), value in sorted(self._times.read().items()):
+        for (rank, state), value in sorted(self._rank_seconds.read().items()):
             seconds.add_metric([str(rank), state], value)
         yield seconds
-        yield from _of_speeds(self._sources.speeds())
-        yield _gauge(
-            "svdpp_resident_bytes", "Resident memory.", "process", _resident_bytes().items()
-        )
+        yield _by("process", "svdpp_resident_bytes", "Resident memory.", _resident_bytes())
         yield from _of_gpus()
 
 
-def _gauge(
-    name: str, about: str, label: str, values: Iterable[tuple[str, float]]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, about, labels=[label])
-    for value_of_label, value in values:
-        family.add_metric([value_of_label], value)
+def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value_of_label, value in values.items():
+        family.add_metric([str(value_of_label)], value)
     return family
-
-
-def _of_speeds(speeds: Sequence[Utilisation]) -> Iterator[GaugeMetricFamily]:
-    """TFLOP/s and MFU; a rank whose device has no published peak has no MFU."""
-    yield _gauge(
-        "svdpp_rank_tflops",
-        "TFLOP/s of the rank while it computed its latest steps, encodes and decodes.",
-        "rank",
-        ((str(each.rank), each.tflops) for each in speeds),
-    )
-    yield _gauge(
-        "svdpp_rank_mfu_ratio",
-        "The same over the published peak of its device.",
-        "rank",
-        ((str(each.rank), each.mfu) for each in speeds if each.mfu is not None),
-    )
 
 
 def _resident_bytes() -> dict[str, int]:
@@ -299,29 +245,20 @@ def _resident_bytes() -> dict[str, int]:
 
 def _of_gpus() -> Iterator[GaugeMetricFamily]:
     """Memory and utilisation of the GPUs, by NVML; nothing without an NVIDIA driver."""
-    import pynvml
-
     try:
         gpus = visible_gpus()
     except RequestError:  # its slices are not supported
         return
     if not gpus:
         return
-    total = {str(gpu.index): gpu.total_bytes for gpu in gpus}
-    used = {str(gpu.index): gpu.total_bytes - gpu.free_bytes for gpu in gpus}
-    yield _gauge("svdpp_gpu_memory_bytes", "Memory of the GPU.", "gpu", total.items())
-    yield _gauge("svdpp_gpu_memory_used_bytes", "Used memory of the GPU.", "gpu", used.items())
-    busy = GaugeMetricFamily("svdpp_gpu_busy_ratio", "Time in kernels.", labels=["gpu"])
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return
-    try:
-        for gpu in gpus:
-            with contextlib.suppress(pynvml.NVMLError):  # not every GPU tells it
-                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
-                busy.add_metric([str(gpu.index)], rates.gpu / 100)
-    finally:
-        pynvml.nvmlShutdown()
-    yield busy
+    total = {gpu.index: gpu.total_bytes for gpu in gpus}
+    used = {gpu.index: gpu.total_bytes - gpu.free_bytes for gpu in gpus}
+    yield _by("gpu", "svdpp_gpu_memory_bytes", "Memory of the GPU.", total)
+    yield _by("gpu", "svdpp_gpu_memory_used_bytes", "Used memory of the GPU.", used)
+    busy: dict[int, float] = {}
+    with open_nvml() as nvml:
+        for gpu in gpus if nvml is not None else ():
+            with contextlib.suppress(nvml.NVMLError):  # not every GPU tells it
+                handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                busy[gpu.index] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    yield _by("gpu", "svdpp_gpu_busy_ratio", "Time in kernels.", busy)

@@ -11,12 +11,12 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.serve import job_table
 
 #: The folder for files that no job has; a disk of its own may have one before there is a queue.
 LOST = "lost+found"
@@ -38,11 +38,13 @@ class QueueFile:
     """The SQLite file of a data folder, which one process uses at a time; thread-safe.
 
     The folder is created if it does not exist; one that has other files and no queue is refused
-    unless `adopts`. Every method but `close` raises OutputError if the disk is full or fails, and
-    ClosedError after `close`.
+    unless `adopts`. `migrations` bring each version of the file, from 0 for a new one, to the last.
+    Every method but `close` raises OutputError if the disk is full or fails, and ClosedError after
+    `close`.
     """
 
-    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+    def __init__(self, folder: Path, migrations: Sequence[str], *, adopts: bool = False) -> None:
+        self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
         # A read need not wait for the disk to finish a write, so it has its own connection.
@@ -51,11 +53,10 @@ class QueueFile:
             if not adopts:
                 _check_own(folder)
             opened.enter_context(_locked(folder))
-            self.disk = Disk(folder)
-            self.disk.keep_reserve()
+            self._keep_reserve()
             self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
-            self._check_whole()
-            job_table.create_tables(self._writer)
+            _check_whole(self._writer)
+            _migrate(self._writer, migrations)
             self._reader = opened.enter_context(contextlib.closing(_connect(self._path)))
             output_files.sync(folder)
             self._opened_as = self._on_disk()
@@ -70,19 +71,21 @@ class QueueFile:
     @contextlib.contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
         """A transaction: durable after the block, and nothing of it if the block raises."""
-        with self._writing, self._errors(), _ended(self._writer):
-            self.disk.keep_reserve()
+        with self._writing, self._errors():
+            self._keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
-            yield self._writer
-            self.check_there()
-            self._writer.execute("COMMIT")
+            try:
+                yield self._writer
+                self.check_there()
+                self._writer.execute("COMMIT")
+            finally:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
 
-    @contextlib.contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
-        """A block whose queries all see the same state."""
-        with self._reading, self._errors(), _ended(self._reader):
-            self._reader.execute("BEGIN")
-            yield self._reader
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        """The rows of a query, which does not wait for changes."""
+        with self._reading, self._errors():
+            return self._reader.execute(query, values).fetchall()
 
     def check_there(self) -> None:
         """Checks that the file still has its name; SQLite writes also to one without a name."""
@@ -92,21 +95,39 @@ class QueueFile:
                 "move it back to its place, or end the server and restore it",
             )
 
-    def _check_whole(self) -> None:
-        (found,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(found.splitlines()[-1])
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken."""
+        try:
+            free, low = _free_and_low(self._folder)
+        except OSError:  # the folder is gone, or its disk
+            return True
+        return free < low
+
+    def _keep_reserve(self) -> None:
+        """Gives the reserve up if the disk is full, and takes it back once there is enough."""
+        reserve = self._folder / RESERVE
+        free, low = _free_and_low(self._folder)
+        if free < _RESERVE_BYTES:
+            reserve.unlink(missing_ok=True)
+        elif free > low + _RESERVE_BYTES and not reserve.exists():
+            try:
+                with reserve.open("xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+            except OSError:  # a quota, perhaps: the queue works without
+                with contextlib.suppress(OSError):
+                    reserve.unlink()
 
     def _on_disk(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the queue and of its log; None: there is none."""
-        found: list[tuple[int, int] | None] = []
+        files: list[tuple[int, int] | None] = []
         for suffix in ("", "-wal"):
             try:
-                about = os.stat(f"{self._path}{suffix}")
-                found.append((about.st_dev, about.st_ino))
+                stat = os.stat(f"{self._path}{suffix}")
+                files.append((stat.st_dev, stat.st_ino))
             except FileNotFoundError:
-                found.append(None)
-        return found
+                files.append(None)
+        return files
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -125,14 +146,23 @@ class QueueFile:
             ) from error
 
 
-@contextlib.contextmanager
-def _ended(database: sqlite3.Connection) -> Iterator[None]:
-    """Roll back a transaction that is still open after the block."""
-    try:
-        yield
-    finally:
-        if database.in_transaction:
-            database.execute("ROLLBACK")
+def _migrate(database: sqlite3.Connection, migrations: Sequence[str]) -> None:
+    """Create the tables of a new file, or bring older ones up to date; one transaction."""
+    newest = len(migrations) - 1
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise RequestError(
+            "the data folder's queue.sqlite3 is a database of another program",
+            "name another folder with --data",
+        )
+    if not 0 <= version <= newest:
+        raise RequestError(
+            f"the queue has version {version}, and this svdpp reads versions 1 to {newest}",
+            "use the svdpp that wrote it, or name another folder with --data",
+        )
+    if version != newest:
+        change = f"{migrations[version]} PRAGMA user_version = {newest};"
+        database.executescript(f"BEGIN IMMEDIATE; {change} COMMIT;")
 
 
 def _check_own(folder: Path) -> None:
@@ -176,43 +206,14 @@ def _connect(path: Path) -> sqlite3.Connection:
     return database
 
 
-class Disk:
-    """The disk of a data folder, which exists."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._reserve = folder / RESERVE
-
-    @property
-    def is_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
-        try:
-            return _free(self._folder) < _low_mark(self._folder)
-        except OSError:  # the folder is gone, or its disk
-            return True
-
-    def keep_reserve(self) -> None:
-        """Gives the reserve up if the disk is full, and takes it back once there is enough."""
-        free = _free(self._folder)
-        if free < _RESERVE_BYTES:
-            self._reserve.unlink(missing_ok=True)
-        elif free > _low_mark(self._folder) + _RESERVE_BYTES and not self._reserve.exists():
-            self._take()
-
-    def _take(self) -> None:
-        try:
-            with self._reserve.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
-        except OSError:  # a quota, perhaps: the queue works without
-            with contextlib.suppress(OSError):
-                self._reserve.unlink()
+def _check_whole(database: sqlite3.Connection) -> None:
+    (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict.splitlines()[-1])
 
 
-def _free(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
-
-
-def _low_mark(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return min(_LOW_BYTES, about.f_blocks * about.f_frsize // _LOW_PART)
+def _free_and_low(folder: Path) -> tuple[int, int]:
+    """Free bytes of the disk, and the mark below which they are low."""
+    disk = os.statvfs(folder)
+    size = disk.f_blocks * disk.f_frsize
+    return disk.f_bavail * disk.f_frsize, min(_LOW_BYTES, size // _LOW_PART)

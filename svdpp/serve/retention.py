@@ -19,10 +19,9 @@ from loguru import logger
 from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
+from svdpp.serve.job import CLIPS, PHOTOS
+from svdpp.serve.queue import JobQueue
 from svdpp.serve.queue_file import LOST
-from svdpp.serve.store import JobStore
-
-PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
@@ -33,7 +32,7 @@ _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
 
 
 def sweep(
-    store: JobStore,
+    store: JobQueue,
     folder: Path,
     now: float,
     max_age_seconds: float | None,
@@ -58,7 +57,7 @@ def sweep(
     return removed
 
 
-def remove_job(store: JobStore, folder: Path, id: str) -> bool:
+def remove_job(store: JobQueue, folder: Path, id: str) -> bool:
     """Remove a job in a final state, files and row; False if there is no such job."""
     job = store.get(id)
     if job is None or not job.state.is_final:
@@ -69,7 +68,7 @@ def remove_job(store: JobStore, folder: Path, id: str) -> bool:
     return store.remove(id)
 
 
-def set_strangers_aside(store: JobStore, folder: Path) -> list[Path]:
+def set_strangers_aside(store: JobQueue, folder: Path) -> list[Path]:
     """At the start of a server, move the photographs and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files

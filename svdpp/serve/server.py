@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -30,8 +29,6 @@ from svdpp.serve.service import Service
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
-# From a connection, or the end of the answer before, to the end of a request's head.
-_HEAD_SECONDS = 20.0
 _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
 _SHUTDOWN_SECONDS = 5
@@ -137,7 +134,7 @@ class Server:
     def _end(self) -> None:
         self._ending.set()
         self._end_work()
-        self._service.store.close()
+        self._service.queue.close()
 
     def _keep_in_limits(self) -> None:
         """Removes finished jobs that are too old or too large, from time to time."""
@@ -148,7 +145,7 @@ class Server:
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
                 now, folder = time.time(), service.folder
-                for id in sweep(service.store, folder, now, limits.age_seconds, limits.num_bytes):
+                for id in sweep(service.queue, folder, now, limits.age_seconds, limits.num_bytes):
                     service.events.forget(id)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)
@@ -198,31 +195,6 @@ class _Http(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed when the head of a request does not arrive in time."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._close_idle)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_busy:
-            self._head_timer.cancel()
-        elif self._head_timer.cancelled():
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._close_idle)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _close_idle(self) -> None:
-        if not self._is_busy:
-            self.transport.close()
-
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP by the API's shape of errors."""
         body = {"type": "invalid_request_error", "code": "invalid_http", "message": msg}

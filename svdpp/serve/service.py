@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
+from starlette.datastructures import UploadFile
 
-from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files
+from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
+from svdpp.serve.auth import Owner
+from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.engine import Engine
-from svdpp.serve.estimate import Estimate
+from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Events
-from svdpp.serve.forms import VideoRequest
-from svdpp.serve.gate import ClipGate
-from svdpp.serve.job import Job, JobState, new_id, seed_of
-from svdpp.serve.keys import Owner
+from svdpp.serve.form import VideoRequest
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.offer import Offer
-from svdpp.serve.proof import Prover
-from svdpp.serve.retention import CLIPS, PHOTOS, remove_job
-from svdpp.serve.schemas import DeletedVideo, Video, video_of
-from svdpp.serve.store import JobStore, QueueFullError
-from svdpp.serve.upload import PhotoFolder, shown_name
+from svdpp.serve.photos import PhotoFolder, shown_name
+from svdpp.serve.prover import Prover
+from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.retention import remove_job
+from svdpp.serve.views import DeletedVideo, Video, video_of
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
@@ -49,13 +49,13 @@ class Service:
     """
 
     folder: Path
-    store: JobStore
+    queue: JobQueue
     photos: PhotoFolder
     engine: Engine
     events: Events
     metrics: Metrics
-    offer: Offer
-    gate: ClipGate
+    capabilities: Capabilities
+    admission: Admission
     prover: Prover
     max_open: int | None = None
     keep_seconds: float | None = None
@@ -65,31 +65,21 @@ class Service:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def check_open(self, *, has_key: bool = False) -> None:
-        """Refuses new jobs, before work is done for them, if they could only be refused later.
+    def _check_open(self, *, has_key: bool = False) -> None:
+        """Refuses new jobs while the server ends, and while its disk or its queue is full.
 
-        That is while the server ends, while its disk is full, and while its queue is. A request
-        that `has_key` may be one that is stored already.
+        A request that `has_key` may be one that is stored already.
         """
         if self.is_closing:
-            raise ApiError(
-                503,
-                "closing",
-                "the server is ending: it takes no more clips",
-                "what is queued goes on when it starts again",
-                headers={"Retry-After": "30"},
-            )
-        if self.store.is_disk_low:
-            raise ApiError(
-                503,
-                "disk_full",
-                "the server's disk is nearly full: it takes no more clips",
-                "remove finished videos, by DELETE /v1/videos/{id}",
-                headers={"Retry-After": "60"},
-            )
+            text = "the server is ending: it takes no more clips"
+            raise _unavailable("closing", text, "what is queued goes on when it starts again", 30)
+        if self.queue.is_disk_low:
+            text = "the server's disk is nearly full: it takes no more clips"
+            hint = "remove finished videos, by DELETE /v1/videos/{id}"
+            raise _unavailable("disk_full", text, hint, 60)
         if self.max_open is None or has_key:
             return
-        num_open = self.store.num_open()
+        num_open = self.queue.num_open()
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
 
@@ -97,86 +87,61 @@ class Service:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
-        if self.store.is_disk_low:
+        if self.queue.is_disk_low:
             return "the disk is nearly full"
         try:
-            self.store.check_there()
-            num_open = self.store.num_open()
+            self.queue.check_there()
+            num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"
         if self.max_open is not None and num_open >= self.max_open:
             return "the queue is full"
         return None
 
-    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """The parameters of the requested clip."""
-        sampling = self.offer.sampling_of(request)
-        self.gate.check(sampling)
-        self.gate.check_inputs(
-            sampling,
-            image=request.photo is not None,
-            prompt=request.value("prompt"),
-            negative_prompt=request.value("negative_prompt"),
-        )
-        return sampling
-
-    def submit(
-        self,
-        request: VideoRequest,
-        sampling: SamplingConfig,
-        upload: Path | None,
-        *,
-        owner: Owner,
-        idempotency_key: str | None,
-    ) -> Job:
+    def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
         """Checks and stores photograph and job durably; the same request may have created the job.
 
-        `upload` is a file of `PhotoFolder.new_upload`, which is kept under another name, or
-        removed; None for a clip from text alone. `sampling` is by `sampling_of`.
+        The ETA of the answer is a promise, which is scored when the clip is completed.
         """
+        self._check_open(has_key=idempotency_key is not None)
+        prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
+        sampling = self.capabilities.sampling_of(request)
+        self.admission.check(sampling)
+        self.admission.check_inputs(sampling, image=request.photo is not None, **prompts)
         id = new_id()
-        photo: dict[str, Any] = {} if upload is None else self._keep(upload, id, request)
         job = Job(
             id=id,
             owner=owner.name,
-            model=self.offer.model,
-            weights=self.offer.weights,
+            model=self.capabilities.model,
+            weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            **photo,
-            prompt=request.value("prompt"),
-            negative_prompt=request.value("negative_prompt"),
+            **({} if request.photo is None else self._keep(request.photo, id)),
+            **prompts,
             created_at=time.time(),
             priority=request.priority,
             idempotency_key=idempotency_key,
         )
         stored = None
         try:
-            stored = self.store.add(job, max_open=self.max_open, max_open_of_owner=owner.max_open)
+            stored = self.queue.add(job, max_open=self.max_open, max_open_of_owner=owner.max_open)
         except QueueFullError as error:
             raise self._full(error.details) from error
         finally:
             if job.photo and (stored is None or stored.id != id):
                 output_files.remove(self.photo_path(job))
-        if stored.id != id:
-            return stored
-        logger.info("{} is requested", id)
-        self.engine.wake()
-        return self._promised(job)
+        if stored.id == id:
+            logger.info("{} is requested", id)
+            self.engine.feeder.wake()
+            estimate = self.engine.estimates.of(id)
+            if estimate is not None and estimate.eta_seconds is not None:
+                self.queue.set_promise(id, estimate.eta_seconds)
+        return self.video(self.queue.get(stored.id) or stored)
 
-    def _keep(self, upload: Path, id: str, request: VideoRequest) -> dict[str, Any]:
-        assert request.photo is not None
-        name = shown_name(request.photo.filename)
-        photo = self.photos.keep(upload, id, name)
+    def _keep(self, upload: UploadFile, id: str) -> dict[str, Any]:
+        name = shown_name(upload.filename)
+        photo = self.photos.keep(upload.file, id, name)
         return {"photo": photo.path.name, "photo_name": name, "photo_sha256": photo.sha256}
-
-    def _promised(self, job: Job) -> Job:
-        """`job` with the ETA that its client is given, which is scored when it is completed."""
-        estimate = self.engine.estimates.of(job.id)
-        if estimate is None or estimate.eta_seconds is None:
-            return job
-        self.store.set_promise(job.id, estimate.eta_seconds)
-        return replace(job, promised_seconds=estimate.eta_seconds)
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
@@ -197,7 +162,7 @@ class Service:
         job = self.cancel(id, owner)
         if job.proof == "running":
             self.prover.stop(id)
-        remove_job(self.store, self.folder, id)
+        remove_job(self.queue, self.folder, id)
         self.events.forget(id)
         return DeletedVideo(id=id, status=job.state)
 
@@ -213,26 +178,22 @@ class Service:
         end = time.monotonic() + self.cancel_seconds
         while not self.engine.cancel(id, _CANCEL_SLICE):
             if self.has_ended or time.monotonic() > end:
-                raise ApiError(
-                    503,
-                    "still_cancelling",
-                    "the ranks have not let go of the video yet",
-                    "it is cancelled as soon as they do, or when the server starts again",
-                    headers={"Retry-After": "30"},
-                )
+                text = "the ranks have not let go of the video yet"
+                hint = "it is cancelled as soon as they do, or when the server starts again"
+                raise _unavailable("still_cancelling", text, hint, 30)
 
     def verify(self, id: str, owner: Owner) -> Video:
         """Has a completed clip verified."""
         job = self.completed(id, owner)
         if not self.prover.request(id):
             raise ApiError(409, "not_verifiable", "the video cannot be verified")
-        return self.video(self.store.get(id) or job)
+        return self.video(self.queue.get(id) or job)
 
     # --- views ----------------------------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
         """The job of that id; one of another owner is not told from none."""
-        job = self.store.get(id)
+        job = self.queue.get(id)
         if job is None or job.owner != owner.name:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
         return job
@@ -247,16 +208,8 @@ class Service:
             return video_of(job)
         return self._open_video(job, self.engine.estimates.of(job.id))
 
-    def video_at_hand(self, id: str, owner: Owner) -> Video | None:
-        """The view of an open job of `owner` from memory alone; None says nothing."""
-        job = self.store.at_hand(id)
-        if job is None or job.owner != owner.name:
-            return None
-        estimate = self.engine.estimates.at_hand(id)
-        return None if estimate is None else self._open_video(job, estimate)
-
     def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
-        clip = self.engine.clip(job.id)
+        clip = self.engine.feeder.get(job.id)
         eta = None if estimate is None else estimate.eta_seconds
         if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
             return video_of(
@@ -284,14 +237,14 @@ class Service:
     ) -> list[Video]:
         """The views of an owner's jobs by the time of their requests, after the job of an id."""
         begin = None if after is None else self.job(after, owner).created_at
-        jobs = self.store.page(
+        jobs = self.queue.page(
             owner=owner.name, limit=limit, after=after, order=order, state=status
         )
         if status in (JobState.QUEUED, JobState.IN_PROGRESS):
             # Of the few that the ranks have, those that none has begun are queued.
             held = [
                 job
-                for job in self.store.running()
+                for job in self.queue.running()
                 if job.owner == owner.name
                 and (begin is None or (job.created_at > begin) == (order == "asc"))
             ]
@@ -323,3 +276,7 @@ class Service:
                 details={"status": str(status)},
             )
         return job
+
+
+def _unavailable(code: str, message: str, hint: str, retry_seconds: int) -> ApiError:
+    return ApiError(503, code, message, hint, headers={"Retry-After": str(retry_seconds)})

@@ -192,13 +192,7 @@ def _explain(error: SvdppError) -> None:
 
 
 def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:
-    """The task of recomputing the clip at `path`.
-
-    Raises:
-        RequestError: the clip is not exact, or does not fit this machine or `settings`.
-        ModelError: the folder of its weights is missing, or its weights have changed.
-        InputError: it is not a clip, or its photograph is not found.
-    """
+    """The task of recomputing the clip at `path`."""
     clip = read_clip(path)
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:

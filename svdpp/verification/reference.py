@@ -27,7 +27,6 @@ from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.worker.memory import out_of_memory_named
@@ -66,11 +65,6 @@ def run_reference(
 
     Returns:
         For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
-
-    Raises:
-        RequestError: a request has sampling parameters; the reference uses those of `config`.
-        OutOfMemoryError: it needs more memory than is free.
-        SvdppError: the reference failed.
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
@@ -208,8 +202,9 @@ class _Diffusers:
 
     def __init__(self, setup: _Setup, checkpoint: Checkpoint, device: str) -> None:
         self._setup = setup
-        family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
-        self._reference = family.load_reference(checkpoint, setup.config.model, device)
+        from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
+
+        self._reference = Reference(checkpoint, setup.config.model, device)
 
     def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, Frames]:
         latent, frames = self._reference.run(

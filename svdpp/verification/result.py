@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from svdpp.media import video
 from svdpp.models.base import Frames
@@ -80,11 +81,6 @@ class Check:
         ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
         return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
 
-    @property
-    def first_place(self) -> str:
-        """The place of the first difference in words; empty if there is none."""
-        return "" if self.first_index is None else describe_index(self.first_index, self.axes)
-
     def __str__(self) -> str:
         """The place and size of the difference, in words."""
         what = {
@@ -95,9 +91,11 @@ class Check:
             "solver_history": f"the solver's history after step {self.step - 1}",
             "prediction": f"the prediction of branch {self.branch} in step {self.step}",
         }[self.what]
+        index = self.first_index or ()
         return (
-            f"clip {self.clip}, {what}, done by rank {self.rank}: first at {self.first_place} "
-            f"(index {list(self.first_index or ())}), max difference {self.distance}"
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at "
+            f"{describe_index(index, self.axes)} (index {list(index)}), max difference "
+            f"{self.distance}"
         )
 
 
@@ -153,11 +151,7 @@ def compare_latents(
     tolerance: float = 0.0,
     axes: str = _SVD_AXES,
 ) -> Check:
-    """Compares two latents of one shape and dtype.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
-    """
+    """Compares two latents of one shape and dtype."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise ValueError(f"{ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
     differs = _bits(ours) != _bits(theirs)
@@ -192,54 +186,45 @@ def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
 def compare_frames(
     ours: Frames, theirs: Frames, *, clip: int, step: int, rank: int, tolerance: float = 0.0
 ) -> Check:
-    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1."""
     if ours.shape != theirs.shape:
         raise ValueError(f"frames {ours.shape} against {theirs.shape}")
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
-    largest = int(difference.max())
-    return Check(
-        clip=clip,
-        what="frames",
-        step=step,
-        rank=rank,
-        equal=largest / _LEVELS <= tolerance,
-        bitwise=largest == 0,
-        max_abs_diff=largest / _LEVELS,
-        max_ulp=largest,
-        first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
-        sha256=video.frames_sha256(ours),
-        axes=_FRAME_AXES,
-    )
+    sha256, place = video.frames_sha256(ours), {"clip": clip, "step": step, "rank": rank}
+    return _of_levels(difference, _LEVELS, tolerance, "frames", sha256, _FRAME_AXES, place)
 
 
 def compare_audio(
     ours: torch.Tensor, theirs: torch.Tensor, *, clip: int, step: int, rank: int, tolerance: float
 ) -> Check:
-    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest."""
     if ours.shape != theirs.shape:
         raise ValueError(f"samples {ours.shape} against {theirs.shape}")
-    difference = (ours.int() - theirs.int()).abs()
+    difference = (ours.int() - theirs.int()).abs().numpy()
+    place = {"clip": clip, "step": step, "rank": rank}
+    return _of_levels(difference, _LOUDEST, tolerance, "audio", tensor_sha256(ours), "SC", place)
+
+
+def _of_levels(
+    difference: NDArray[Any],
+    highest: int,
+    tolerance: float,
+    what: Literal["frames", "audio"],
+    sha256: str,
+    axes: str,
+    place: Mapping[str, int],
+) -> Check:
     largest = int(difference.max())
     return Check(
-        clip=clip,
-        what="audio",
-        step=step,
-        rank=rank,
-        equal=largest / _LOUDEST <= tolerance,
+        **place,
+        what=what,
+        equal=largest / highest <= tolerance,
         bitwise=largest == 0,
-        max_abs_diff=largest / _LOUDEST,
+        max_abs_diff=largest / highest,
         max_ulp=largest,
-        first_index=tuple(int(i) for i in difference.nonzero()[0]) if largest else None,
-        sha256=tensor_sha256(ours),
-        axes="SC",
+        first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
+        sha256=sha256,
+        axes=axes,
     )
 
 

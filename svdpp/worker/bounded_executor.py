@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,26 +17,23 @@ _T = TypeVar("_T")
 _MAX_WAITING = 2
 
 
-class BoundedExecutor(Generic[_P, _T]):
-    """Calls one function in one thread, in order.
+class BoundedExecutor:
+    """Makes calls in one thread, in order; waiting for a call raises what the call raised.
 
-    Args:
-        work: the function; waiting for a call raises what the call raised.
-        name: of the thread.
-        device: of the rank; the thread makes it its current device.
+    The thread makes the rank's device its current one.
     """
 
-    def __init__(self, work: Callable[_P, _T], name: str, device: torch.device) -> None:
-        self._work = work
+    def __init__(self, name: str, device: torch.device) -> None:
         self._thread = streams.one_thread(name, device)
-        self._waiting: list[Future[_T]] = []
+        self._waiting: list[Future[Any]] = []
 
-    def put(self, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+    def submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Queues one call and returns its future; blocks while two others are queued."""
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
-        self._waiting.append(self._thread.submit(self._work, *args, **kwargs))
-        return self._waiting[-1]
+        future = self._thread.submit(work, *args, **kwargs)
+        self._waiting.append(future)
+        return future
 
     def finish(self) -> None:
         """Waits for all calls."""

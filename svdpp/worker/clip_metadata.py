@@ -30,10 +30,10 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
+from svdpp.config.files import read_small_file
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, recorded_path
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
@@ -60,6 +60,12 @@ _LATENT_IDENTITY = (
 _PROMPTS = ("prompt", "negative_prompt")
 
 
+def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether each rank of a pair evaluates half of a batch, which may change the bits."""
+    branches = None if checkpoint is None else checkpoint.branches
+    return config.cfg_parallel > 1 and branches == "batch"
+
+
 def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the values that identify a clip: two clips with the same ones are the same."""
     return (*_latent_identity(metadata), "format", "crf")
@@ -67,9 +73,12 @@ def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     family = metadata["family"]
+    # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
+    in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
+    common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
-        return (*_LATENT_IDENTITY, *_sampling_fields(family))
-    return (*_LATENT_IDENTITY, "family", *_PROMPTS, *_sampling_fields(family))
+        return (*common, *_sampling_fields(family))
+    return (*common, "family", *_PROMPTS, *_sampling_fields(family))
 
 
 @cache
@@ -119,7 +128,7 @@ def clip_metadata(
         "format": output.format,
         "crf": output.crf,
         "versions": versions(),
-        "exact": True,
+        "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
 
@@ -249,9 +258,7 @@ def parse_clip_json(path: Path) -> Any:
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     """`values` as a clip's metadata, with types checked and defaults for missing fields.
 
-    Args:
-        values: parsed JSON.
-        fault: how the error message begins.
+    The error message begins with `fault`.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
@@ -286,9 +293,7 @@ def weights_identity(checkpoint: Checkpoint) -> object:
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     """The key of a clip's latent checkpoints: equal keys mean equal latents.
 
-    Args:
-        metadata: of the clip: its parameters, and the libraries' versions.
-        weights: from `weights_identity`.
+    `weights` is from `weights_identity`.
     """
     return _sha256(
         {

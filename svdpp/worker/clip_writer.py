@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from svdpp.media import output_files, video
 from svdpp.models.base import Audio, Frames
 from svdpp.worker.bounded_executor import BoundedExecutor
 from svdpp.worker.messages import ClipDone, ClipJob
+from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
 
@@ -25,15 +26,9 @@ from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 class FinishedClip:
     """The result of one clip, on the device or the host.
 
-    Args:
-        job: the clip; its output says where files go.
-        latent: the final latent.
-        frames: (F, H, W, 3) uint8; None if there are none to write.
-        audio: None if the clip has no sound.
-        ready: the point in the device's queue after which latent and frames are complete.
-        begun_at: unix time in seconds at which the clip's encode began.
-        memory_pressure: see `Packet`.
-        compute_seconds: the ranks' computing time for this clip: encode, steps and decode.
+    The clip's output says where files go. Latent, frames (F, H, W, 3, uint8; None: write none)
+    and audio are complete behind `ready` in the device's queue. `begun_at` is the unix time at
+    which the encode began; `compute_seconds` counts encode, steps and decode.
     """
 
     job: ClipJob
@@ -46,37 +41,17 @@ class FinishedClip:
     audio: Audio | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriterEvents:
-    """The callbacks of a clip writer; its thread calls them.
-
-    Args:
-        done: takes a clip that is completely written.
-        lost: takes a clip that could not be written, and the error.
-        failed: takes any other error.
-    """
-
-    done: Callable[[ClipDone], None]
-    lost: Callable[[int, BaseException], None]
-    failed: Callable[[BaseException], None]
-
-
-class ClipWriter:
+class ClipWriter(BoundedExecutor):
     """Writes clips one at a time, in the order of `put`.
 
-    Args:
-        events: called from the writer's thread.
-        conditions: what the bits depend on besides the request, for each clip's metadata.
-        device: of the rank.
-        tensor_store: keeps frames for verification; None keeps none.
-        fps: of the files whose requests have no sampling parameters, in frames per second.
-        host: this host's name if the run spans several hosts, for each clip's JSON.
-        folder: where this host writes its clips; None: where the requests say.
+    The rank's `reporter` is told from the thread. `fps` is for clips whose requests have no
+    sampling parameters, `host` for each clip's JSON if the run spans several hosts, `folder`
+    where this host writes its clips; None: where the requests say.
     """
 
     def __init__(
         self,
-        events: WriterEvents,
+        reporter: Reporter,
         conditions: Mapping[str, Any],
         device: torch.device,
         tensor_store: TensorStore | None = None,
@@ -85,14 +60,14 @@ class ClipWriter:
         host: str = "",
         folder: Path | None = None,
     ) -> None:
-        self._events = events
+        super().__init__("clip-writer", device)
+        self._reporter = reporter
         self._conditions = conditions
         self._tensor_store = tensor_store
         self._fps = fps
         self._host = host
         self._folder = folder
         self._stream = SideStream(device)
-        self._executor = BoundedExecutor(self._work, "clip-writer", device)
 
     def put(self, finished: FinishedClip) -> Future[bool]:
         """Queues a finished clip; blocks while two others are queued.
@@ -100,24 +75,16 @@ class ClipWriter:
         Returns:
             A future: whether the clip was written.
         """
-        return self._executor.put(finished)
-
-    def finish(self) -> None:
-        """Waits until every queued clip is written or lost."""
-        self._executor.finish()
-
-    def is_busy(self) -> bool:
-        """Whether a clip is still to be written; any thread may ask."""
-        return self._executor.is_busy()
+        return self.submit(self._work, finished)
 
     def _work(self, finished: FinishedClip) -> bool:
         try:
             self._write(finished)
         except OutputError as error:
-            self._events.lost(finished.job.clip, error)
+            self._reporter.clip_failed(finished.job.clip, error)
             return False
         except BaseException as error:
-            self._events.failed(error)
+            self._reporter.failed(error)
             raise
         return True
 
@@ -152,7 +119,7 @@ class ClipWriter:
             metadata = {**metadata, "file_sha256": sha256}
             output_files.write_json(Path(output.json_path), metadata)
         seconds = time.monotonic() - begun
-        self._events.done(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
+        self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
     def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
         if finished.frames is None:

@@ -13,7 +13,6 @@ from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.families import family_of
 
 
 def device_of(config: PipelineConfig, world: World) -> str:
@@ -48,18 +47,14 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash.
-
-    Args:
-        config: of the run.
-        checkpoint: None for the dummy model.
-        device: of this rank; if it is a GPU, CUDA is initialised.
-    """
+    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
     found = determinism.conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):
         found["driver"] = gpus.driver_version()
     if checkpoint is not None:
-        found |= family_of(checkpoint).conditions(checkpoint)
+        from svdpp.models.engine.load import conditions  # imports diffusers: seconds
+
+        found |= conditions(checkpoint)
     return found
 
 

@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
-from svdpp.comm.header import FIELDS
 from svdpp.errors import RequestError
-from svdpp.models.base import LATENTS, Tensors, solver_history
+from svdpp.models.base import LATENTS, Tensors
 
-Kind = Literal["ulp", "state", "prediction", "skip", "nan", "raise", "hang", "header"]
-
-_PATTERN = re.compile(rf"({'|'.join(get_args(Kind))})(?:-([a-z]+))?@rank(\d+)\.clip(\d+)", re.ASCII)
-
-#: The offset of each header field that receivers check: all but the clip's times.
-HEADER_FIELDS: Mapping[str, int] = {
-    name: position for name, position in FIELDS.items() if name not in ("begun", "compute")
-}
+_PATTERN = re.compile(r"(ulp|skip)@rank(\d+)\.clip(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault, at one rank and clip.
+    """One fault, at one rank and clip; the tests derive others from it.
 
     Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
-    floating-point number; `state` does so in the history of a multistep solver; `prediction` in the
-    first prediction that a rank of a pair sends to the other one; `skip` omits the
-    rank's first step of the clip; `raise` raises before that step; `hang` hangs there; `nan` fills
-    the latent that enters the rank with NaN; `header-FIELD` changes one field of the header that
-    the rank sends.
+    floating-point number; `skip` omits the rank's first step of the clip.
     """
 
-    kind: Kind
+    kind: str
     rank: int
     clip: int
-    field: str = ""
 
     @staticmethod
     def parse(text: str) -> InjectedFault:
         """A fault from text such as `ulp@rank1.clip0`."""
         match = _PATTERN.fullmatch(text)
-        if match is None or not _has_field(match[1], match[2] or ""):
+        if match is None:
             raise RequestError(
                 f"{text!r} is not a fault", "write one as ulp@rank1.clip0 or skip@rank1.clip0"
             )
-        kind, field, rank, clip = match.groups(default="")
-        return InjectedFault(kind, int(rank), int(clip), field)  # type: ignore[arg-type]
+        return InjectedFault(match[1], int(match[2]), int(match[3]))
 
     def check(self, *, world_size: int, num_clips: int) -> None:
         """Checks that the run has this rank and clip."""
@@ -65,54 +49,29 @@ class InjectedFault:
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def skipped_steps(self, rank: int, clip: int) -> int:
-        """Called before the rank's first step of a clip; returns how many steps it leaves out.
-
-        Raises or hangs if that is the fault.
-        """
-        if self.strikes("raise", rank, clip):
-            raise RuntimeError("an injected fault")
-        while self.strikes("hang", rank, clip):
-            time.sleep(1)
+        """Called before the rank's first step of a clip; returns how many steps it leaves out."""
         return int(self.strikes("skip", rank, clip))
 
-    def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+    def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:  # noqa: ARG002
         """The tensors with which the rank starts, given those that it has received."""
-        if self.strikes("nan", rank, clip):
-            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
         return tensors
 
     def sent(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
         """The tensors that the rank sends, given those that it has computed."""
-        name = LATENTS if self.strikes("ulp", rank, clip) else None
-        if self.strikes("state", rank, clip):
-            name = next(iter(solver_history(tensors)), None)
-        return tensors if name is None else {**tensors, name: one_ulp_off(tensors[name])}
+        if self.strikes("ulp", rank, clip):
+            return {**tensors, LATENTS: one_ulp_off(tensors[LATENTS])}
+        return tensors
 
-    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
-        """The prediction that a rank of a pair sends, given what it has computed."""
-        if not self.strikes("prediction", rank, clip):
-            return tensors
-        return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
+    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:  # noqa: ARG002
+        """The first prediction that a rank of a pair sends, given what it has computed."""
+        return tensors
 
-    def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
+    def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:  # noqa: ARG002
         """The function that changes the headers `rank` sends; None if they stay as they are."""
-        if self.kind != "header" or rank != self.rank:
-            return None
-        position = HEADER_FIELDS[self.field]
-
-        def change(clip: int, header: bytes) -> bytes:
-            changed = bytearray(header)
-            changed[position] ^= 8 if clip == self.clip else 0
-            return bytes(changed)
-
-        return change
+        return None
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Called when `rank` reaches `place`, such as `load`; tests override it to stop a rank."""
-
-
-def _has_field(kind: str, field: str) -> bool:
-    return field in HEADER_FIELDS if kind == "header" else not field
+        """Called when `rank` reaches `place`, such as `load`."""
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:

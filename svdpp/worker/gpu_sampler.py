@@ -26,10 +26,6 @@ class GpuSampler:
     """A thread that sends a sample of one GPU every second; without NVML it sends nothing.
 
     A thread of its own, because a driver that hangs must not stop the heartbeats.
-
-    Args:
-        uuid: of the GPU, with or without the prefix `GPU-`.
-        send: takes the samples; called from the thread.
     """
 
     def __init__(self, uuid: str, send: Callable[[GpuSample], None]) -> None:

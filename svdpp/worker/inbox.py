@@ -40,11 +40,7 @@ class ActionQueue:
         self._actions.extend(actions)
 
     def pop(self) -> Action:
-        """Removes and returns the next action.
-
-        Raises:
-            IndexError: none is left.
-        """
+        """Removes and returns the next action."""
         action = self._actions.popleft()
         self._left[action.clip] -= 1
         if not self._left[action.clip]:
@@ -66,11 +62,7 @@ _POLL_SECONDS = 1.0
 
 
 class Inbox:
-    """Takes the parent's commands between actions and, for cancellations, between steps.
-
-    Args:
-        channel: to the parent.
-    """
+    """Takes the parent's commands between actions and, for cancellations, between steps."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -83,9 +75,8 @@ class Inbox:
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
         """Yields this rank's actions until the parent says stop and none is left.
 
-        Args:
-            expect: called with each work before any of its actions is yielded.
-            rest: called whenever no action is left.
+        `expect` is called with each work before any of its actions is yielded, `rest`
+        whenever no action is left.
         """
         while True:
             self._receive_all(expect)

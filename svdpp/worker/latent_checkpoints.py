@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.worker.bounded_executor import BoundedExecutor
+from svdpp.worker.reporter import Reporter
 
 _SCHEMA_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -32,10 +33,8 @@ class LatentCheckpoints:
     The key is a hash of everything that the latent's bits depend on, so a request never gets the
     packet of another one.
 
-    Args:
-        folder: created with the first packet.
-        conditions: what bits depend on besides the request; `load` refuses a packet written under
-            other conditions.
+    `conditions` are what bits depend on besides the request; `load` refuses a packet written
+    under other ones.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
@@ -45,13 +44,7 @@ class LatentCheckpoints:
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
         """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
 
-        Args:
-            key: of the clip.
-            packet: to write.
-            in_host_memory: names of the tensors that `load` leaves on the CPU.
-
-        Raises:
-            OutputError: it cannot be written; no partial file is left.
+        `load` leaves the tensors named in `in_host_memory` on the CPU.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -119,46 +112,26 @@ class LatentCheckpoints:
         return self._folder / f"{key}_step{step}.safetensors"
 
 
-class LatentCheckpointWriter:
+class LatentCheckpointWriter(BoundedExecutor):
     """Writes latent checkpoints in a thread beside the denoising.
 
     A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
-
-    Args:
-        checkpoints: where it writes them.
-        device: of the rank.
-        on_lost: called from the thread with the error of the first checkpoint that cannot be
-            written, and again after one that could be.
-        on_failed: called from the thread with any other error.
+    The first one is reported, and again the first one after one that could be written.
     """
 
     def __init__(
-        self,
-        checkpoints: LatentCheckpoints,
-        device: torch.device,
-        *,
-        on_lost: Callable[[OutputError], None],
-        on_failed: Callable[[BaseException], None],
+        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
     ) -> None:
+        super().__init__("checkpoints", device)
         self._checkpoints = checkpoints
         self._device = device
-        self._on_lost = on_lost
-        self._on_failed = on_failed
+        self._reporter = reporter
         self._is_losing = False
         self._stream = SideStream(device)
-        self._executor = BoundedExecutor(self._save, "checkpoints", device)
 
     def put(self, key: str, packet: Packet) -> None:
         """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
-        self._executor.put(key, packet, mark(self._device))
-
-    def finish(self) -> None:
-        """Waits until every queued packet is written, or cannot be."""
-        self._executor.finish()
-
-    def is_busy(self) -> bool:
-        """Whether a packet is still to be written; any thread may ask."""
-        return self._executor.is_busy()
+        self.submit(self._save, key, packet, mark(self._device))
 
     def _save(self, key: str, packet: Packet, ready: Mark) -> None:
         try:
@@ -172,26 +145,27 @@ class LatentCheckpointWriter:
         except OutputError as error:
             if not self._is_losing:
                 self._is_losing = True
-                self._on_lost(error)
+                self._reporter.checkpoint_lost(error)
         except BaseException as error:
-            self._on_failed(error)
+            self._reporter.failed(error)
             raise
+
+
+def _saved(folder: Path) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                yield match[1], int(match[2])
 
 
 def saved_keys(folder: Path) -> set[str]:
     """The keys of all packets in `folder`."""
-    with contextlib.suppress(FileNotFoundError):
-        matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-        return {match[1] for match in matches if match}
-    return set()
+    return {key for key, _ in _saved(folder)}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
     """The numbers of steps after which `folder` has a packet of `key`, ascending."""
-    with contextlib.suppress(FileNotFoundError):
-        matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-        return sorted(int(match[2]) for match in matches if match and match[1] == key)
-    return []
+    return sorted(step for other, step in _saved(folder) if other == key)
 
 
 def prune(folder: Path, key: str) -> None:

@@ -22,9 +22,6 @@ class MemoryPressure:
     """Tells whether the CUDA allocator has run short of memory since the last call.
 
     cuDNN then silently falls back to kernels with a smaller workspace, and the bits change.
-
-    Args:
-        device: of the rank; on the CPU there is no such pressure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +72,7 @@ def reset_peak() -> None:
 
 
 def reset_peak_of(device: torch.device) -> int:
-    """Resets the peak on `device` to the bytes in use now, and returns them.
-
-    Raises:
-        OSError: the kernel refuses; see proc(5).
-    """
+    """Resets the peak on `device` to the bytes in use now, and returns them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -136,9 +129,7 @@ def out_of_memory_named(
 ) -> Iterator[None]:
     """Raises `OutOfMemoryError` for any error by which torch or Python reports a lack of memory.
 
-    Args:
-        doing: the current work; None while the model loads.
-        decode_chunk_size: frames that are decoded at a time, if they are decoded.
+    `doing` is the current work, None while the model loads.
     """
     try:
         yield

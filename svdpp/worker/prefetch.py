@@ -28,12 +28,8 @@ def from_disk(clip: int, path: Path) -> bytes:  # noqa: ARG001
 class PhotoReader:
     """Reads photographs in the order of `expect`, at most one ahead.
 
-    Args:
-        sampling: size and fit of the images whose requests have none.
-        prepare: the model's preparation of an image into CPU tensors, given the clip's sampling
-            parameters; runs in the thread.
-        device: of the rank.
-        read: returns the bytes of a clip's photograph.
+    `prepare` makes an image into CPU tensors, in the thread. `sampling` is for clips whose
+    requests have none.
     """
 
     def __init__(

@@ -20,10 +20,6 @@ class ClipProfiler:
 
     It takes the second clip that the rank denoises, because the first meets cold caches; the first
     if there is only one. The profiler slows this clip down.
-
-    Args:
-        path: of the trace, in Chrome's format as torch.profiler writes it; replaced if it exists.
-        device: of the rank.
     """
 
     def __init__(self, path: Path, device: str) -> None:

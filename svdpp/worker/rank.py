@@ -18,10 +18,9 @@ from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
-from svdpp.models.families import family_of
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
-from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.device import conditions_of, gpu_uuid, take_device
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.gpu_sampler import GpuSampler
@@ -40,16 +39,9 @@ from svdpp.worker.tensor_store import TensorStore
 class RankSetup:
     """What every rank gets before it starts.
 
-    Args:
-        config: resolved, so that the number of frames is known.
-        checkpoint: found and checked; None for the dummy model.
-        roles: by rank.
-        links: pairs (from, to) of ranks that communicate.
-        tensor_folder: for latents and frames that are kept for verification; None keeps none.
-        latents_folder: for latent checkpoints, to resume clips from; None keeps none.
-        profile_path: of rank 0's torch.profiler trace; None: no profile.
-        output_folder: where this host writes its clips; None: where the requests say.
-        fault: the fault to inject.
+    `roles` are by rank; `links` are pairs (from, to) of ranks that communicate. None for a
+    folder or path: nothing is kept there; for `output_folder`: clips go where their requests
+    say.
     """
 
     config: PipelineConfig
@@ -162,11 +154,7 @@ def _new_stage(
     config, folder, rank = setup.config, setup.latents_folder, context.world.rank
     tensor_store = _tensor_store(context, setup, reporter)
     clip_writer = ClipWriter(
-        WriterEvents(
-            done=reporter.send,
-            lost=reporter.clip_failed,
-            failed=reporter.failed,
-        ),
+        reporter,
         conditions,
         model.device,
         tensor_store,
@@ -236,8 +224,9 @@ def load_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
         return DummyModel(latent, num_steps, torch.device(device), sleeps)
-    family = family_of(checkpoint)  # imports diffusers: seconds, which the dummy avoids
-    return family.load_model(checkpoint, config.model, config.sampling, device, roles)
+    from svdpp.models.engine import model  # imports diffusers: seconds, which the dummy avoids
+
+    return model.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
 def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:

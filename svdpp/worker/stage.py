@@ -91,14 +91,7 @@ class PipelineStage:
         self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
         self._checkpoint_writer = (
-            LatentCheckpointWriter(
-                checkpoints,
-                model.device,
-                on_lost=reporter.checkpoint_lost,
-                on_failed=reporter.failed,
-            )
-            if checkpoints
-            else None
+            LatentCheckpointWriter(checkpoints, model.device, reporter) if checkpoints else None
         )
         reporter.add_writer(clip_writer.is_busy)
         if self._checkpoint_writer is not None:

@@ -14,10 +14,7 @@ from svdpp.errors import NotFiniteError
 class StepChecks:
     """Checks each step of one DENOISE; on CUDA one step late, so that the device never idles.
 
-    Args:
-        device: of the rank.
-        rank: for the error message.
-        on_done: called with each step that passed, and its seconds on the device.
+    `on_done` gets each step that passed, and its seconds on the device.
     """
 
     def __init__(

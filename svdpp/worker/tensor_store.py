@@ -34,10 +34,8 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
 class TensorStore:
     """A folder with the latents of each clip at certain steps, and its frames.
 
-    Args:
-        folder: must exist; a given clip and step is written by one process.
-        send: called with each file's name and content, for another process to pass to `put`;
-            None: files are written to `folder`.
+    `send` gets each file's name and content, for another process to pass to `put`; None: files
+    are written to `folder`, which exists.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -57,14 +55,7 @@ class TensorStore:
         latent: torch.Tensor,
         history: Tensors | None = None,
     ) -> None:
-        """Keeps CPU tensors of `clip` after `step` steps.
-
-        Args:
-            clip: index of the clip.
-            step: number of steps done.
-            latent: after these steps.
-            history: of a multistep solver, see `solver_history`.
-        """
+        """Keeps CPU tensors of `clip` after `step` steps."""
         tensors = {LATENTS: latent, **(history or {})}
         data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
         self._keep(self._path(clip, f"step{step}.safetensors").name, data)

@@ -27,7 +27,6 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import read_photo
-from svdpp.models.base import LATENTS
 from svdpp.models.determinism import apply_settings
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
@@ -42,15 +41,13 @@ def one_clip_seconds(config: PipelineConfig, repeats: int) -> list[float]:
     roles = Roles(encode=True, denoise=True, decode=False)
     model = load_model(config, checkpoint, "cpu", roles)
     image, _ = read_photo(Path(example_photos()[0]))
-    tensors = model.encode(model.prepare(image), 0)
+    tensors = model.encode(model.prepare(image), ClipRequest(seed=0))
     num_steps = config.sampling.num_inference_steps
-    model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)  # warm-up
+    model.denoise(tensors, 0, 1, lambda *_: None)  # warm-up
     seconds = []
     for _ in range(repeats):
-        latent, denoiser = tensors[LATENTS], model.denoiser(tensors, 0)
         begun = time.monotonic()
-        for step in range(num_steps):
-            latent = denoiser.forward(latent, step)
+        model.denoise(tensors, 0, num_steps, lambda *_: None)
         seconds.append(time.monotonic() - begun)
     return seconds
 

@@ -45,7 +45,8 @@ def leave_rounds(
             (PIPELINE, DATA_PARALLEL, ONE_DEVICE), seconds, (figures, FIGURES, _ALONE), strict=True
         ):
             done = round_of(case, number, seconds=each)
-            done.figures = replace(found, makespan=each * found.makespan)
+            makespan = each * found.makespan
+            done.figures = replace(found, makespan=makespan, seconds_per_clip=each)
             one.rounds.append(done)
             kept.add(done)
 

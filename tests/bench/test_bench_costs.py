@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from svdpp.bench.config import read_grid
-from svdpp.bench.costs import costs_of
 from svdpp.bench.names import DATA_PARALLEL, PIPELINE
+from svdpp.bench.results import costs_of
 from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.trace import Trace
 from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+from tests.bench.test_bench_runner import round_of
 
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
@@ -45,7 +46,7 @@ def _round(
         about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
         trace.add(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
         trace.add(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
-    return Round(case, 0, 0, trace)
+    return replace(round_of(case, 0), trace=trace)
 
 
 def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from svdpp.bench.config import BenchConfig, read_grid
-from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE, ROUNDS, SUMMARY
-from svdpp.bench.report import BenchReport, is_bench, read_bench_report, write_page
-from svdpp.diagnostics.diagnosis import Diagnosis
+from svdpp.bench.names import DATA_PARALLEL, PIPELINE, ROUNDS, SUMMARY
+from svdpp.bench.report import BenchReport, is_bench, read_bench_report
+from svdpp.diagnostics.report import Diagnosis
 from svdpp.errors import InputError, RankError
 from tests.bench.made_up_benches import FIGURES, begun_bench, leave_bench, leave_rounds
 from tests.diagnostics.made_up_runs import EVEN, delayed, replayed, with_rank
@@ -66,16 +66,15 @@ def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> N
 
 
 def test_other_advice_has_a_command_of_a_bench(tmp_path: Path) -> None:
-    figures = replace(_DECODE, decode_chunk_size=4, usable_cores=8)
+    figures = with_rank(replace(FIGURES, decode_chunk_size=4), 1, memory_id="GPU-1",
+                        peak_bytes=int(15.5 * 2**30))  # fmt: skip
     advice = _pipeline(read_bench_report(leave_bench(tmp_path, figures))).advice
     (chunk,) = [each for each in advice if "frames at a time" in each.text]
-    assert _asked(chunk.command).workload.decode_chunk_size == 8
-    on_cpu = replace(figures, device="cpu", num_devices=0)
+    assert _asked(chunk.command).workload.decode_chunk_size == 2
+    on_cpu = replace(FIGURES, device="cpu", num_devices=0, num_threads=8, usable_cores=8)
     advice = _pipeline(read_bench_report(leave_bench(tmp_path, on_cpu))).advice
-    (threads,) = [each for each in advice if "cores have no thread" in each.text]
+    (threads,) = [each for each in advice if "threads" in each.text]
     assert _asked(threads.command).pipeline.threads == 4
-    (ranks,) = [each for each in advice if "for which this machine has room" in each.text]
-    assert _asked(ranks.command).pipeline.world == 4
 
 
 def test_starting_and_writing_limit_no_bench(tmp_path: Path) -> None:
@@ -112,8 +111,6 @@ def test_a_bench_that_failed_reports_what_it_measured(tmp_path: Path) -> None:
 
     assert report.headline.startswith("the bench failed: rank 1 died. rank 1 limits")
     assert [each.num_rounds for each in report.cases] == [3, 3, 3]
-    write_page(report, tmp_path / "page.html")
-    assert "rank 1 died" in (tmp_path / "page.html").read_text()
     with (kept.folder / ROUNDS).open("a") as file:
         file.write('{"case": "pipel')  # killed while it wrote
     assert len(read_bench_report(kept.folder).cases) == 3
@@ -127,28 +124,8 @@ def test_a_bench_without_a_round_has_a_report(tmp_path: Path) -> None:
     assert report.to_json()["cases"] == {}
 
 
-def test_a_bench_of_an_earlier_version_has_a_report(tmp_path: Path) -> None:
-    folder = leave_bench(tmp_path)
-    (folder / ROUNDS).unlink()
-    content = json.loads((folder / SUMMARY).read_text())
-    for case in content["cases"].values():
-        for each in (case["over_rounds"], *case["rounds"]):
-            del each["tflops"], each["mfu"]
-    (folder / SUMMARY).write_text(json.dumps(content))
-    report = read_bench_report(folder)
-    assert [each.diagnosis for each in report.cases] == [None] * 3
-    assert report.summary is not None
-    assert report.summary["cases"][ONE_DEVICE]["over_rounds"]["tflops"] is None
-
-
-def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None:
-    figures = with_rank(_DECODE, 0, device="<script>")
-    report = read_bench_report(leave_bench(tmp_path, figures, "targets.bubble=<= 1"))
-    write_page(report, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    for words in (_pipeline(report).findings[0].text, "Data parallel, round 2", "met", "Noise"):
-        assert words in page
-    assert "<script>" not in page
+def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
+    report = read_bench_report(leave_bench(tmp_path, _DECODE, "targets.bubble=<= 1"))
     content = json.loads(json.dumps(report.to_json()))
     assert content["finished"] is True
     assert content["cases"][PIPELINE]["diagnosis"]["findings"][0]["kind"] == "decode"
@@ -160,8 +137,8 @@ def test_the_page_and_the_json_hold_what_the_report_says(tmp_path: Path) -> None
     [
         (SUMMARY, "{", "is not JSON"),
         (SUMMARY, "{}", "is not a bench's summary"),
-        (ROUNDS, '{"case": "pipeline"}', "is not the rounds of a bench"),
-        (ROUNDS, "[]", "is not the rounds of a bench"),
+        (ROUNDS, '{"case": "pipeline"}', "damaged results"),
+        (ROUNDS, "[]", "damaged results"),
         (ROUNDS, '{"case": "pipeline", "round": 0, "measured": {"makespan": 1}}', "are damaged"),
     ],
 )
@@ -171,14 +148,4 @@ def test_damaged_files_are_one_sentence(
     folder = leave_bench(tmp_path)
     (folder / name).write_text(content + "\n")
     with pytest.raises(InputError, match=words):
-        read_bench_report(folder)
-
-
-@pytest.mark.parametrize("figure", ["bubble", "peak_reserved_gib", "start_seconds"])
-def test_a_summary_without_a_shown_figure_is_refused(figure: str, tmp_path: Path) -> None:
-    folder = leave_bench(tmp_path)
-    content = json.loads((folder / SUMMARY).read_text())
-    content["cases"][PIPELINE]["over_rounds"][figure] = None
-    (folder / SUMMARY).write_text(json.dumps(content))
-    with pytest.raises(InputError, match=f"{figure} is missing"):
         read_bench_report(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,16 @@ from svdpp.bench import results
 from svdpp.bench import runner as module
 from svdpp.bench.compare import compare
 from svdpp.bench.config import read_grid
-from svdpp.bench.ranks import Ranks
+from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.results import Results, summary
-from svdpp.bench.runner import (
-    DATA_PARALLEL,
-    ONE_DEVICE,
-    PIPELINE,
-    Bench,
-    Round,
-    cases_of,
-    differing,
-)
+from svdpp.bench.runner import Bench, Round, cases_of, differing
 from svdpp.cli.bench_report import show_summary
 from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config.files import read_costs
+from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.diagnostics.utilisation import Speeds, Utilisation
-from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, OutOfMemoryError
-from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
 
@@ -50,14 +43,23 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
-    done = Round(case, number, 1, Trace(1), start_seconds=3.0, load_seconds={0: 2.0})
-    done.peaks[0] = Finished(allocated_bytes=None, reserved_bytes=2**30)
-    done.latents_sha256[0], done.frames_sha256[0] = sha256, None
-    done.trace.add(0, Joined(device="cpu", load_seconds=2.0))
+    config = config_of().alone()
+    recorder = FigureRecorder(config, lambda clips: module.schedule_of(config, clips))
+    recorder(0, Joined(device="cpu", load_seconds=2.0))
     for step in range(2):
-        done.trace.add(0, StepDone(clip=1, step=step, seconds=seconds / 2))
-    done.trace.add(0, ActionDone(action="DENOISE c1 0:2", start=5.0, end=5 + seconds, waited=0.0))
-    return done
+        recorder(0, StepDone(clip=0, step=step, seconds=seconds / 2))
+    recorder(0, ActionDone(action="DENOISE c0 0:2", start=5.0, end=5 + seconds, waited=0.0))
+    recorder(0, Finished(allocated_bytes=None, reserved_bytes=2**30))
+    figures = recorder.figures()
+    assert figures is not None
+    return Round(
+        case=case,
+        number=number,
+        trace=recorder.trace,
+        figures=replace(figures, start_seconds=3.0),
+        latents_sha256=[sha256],
+        frames_sha256=[None],
+    )
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
@@ -90,7 +92,7 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 ) -> None:
     asked: list[tuple[int, str]] = []
 
-    def measure(self: Bench, case: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+    def measure(self: Bench, case: str, number: int, *_: object) -> Round:  # noqa: ARG001
         asked.append((number, case))
         if case == DATA_PARALLEL:
             raise OutOfMemoryError("out of memory while decoding")
@@ -112,7 +114,7 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 
 
 def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: Bench, case: str, number: int, ranks: Ranks) -> Round:  # noqa: ARG001
+    def measure(self: Bench, case: str, number: int, *_: object) -> Round:  # noqa: ARG001
         raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
@@ -142,10 +144,18 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert kept.folder.parent == tmp_path / "smoke"
     assert kept.run_id.endswith(f"-{one.asked.sha256[:8]}")
     assert {path.name for path in kept.folder.iterdir()} == {
-        *("config.yaml", "env.json", "spans.jsonl", "summary.json", "summary.csv", "costs.json"),
+        *(
+            "config.yaml",
+            "env.json",
+            "spans.jsonl",
+            "summary.json",
+            "summary.csv",
+            "costs.json",
+            "rounds.jsonl",
+        ),
     }
     source = f"measured by: svdpp bench, smoke/{kept.run_id}"
-    assert Costs.load(kept.folder / "costs.json").source == source
+    assert read_costs(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from svdpp.bench.names import PIPELINE
-from svdpp.bench.runner import Bench, Round
+from svdpp.bench.runner import Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
-from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, RankError
+from tests.bench.test_bench_runner import round_of
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.trace_format import check_trace
 
@@ -80,7 +80,7 @@ def test_a_point_that_fails_keeps_no_other_from_being_measured(
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
         measured.append(one.asked.pipeline.split)
-        one.rounds.append(Round(PIPELINE, 0, 0, Trace(2)))
+        one.rounds.append(round_of(PIPELINE, 0))
         if one.asked.pipeline.split == "uniform":
             raise OutOfMemoryError("too little", "fewer frames")
         if one.asked.pipeline.split == "balanced":
@@ -111,10 +111,7 @@ def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
 
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
-        for number in range(2):
-            done = Round(PIPELINE, number, 0, Trace(2))
-            done.latents_sha256[0], done.frames_sha256[0] = sha256[number], None
-            one.rounds.append(done)
+        one.rounds = [round_of(PIPELINE, n, sha256=sha256[n]) for n in range(2)]
         return {"targets": outcomes, "baseline": {"slower": ["pipeline: step, s"]}}
 
     monkeypatch.setattr(bench, "_run", run)

@@ -391,7 +391,6 @@ REFUSED = [
     (("--device-memory", "0x9"), "must be a finite number above 0, got '0x9'"),
     (("--device-memory", "2x79,47"), "names 3 devices, but there are 4 ranks"),
     (("--device-memory", "2000000000x9"), "names 5 devices, but there are 4 ranks"),
-    (("--offload-gib-per-second", "0"), "--offload-gib-per-second must be above 0"),
     (
         ("--device-memory", "9"),
         "--device-memory has an effect only with --layout auto or --compare",

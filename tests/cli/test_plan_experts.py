@@ -64,25 +64,6 @@ def test_unequal_cards_are_assigned_by_memory(costs_file: str) -> None:
     assert not any("card" in rank for rank in equal["ranks"])
 
 
-def test_model_offload_is_compared(costs_file: str) -> None:
-    rate = ("--offload-gib-per-second", "10")
-    options = (*WAN, "--costs", costs_file, "--device-memory", "48")
-    answer = svdpp_here(*options, *rate, "--compare")
-    [row] = [line.split() for line in answer.out.splitlines() if line.startswith("model offload  ")]
-    assert row[-2] == "36.0"
-    assert "13.1 s of each clip to move 65.5 GiB" in answer.out
-
-    rows = json.loads(svdpp_here(*options, *rate, "--compare", "--json").out)["layouts"]
-    assert rows[-1]["layout"]["move_seconds"] == 13.1
-    without = json.loads(svdpp_here(*options, "--compare", "--json").out)["layouts"]
-    assert (without[-1]["forecast"], without[-1]["layout"]) == (None, None)
-    assert "--offload-gib-per-second gives its cost" in without[-1]["note"]
-
-    no_room = svdpp_here(*options[:-1], "40", *rate, "--layout", "auto")
-    assert_error(no_room, 2, "no layout of 4 ranks fits in 40 GiB a rank")
-    assert "diffusers' model offload, which svdpp does not run, needs 36 GiB" in no_room.err
-
-
 #: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
 T2V_480P = Costs(
     step_seconds=10,
@@ -101,16 +82,14 @@ T2V_480P = Costs(
 def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
     guide = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     [row] = [line for line in guide.splitlines() if f"| `{memory}` |" in line]
-    _, _, _, picked, seconds, offload, _ = map(str.strip, row.split("|"))
+    _, _, _, picked, seconds, _ = map(str.strip, row.split("|"))
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(T2V_480P.to_json()), encoding="utf-8")
 
     options = ("--costs", str(path), "--clips", "64", "--layout", "auto")
-    rate = ("--offload-gib-per-second", "10", "--device-memory", memory)
-    plan = json.loads(svdpp_here(*WAN, *options, *rate, "--json").out)
+    plan = json.loads(svdpp_here(*WAN, *options, "--device-memory", memory, "--json").out)
     assert plan["layout"]["description"] == picked.partition(";")[0]
     assert f"{plan['forecast']['makespan_seconds']:.4g} s" == seconds
-    assert f"would take {offload}, with 12.82 s of each clip" in plan["layout"]["reason"]
 
 
 def test_layouts_of_two_experts_are_compared() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
 from svdpp.plan.large_forecast import forecast_layout
@@ -50,8 +50,12 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    names = fields(RunRequest)
-    return RunRequest(**{each.name: values[each.name] for each in names}).config(num_clips)[0]
+    groups = ("sampling", "model", "ranks", "layout", "experts")
+    asked = PipelineOptions(
+        launched=None, from_image=True, **{name: values[name] for name in groups}
+    )
+    others = {name: values[name] for name in ("inputs", "prompts", "output")}
+    return RunRequest(options=asked, **others).config(num_clips)[0]
 
 
 SHAPES = [

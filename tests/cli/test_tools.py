@@ -138,12 +138,11 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
         assert 0 < seconds < 60
     assert 0 < costs.write_seconds < 60
     assert 0 < costs.transfer_seconds < 10
-    assert costs.transfer_bytes_per_second
     assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents and the rest of the packet
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "write", "transfer 0 -> 1"):
+    for word in ("encode", "step", "decode", "write", "transfer of a packet"):
         assert word in answer.out
 
 

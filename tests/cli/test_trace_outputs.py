@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from svdpp.cli.trace_outputs import TraceOutputs
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.worker.fault_injection import InjectedFault
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.faults.damage import Damage
 from tests.trace_format import check_trace
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
@@ -43,15 +44,15 @@ def test_a_place_that_takes_no_file_is_refused_before_the_run(option: str, tmp_p
     assert_error(answer, 8, "a folder above it, is a file")
 
 
-def test_reports_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, code, words in (
-        ("photo.jpg", 2, "--report must end in .html, got 'photo.jpg'"),
-        (str(tmp_path / "file" / "report.html"), 8, "a folder above it, is a file"),
+        ("photo.jpg", 2, "--picture must end in .png, got 'photo.jpg'"),
+        (str(tmp_path / "file" / "proof.png"), 8, "a folder above it, is a file"),
     ):
-        assert_error(svdpp_here("verify", "--report", path), code, words)
-    answer = svdpp_here("verify", "clip.json", "--report", str(tmp_path / "report.html"))
-    assert_error(answer, 2, "has only their hash", "svdpp verify PHOTO --report FILE.html")
+        assert_error(svdpp_here("verify", "--picture", path), code, words)
+    answer = svdpp_here("verify", "clip.json", "--picture", str(tmp_path / "proof.png"))
+    assert_error(answer, 2, "has only their hash", "svdpp verify IMAGE --picture FILE.png")
 
 
 @pytest.mark.processes
@@ -85,7 +86,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
         sampling=SvdSampling(num_inference_steps=2),
     )
-    pipeline = Pipeline(config, fault=InjectedFault.parse("raise@rank1.clip1"))
+    pipeline = Pipeline(config, fault=Damage("raise", 1, 1))
     trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
     with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
@@ -107,18 +108,19 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_verify_that_finds_a_difference_writes_its_report(
+def test_a_verify_that_finds_a_difference_draws_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     answer = svdpp_here(
         *("verify", "--model", "dummy", "--device", "cpu", *SMALL, "--json", "-q"),
-        *("--inject-fault", "ulp@rank0.clip1", "--report", "report.html"),
+        *("--inject-fault", "ulp@rank0.clip1", "--picture", "proof.png"),
     )
 
     assert answer.code == 3
-    assert json.loads(answer.out)["equal"] is False
-    page = (tmp_path / "report.html").read_text()
-    assert "<b>different</b>" in page
-    assert "clip 1, the latent after step 0, done by rank 0" in page
-    assert "ulp@rank0.clip1" in page
+    verdict = json.loads(answer.out)
+    assert verdict["equal"] is False
+    assert "cpu_capability" in verdict["conditions"]
+    assert "clip 1, the latent after step 0, done by rank 0" in answer.err
+    with Image.open(tmp_path / "proof.png") as picture:
+        assert picture.width % 128 == 0

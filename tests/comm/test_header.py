@@ -40,16 +40,11 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @pytest.mark.long
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-def test_a_changed_byte_gives_another_header_or_an_error(
-    header: Header, position: int, change: int
-) -> None:
+def test_a_changed_byte_is_noticed(header: Header, position: int, change: int) -> None:
     data = bytearray(header.pack())
     data[position] ^= change
-    try:
-        unpacked = Header.unpack(bytes(data))
-    except TransportError:
-        return
-    assert not unpacked.is_whole
+    with pytest.raises(TransportError):
+        Header.unpack(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -80,27 +75,5 @@ def test_another_protocol_version_is_named_with_the_mend() -> None:
 def test_a_damaged_byte_count_is_refused_before_the_payload_is_read() -> None:
     data = bytearray(HEADER.pack())
     struct.pack_into("<Q", data, FIELDS["bytes"], 13)
-    with pytest.raises(TransportError, match="whole header"):
-        Header.unpack(bytes(data)).check(clip=3, next_step=8, sequence=5)
-
-
-def test_a_description_too_long_to_be_one_is_refused() -> None:
-    data = bytearray(HEADER.pack())
-    struct.pack_into("<I", data, FIELDS["description"], 2**30)
-    with pytest.raises(TransportError, match="a description of 1073741824 bytes"):
+    with pytest.raises(TransportError, match="the header is damaged"):
         Header.unpack(bytes(data))
-
-
-@pytest.mark.parametrize("field", ["begun", "compute"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_time_that_is_none_is_refused(field: str, value: float) -> None:
-    """The value would get into the clip metadata."""
-    data = bytearray(HEADER.pack())
-    struct.pack_into("<d", data, FIELDS[field], value)
-    with pytest.raises(TransportError, match="times are not finite"):
-        Header.unpack(bytes(data))
-
-
-def test_short_headers_are_refused() -> None:
-    with pytest.raises(TransportError, match="bytes, got 3"):
-        Header.unpack(b"abc")

@@ -20,16 +20,18 @@ ALLOWED = {
     "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
     "worker/memory.py": {"synchronize"},  # measures a part's memory, not a clip
     # Once for a clip and rank:
-    "models/svd/decode.py": {"all"},  # are the decoded frames finite?
-    "models/engine/model.py": {"all", "numpy"},  # the same; image and structure are on the host
+    "models/engine/model.py": {
+        "all",
+        "numpy",
+    },  # finite? image, structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
-    "worker/latent_checkpoints.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},
+    "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
-    "verification/report.py": {"numpy"},
-    "verification/result.py": {"any", "max"},
+    "verification/picture.py": {"numpy"},
+    "verification/result.py": {"any", "max", "mean", "numpy"},
 }
 _READS = {"numpy", "cpu", "item", "tolist"}
 _REDUCTIONS = {"all", "any", "max", "min", "sum", "mean", "norm"}

@@ -5,20 +5,19 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.cost_profile import Profile, _moving_photo
-from svdpp.diagnostics.rank_probe import LinkSpeed
+from svdpp.diagnostics.cost_profile import _moving_image, median_costs
 from svdpp.driver.trace import Trace
+from svdpp.launch import gpus
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 
 
-def _profile(device: str, *steps: float) -> Profile:
-    config = PipelineConfig(
-        world_size=len(steps),
+def _config(device: str, world_size: int) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=world_size,
         model=ModelConfig(name="dummy"),
-        sampling=SvdSampling(num_inference_steps=len(steps)),
+        sampling=SvdSampling(num_inference_steps=world_size),
         device=device,
     )
-    return Profile(config, step_seconds=list(steps))
 
 
 @pytest.mark.parametrize(
@@ -30,25 +29,17 @@ def _profile(device: str, *steps: float) -> Profile:
     ],
 )
 def test_ranks_are_told_apart_where_gpus_differ(
-    device: str, steps: tuple[float, ...], costs: object
+    device: str, steps: tuple[float, ...], costs: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _profile(device, *steps)._step_costs() == costs
-
-
-def test_the_slowest_wire_counts() -> None:
-    profile = _profile("cpu", 1.0, 1.0, 1.0)
-    profile.transfers = [LinkSpeed(0, 1, 0.001, 2e9), LinkSpeed(1, 2, 0.003, 1e9)]
-    profile.packet_bytes = 1_000_000
-    profile.offload_gib_per_second = 12.5
-    profile.weight_bytes, profile.work_bytes = {"denoise": 2**30}, {"denoise": 2**29}
-
-    costs = profile.costs("svdpp profile")
-
-    assert costs.local_transfer_seconds == pytest.approx(0.003 + 0.001)
-    assert costs.peak_gib(encode=False, denoise=True, decode=False) == 1.5
-    assert costs.offload_gib_per_second == 12.5
-    assert costs.source == "measured by: svdpp profile"
-    assert costs.name == "dummy 1x4x14x64x64 fp32"
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    trace = Trace(3)
+    for rank, seconds in enumerate(steps):
+        trace.add(rank, StepDone(clip=0, step=rank, seconds=seconds))
+        done = ActionDone(action=f"DENOISE c0 {rank}:{rank + 1}", start=0.0, end=9.0, waited=0.0)
+        trace.add(rank, done)
+    assert median_costs(_config(device, 3), None, [trace], source="").step_seconds == pytest.approx(
+        costs
+    )
 
 
 def test_the_first_clip_warms_up_and_does_not_count() -> None:
@@ -63,20 +54,18 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
         about = {"clip": clip, "next_step": 1, "peer": 0, "num_bytes": 77, "end": 1.0}
         trace.add(1, TransferDone(direction="recv", seconds=1.0 if clip == 0 else 0.1, **about))
 
-    profile = _profile("cpu", 1.0, 1.0)
-    profile.set_times(trace)
+    costs = median_costs(_config("cpu", 2), None, [trace], source="a test", first_clip=1)
 
-    assert profile.step_seconds == [0.0, 8.5]
-    assert profile.encode_seconds == 8.5
-    assert profile.packet_bytes == 77
-    assert profile.transfer_seconds == pytest.approx(0.1)
+    assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
+    assert (costs.packet_bytes, costs.transfer_seconds) == (77, pytest.approx(0.1))
+    assert (costs.name, costs.source) == ("dummy 1x4x14x64x64 fp32", "a test")
 
 
 def test_the_clip_whose_writing_is_timed_moves() -> None:
     sampling = SvdSampling(num_inference_steps=1, height=32, width=48, num_frames=3)
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
 
-    frames = _moving_photo(config)
+    frames = _moving_image(config)
 
     assert frames.shape == (3, 32, 48, 3)
     assert (frames[1, :, 1:] == frames[0, :, :-1]).all()

@@ -20,9 +20,9 @@ from svdpp.launch import fork_server
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others
 from tests.faults.stops import InjectedStop
 
@@ -49,8 +49,7 @@ def _plain_loop(steps: int, seeds: Iterable[int]) -> list[str]:
     with torch.no_grad():
         for seed in seeds:
             latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
-            for step in range(steps):
-                latent = model.denoiser({}, 0).forward(latent, step)
+            latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
             hashes.append(tensor_sha256(latent))
     return hashes
 
@@ -108,7 +107,7 @@ def test_ranks_are_started_once_and_clips_given_as_they_come() -> None:
 
 
 def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
-    fault = InjectedFault("raise", 1, 2)
+    fault = Damage("raise", 1, 2)
     finished: list[int] = []
     with (
         pytest.raises(RankError) as caught,
@@ -130,7 +129,7 @@ def test_a_rank_that_raises_is_named_with_clip_and_step() -> None:
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.promise), 2])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
-    fault = InjectedFault("hang", 1, 1)  # so that the run is in progress when the kill arrives
+    fault = Damage("hang", 1, 1)  # so that the run is in progress when the kill arrives
     pipeline = Pipeline(_config(3, steps=6), fault=fault)
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
@@ -146,7 +145,7 @@ def test_a_killed_rank_is_named_and_the_others_end(victim: int) -> None:
 @pytest.mark.timing
 def test_a_frozen_rank_is_named_and_not_those_that_wait_for_it() -> None:
     config = _config(3, steps=6, heartbeat_timeout_seconds=allowing_for_others(5))
-    pipeline = Pipeline(config, fault=InjectedFault("hang", 0, 1))
+    pipeline = Pipeline(config, fault=Damage("hang", 0, 1))
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
         next(pipeline.results())
@@ -160,7 +159,7 @@ def test_a_frozen_rank_is_named_and_not_those_that_wait_for_it() -> None:
 @pytest.mark.timing
 def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
     config = _config(3, steps=6, timeout_seconds=allowing_for_others(3))
-    pipeline = Pipeline(config, fault=InjectedFault("hang", 1, 1))
+    pipeline = Pipeline(config, fault=Damage("hang", 1, 1))
     with pytest.raises(RankError) as caught, pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
     assert re.search(r"rank 1 .* has made no progress .* clip 1, step 2", str(caught.value))
@@ -168,7 +167,7 @@ def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
 
 
 def test_an_interrupt_to_one_rank_is_no_success() -> None:
-    pipeline = Pipeline(_config(2, steps=4), fault=InjectedFault("hang", 1, 0))
+    pipeline = Pipeline(_config(2, steps=4), fault=Damage("hang", 1, 0))
     with pytest.raises(RankError, match=r"rank 0 .* was killed by SIGINT"), pipeline:
         pipeline.submit([ClipRequest(seed=0)])
         os.kill(_pids(pipeline)[0], signal.SIGINT)

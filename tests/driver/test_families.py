@@ -27,12 +27,12 @@ from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
 from svdpp.models import determinism
-from svdpp.models.families import family_of
+from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.damage import Damage
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
@@ -135,7 +135,7 @@ def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_pa
     config, checkpoint = resolve(wan.config)
     assert checkpoint is not None
     both = Roles(encode=True, denoise=True, decode=False, experts=frozenset({0, 1}))
-    model = family_of(checkpoint).load_model(checkpoint, config.model, config.sampling, "cpu", both)
+    model = load_model(checkpoint, config.model, config.sampling, "cpu", both)
     tensors = model.denoise(model.encode({}, wan.requests[1]), 0, 3, nothing)
     assert "scheduler.model_outputs.0" in tensors
     key = hashlib.sha256(b"clip").hexdigest()
@@ -156,7 +156,7 @@ def test_the_proof_names_what_differs_first(
     wan: Family, tmp_path: Path, fault: Any, what: str
 ) -> None:
     config, requests = replace(wan.config, world_size=3, split="balanced"), wan.requests[:1]
-    run_pipelined(config, requests, tmp_path, fault=InjectedFault(fault, 0, 0))
+    run_pipelined(config, requests, tmp_path, fault=Damage(fault, 0, 0))
     run_sequential(config, requests, tmp_path)
     first = compare(config, len(requests), tmp_path).first_difference
     assert first is not None

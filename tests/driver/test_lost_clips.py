@@ -15,8 +15,8 @@ from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from svdpp.worker.fault_injection import HEADER_FIELDS, InjectedFault
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
+from tests.faults.damage import HEADER_FIELDS, Damage
 from tests.faults.processes import allowing_for_others
 
 SHAPE = (1, 4, 2, 8, 8)
@@ -51,7 +51,7 @@ def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipReques
 @pytest.mark.parametrize(("victim", "checksum"), [(0, True), (1, False), (2, True)])
 def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool) -> None:
     requests = [ClipRequest(seed=seed) for seed in range(4)]
-    fault = InjectedFault("nan", victim, 1)
+    fault = Damage("nan", victim, 1)
     with Pipeline(_dummy(checksum=checksum), fault=fault) as pipeline:
         pipeline.submit(requests)
         results = list(pipeline.results())
@@ -70,7 +70,7 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
 @pytest.mark.processes
 def test_run_raises_for_a_lost_clip_after_the_others_are_made() -> None:
     done: list[int] = []
-    pipeline = Pipeline(_dummy(2), fault=InjectedFault("nan", 1, 0))
+    pipeline = Pipeline(_dummy(2), fault=Damage("nan", 1, 0))
     pipeline.observe(
         lambda _, event: done.append(event.clip) if isinstance(event, ClipDone) else None
     )
@@ -115,7 +115,7 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", sorted(HEADER_FIELDS))
 def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
     said: dict[int, str] = {}
-    pipeline = Pipeline(_dummy(2, checksum=True), fault=InjectedFault("header", 0, 1, field))
+    pipeline = Pipeline(_dummy(2, checksum=True), fault=Damage("header", 0, 1, field))
     pipeline.observe(
         lambda rank, event: (
             said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None

@@ -14,16 +14,16 @@ from svdpp.driver import rank_session
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
 from svdpp.media.examples import example_photos
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
+from tests.faults.damage import Damage
 from tests.faults.processes import is_there
 from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
 
 #: Hangs for ever at its second clip.
-STUCK = InjectedFault("hang", 1, 1)
+STUCK = Damage("hang", 1, 1)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
 
 
 def test_closing_at_once_tells_of_a_failure_once() -> None:
-    with Pipeline(config(), fault=InjectedFault("raise", 0, 0)) as pipeline:
+    with Pipeline(config(), fault=Damage("raise", 0, 0)) as pipeline:
         handle = pipeline.submit(ClipRequest(seed=0))
         assert isinstance(handle.exception(HANG_SECONDS), RankError)
         with pytest.raises(RankError, match="rank 0"):
@@ -141,7 +141,7 @@ def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
 
 
 def test_every_thread_that_closes_hears_of_a_failure() -> None:
-    pipeline = Pipeline(config(), fault=InjectedFault("raise", 0, 0))
+    pipeline = Pipeline(config(), fault=Damage("raise", 0, 0))
     pipeline.__enter__()
     pipeline.submit(clips(0))
     with ThreadPoolExecutor(3) as threads:

@@ -16,8 +16,8 @@ import pytest
 from svdpp.config import ClipRequest, OutputConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import NotFiniteError
-from svdpp.worker.fault_injection import InjectedFault
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
+from tests.faults.damage import Damage
 
 HISTORY = 10
 
@@ -85,7 +85,7 @@ def test_two_thousand_clips_leave_no_growing_collection_behind(tmp_path: Path) -
         assert pipeline.trace.costs().step_seconds > 0
 
 
-class _LosesMany(InjectedFault):
+class _LosesMany(Damage):
     """The fault, at every fiftieth clip."""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:

@@ -13,9 +13,9 @@ from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig,
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.examples import example_photos
-from svdpp.worker.fault_injection import InjectedFault
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
+from tests.faults.damage import Damage
 
 KEY = hashlib.sha256(b"clip").hexdigest()
 
@@ -197,7 +197,7 @@ def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() ->
 @pytest.mark.processes
 @pytest.mark.parametrize("history_clips", [None, 1])
 def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
-    fault = InjectedFault("nan", 1, 0)
+    fault = Damage("nan", 1, 0)
     with Pipeline(config(), fault=fault, history_clips=history_clips) as pipeline:
         with pytest.raises(NotFiniteError):
             pipeline.run(clips(0, 1))
@@ -210,7 +210,7 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
 
 @pytest.mark.processes
 def test_a_lost_clip_is_told_by_its_own_handle(tmp_path: Path) -> None:
-    fault = InjectedFault("nan", 0, 1)
+    fault = Damage("nan", 0, 1)
     with Pipeline(config(), fault=fault) as pipeline:
         output = OutputConfig(path=str(tmp_path / "no\0folder" / "clip.mp4"))
         handles = pipeline.submit([ClipRequest(seed=seed, output=output) for seed in range(3)])

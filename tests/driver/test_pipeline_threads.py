@@ -16,9 +16,9 @@ from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, RankError
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import ClipDone, Event, StepDone
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
+from tests.faults.damage import Damage
 from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
@@ -117,7 +117,7 @@ def test_a_failure_while_nobody_waits_is_raised_at_the_end() -> None:
 
 
 def test_a_block_left_by_another_error_still_tells_of_the_failure() -> None:
-    pipeline = Pipeline(config(), fault=InjectedFault("raise", 1, 0))
+    pipeline = Pipeline(config(), fault=Damage("raise", 1, 0))
     with pytest.raises(KeyError) as caught, pipeline:
         handle = pipeline.submit(ClipRequest(seed=0))
         assert isinstance(handle.exception(HANG_SECONDS), RankError)
@@ -180,7 +180,7 @@ def test_callbacks_may_submit_and_must_not_wait() -> None:
 
 
 def test_an_observer_may_close_the_pipeline() -> None:
-    pipeline = Pipeline(config(), fault=InjectedFault("hang", 1, 1))
+    pipeline = Pipeline(config(), fault=Damage("hang", 1, 1))
 
     def close(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, ClipDone):

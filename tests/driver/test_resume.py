@@ -24,10 +24,10 @@ from svdpp.launch import fork_server
 from svdpp.media import output_files
 from svdpp.models import determinism
 from svdpp.plan.actions import Kind
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
 from tests.driver.dummies import HANG_SECONDS
+from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
 
@@ -72,9 +72,7 @@ def test_after_a_kill_at_every_hand_over(
 ) -> None:
     """The victim hangs with the second clip's packet, and is killed there."""
     handed_over = victim * 7
-    pipeline = Pipeline(
-        _config(4), latents_folder=str(tmp_path), fault=InjectedFault("hang", victim, 1)
-    )
+    pipeline = Pipeline(_config(4), latents_folder=str(tmp_path), fault=Damage("hang", victim, 1))
 
     def kill_when_kept(rank: int, event: Event) -> None:
         if rank == victim - 1 and isinstance(event, ActionDone):
@@ -186,8 +184,7 @@ def _latent_after(steps: int, seed: int) -> torch.Tensor:
     latent = model.encode({}, ClipRequest(seed=seed))["latents"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for step in range(steps):
-        latent = model.denoiser({}, 0).forward(latent, step)
+    latent = model.denoise({"latents": latent}, 0, steps, lambda *_: None)["latents"]
     torch.set_num_threads(threads)
     return latent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip, WriterEvents
+from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
 from svdpp.worker.messages import ClipJob
 from svdpp.worker.tensor_store import TensorStore
@@ -142,25 +142,17 @@ def _over_gloo(tensor: torch.Tensor, wire: Wire, _: Path) -> torch.Tensor:
 
 
 def _in_latent_checkpoint(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
-    failed: list[BaseException] = []
-    checkpoints = LatentCheckpoints(folder, {})
-    writer = LatentCheckpointWriter(
-        checkpoints, DEVICE, on_lost=failed.append, on_failed=failed.append
-    )
+    reporter, checkpoints = Mock(), LatentCheckpoints(folder, {})
+    writer = LatentCheckpointWriter(checkpoints, DEVICE, reporter)
     writer.put("0" * 64, Packet(0, 1, 0.0, {LATENTS: tensor}))
     writer.finish()
-    assert not failed
+    assert not reporter.method_calls
     return checkpoints.load("0" * 64, 0, 1, torch.device("cpu")).tensors[LATENTS]
 
 
 def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
-    kept, failed = TensorStore(folder), list[Any]()
-    events = WriterEvents(
-        done=lambda _: None,
-        lost=lambda *lost: failed.append(lost),
-        failed=failed.append,
-    )
-    writer = ClipWriter(events, {}, DEVICE, kept, fps=7)
+    kept, reporter = TensorStore(folder), Mock()
+    writer = ClipWriter(reporter, {}, DEVICE, kept, fps=7)
     writer.put(
         FinishedClip(
             job=ClipJob(clip=0, request=ClipRequest(seed=0)),
@@ -171,7 +163,7 @@ def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
         )
     )
     writer.finish()
-    assert not failed
+    assert [name for name, *_ in reporter.method_calls] == ["send"]
     return torch.from_numpy(kept.frames(0))
 
 

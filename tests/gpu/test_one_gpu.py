@@ -18,7 +18,6 @@ import torch
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
-from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
@@ -26,8 +25,8 @@ from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import Event, StepDone
+from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
 from tests.gpu.machine import Machine, Report
@@ -57,7 +56,7 @@ def test_three_ranks_on_one_gpu_are_exact(
 
 def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path) -> None:
     config = machine.config(3)
-    run_pipelined(config, machine.requests(2), tmp_path, fault=InjectedFault("ulp", 1, 1))
+    run_pipelined(config, machine.requests(2), tmp_path, fault=Damage("ulp", 1, 1))
     run_sequential(config, machine.requests(2), tmp_path)
     difference = compare(config, 2, tmp_path).first_difference
     assert difference is not None
@@ -73,7 +72,7 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     with Pipeline(config) as pipeline:
         (whole,) = pipeline.run([request])
     kept = replace(request, latents_key=key)
-    stopped = InjectedFault("raise", 2, 0)
+    stopped = Damage("raise", 2, 0)
     pipeline = Pipeline(config, latents_folder=str(tmp_path), fault=stopped)
     with pytest.raises(RankError), pipeline:
         pipeline.run([kept])
@@ -107,12 +106,6 @@ def test_a_rank_that_is_gone_is_named(
     seconds = time.monotonic() - began[0]
     report.add(f"rank 1 by {number.name}", seconds_until_the_run_ended=seconds)
     assert seconds < 30
-
-
-def test_the_rate_of_moving_weights_is_measured(machine: Machine, report: Report) -> None:
-    rate = rank_probe.measure_offload(machine.config(1))
-    report.add("weights to the card and back, pageable memory", gib_per_second=rate)
-    assert rate > 0.1
 
 
 def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_path: Path) -> None:
@@ -213,7 +206,7 @@ def test_a_run_samples_its_gpu(machine: Machine, report: Report) -> None:
     config = machine.config(1)
     requests = machine.requests(4)
     pipeline = Pipeline(config)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     with pipeline:
         pipeline.run(requests)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import rank_probe
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
@@ -41,14 +40,17 @@ def _full_size(machine: Machine, folder: Path, **changes: Any) -> PipelineConfig
 
 
 def test_transfers_between_cards_are_measured(machine: Machine, report: Report) -> None:
-    links = rank_probe.measure_transfers(_config(machine))
-    for link in links:
+    with Pipeline(_config(machine)) as pipeline:
+        pipeline.run(machine.requests(3))
+    packets = [packet for packet in pipeline.trace.transfers if packet.direction == "recv"]
+    for packet in packets[-(machine.world_size - 1) :]:
+        seconds = packet.end - packet.start
         report.add(
-            f"transfer {link.source} -> {link.target}",
-            milliseconds=link.latency_seconds * 1000,
-            gb_per_second=link.bytes_per_second / 1e9,
+            f"transfer {packet.peer} -> {packet.rank}",
+            milliseconds=seconds * 1000,
+            gb_per_second=packet.num_bytes / seconds / 1e9,
         )
-    assert len(links) == machine.world_size - 1
+    assert len(packets) == 3 * (machine.world_size - 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, Audio, Frames
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.families import family_of
+from svdpp.models.engine.reference import Reference
 
 
 def latents_and_frames(
@@ -24,7 +24,7 @@ def whole_clip(
     """The same and the sound."""
     checkpoint = find_checkpoint(model)
     latents: list[torch.Tensor] = []
-    reference = family_of(checkpoint).load_reference(checkpoint, model, "cpu")
+    reference = Reference(checkpoint, model, "cpu")
     _, frames = reference.run(
         request,
         image,

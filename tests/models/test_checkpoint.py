@@ -10,18 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.safetensors_header import weight_headers
-from svdpp.models.svd import checkpoint
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
+
+
+SHARD = "unet/diffusion_pytorch_model-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +51,6 @@ def error_of(name: str | Path, **options: Any) -> ModelError:
 # Valid checkpoints.
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("vae_factor", [8, 4, 2])
-def test_sizes_are_those_that_diffusers_computes(tmp_path: Path, vae_factor: int) -> None:
-    save_tiny_checkpoint(tmp_path, vae_factor=vae_factor, num_frames=6, embedding_dim=24)
-    found = find_checkpoint(ModelConfig(name=str(tmp_path)))
-    pipeline = diffusers.StableVideoDiffusionPipeline.from_pretrained(tmp_path)
-    unet, vae = pipeline.unet.config, pipeline.vae.config
-    assert found.vae_scale_factor == pipeline.vae_scale_factor == vae_factor
-    assert found.num_frames == unet.num_frames == 6
-    assert found.cross_attention_dim == pipeline.image_encoder.config.projection_dim == 24
-    assert found.latent_channels == vae.latent_channels
-    assert (found.in_channels, found.out_channels) == (unet.in_channels, unet.out_channels)
-    assert found.addition_time_embed_dim == unet.addition_time_embed_dim
-    key = "projection_class_embeddings_input_dim"
-    assert getattr(found, key) == getattr(unet, key)
-    assert (found.folder, found.revision, found.variant) == (tmp_path, None, None)
-
-
 def test_published_sizes_are_within_the_limits(folder: Path) -> None:
     """The sizes of stabilityai/stable-video-diffusion-img2vid-xt and its ViT-H image encoder."""
     edit_json(
@@ -93,12 +76,12 @@ def test_published_sizes_are_within_the_limits(folder: Path) -> None:
         projection_dim=1024,
     )
     found = find_checkpoint(ModelConfig(name=str(folder)))
-    assert (found.num_frames, found.vae_scale_factor, found.cross_attention_dim) == (25, 8, 1024)
+    assert found.model_frames == 25
 
 
 def test_demo_is_built_in() -> None:
     found = find_checkpoint(ModelConfig(name="demo"))
-    assert (found.num_frames, found.vae_scale_factor, found.cross_attention_dim) == (14, 8, 32)
+    assert found.model_frames == 14
     assert (found.folder / "README.md").is_file()
 
 
@@ -160,7 +143,7 @@ def rename_to_variant(folder: Path) -> None:
 
 def write_index(**weight_map: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder / UNET).rename(folder / "unet/part.safetensors")
+        (folder / UNET).rename(folder / SHARD)
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index))
 
@@ -219,17 +202,12 @@ DEFECTS = [
         "model_index.json: the pipeline is ['pipeline', 'Mine']",
     ),
     defect("component missing", set_component(vae=None), "model_index.json", "vae"),
-    defect("component null", set_component(vae=[None, None]), "model_index.json", "'vae'"),
-    defect("component odd", set_component(vae="x\n\x1b[2J" * 999), "model_index.json", "'vae'"),
+    defect("component null", set_component(vae=[None, None]), "the component vae is missing"),
+    defect("component odd", set_component(vae="x\n\x1b[2J" * 999), "the vae is of class"),
     defect(
         "component of another class",
         set_component(unet=["diffusers", "UNet2DConditionModel"]),
         "model_index.json: the unet is of class 'UNet2DConditionModel'",
-    ),
-    defect(
-        "unknown component",
-        set_component(safety_checker=["diffusers", "Safe"]),
-        "model_index.json: 'safety_checker'",
     ),
     defect(
         "component of its own module",
@@ -262,25 +240,7 @@ DEFECTS = [
     defect(
         "config missing", lambda f: (f / "vae/config.json").unlink(), "vae/config.json is missing"
     ),
-    defect(
-        "component's own class differs",
-        set_config("vae", _class_name="AutoencoderKL"),
-        "vae/config.json: the vae is of class 'AutoencoderKL'",
-    ),
-    defect(
-        "image encoder's own class differs",
-        set_config("image_encoder", architectures=["CLIPModel"]),
-        "image_encoder/config.json: the image_encoder is of class 'CLIPModel'",
-    ),
-    defect(
-        "scheduler's own class differs",
-        set_config("scheduler", _class_name="PNDMScheduler"),
-        "scheduler/scheduler_config.json: the scheduler PNDMScheduler keeps state",
-    ),
     defect("scipy sigmas", set_config("scheduler", use_beta_sigmas=True), "use_beta_sigmas"),
-    defect(
-        "two sigmas", set_config("scheduler", use_exponential_sigmas=True), "exclude each other"
-    ),
     defect(
         "training steps above the limit",
         set_config("scheduler", num_train_timesteps=10**9),
@@ -298,11 +258,6 @@ DEFECTS = [
         "frames missing",
         set_config("unet", num_frames=None),
         "unet/config.json: num_frames is None",
-    ),
-    defect(
-        "many blocks",
-        set_config("vae", block_out_channels=[32] * 99),
-        "vae/config.json: block_out_channels",
     ),
     defect(
         "channels differ", set_config("unet", in_channels=9), "unet/config.json: in_channels is 9"
@@ -361,14 +316,12 @@ DEFECTS = [
     defect("shard is a list", write_index(a=[1]), INDEX, "[1]"),
     defect(
         "shard missing",
-        write_index(a="absent.safetensors"),
-        INDEX,
-        "unet/absent.safetensors is missing",
+        lambda f: (f / UNET).rename(f / INDEX),
+        f"{INDEX}: 1 of 1 shards miss",
     ),
-    defect("shard without tensor", write_index(a="part.safetensors"), INDEX, "'a' is not in"),
     defect(
         "index of shards without map",
-        lambda f: (f / INDEX).write_text("{}"),
+        lambda f: (write_index()(f), (f / INDEX).write_text("{}")),
         f"{INDEX}: not an index of shards",
     ),
 ]
@@ -383,18 +336,11 @@ def test_defect_is_named(
     assert all(phrase in message for phrase in phrases), message
 
 
-@pytest.mark.parametrize("name", sorted(checkpoint._HISTORY_SCHEDULERS))
-def test_scheduler_with_state_is_refused_by_name(folder: Path, name: str) -> None:
-    assert hasattr(diffusers, name)  # a misspelt name would never match
+@pytest.mark.parametrize("name", ["PNDMScheduler", "EulerAncestralDiscreteScheduler", {"a": []}])
+def test_another_scheduler_is_refused_by_name(folder: Path, name: object) -> None:
     edit_json(folder / "model_index.json", scheduler=["diffusers", name])
     message = error_of(folder).message
-    assert f"{name} keeps state from earlier steps" in message
-
-
-@pytest.mark.parametrize("name", ["DDIMScheduler", "EulerAncestralDiscreteScheduler", {"a": []}])
-def test_scheduler_without_state_is_refused_too(folder: Path, name: object) -> None:
-    edit_json(folder / "model_index.json", scheduler=["diffusers", name])
-    assert "only EulerDiscreteScheduler is supported" in error_of(folder).message
+    assert "is not supported: this family's steps are proven with EulerDiscreteScheduler" in message
 
 
 def test_hint_names_the_option(folder: Path) -> None:
@@ -404,7 +350,7 @@ def test_hint_names_the_option(folder: Path) -> None:
 
 def test_missing_variant(folder: Path) -> None:
     error = error_of(folder, variant="fp16")
-    assert "diffusion_pytorch_model.fp16.safetensors is missing" in error.message
+    assert "model.fp16.safetensors is missing" in error.message
     assert error.hint == "omit --variant"
 
 

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
-from transformers import UMT5EncoderModel
 
 from svdpp.config import LtxSampling, WanSampling
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.loading import ComponentLoader, new_module, torch_dtype
-from svdpp.models.memory import FakeRun, MemoryEstimate, estimate, num_bytes
+from svdpp.models.memory import MemoryEstimate, estimate, num_bytes
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak
 from tests.models.range_checks import (
@@ -119,16 +116,15 @@ def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_weights_that_stay_in_float32_count_in_float32(tmp_path: Path, dtype: str) -> None:
+def test_weights_that_stay_in_float32_count_in_float32(tmp_path: Path, dtype: Any) -> None:
     """transformers keeps some of T5 in fp16 alone, diffusers some of Wan in both."""
     checkpoint = read_folder(save_tiny_wan(tmp_path))
-    load = ComponentLoader(checkpoint, torch.device("cpu"))
-    fake_run = FakeRun(torch_dtype(dtype), on_cpu=True)
-    classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel}
-    for name, cls in classes.items():
-        loaded = load.module(cls, name, torch_dtype(dtype))
-        estimated = fake_run.module(lambda cls=cls, name=name: new_module(cls, tmp_path / name))
-        for module in (loaded, estimated):
-            dtypes = {tensor.dtype for tensor in module.parameters()}
-            assert (torch.float32 in dtypes) == (dtype == "fp16" or name == "transformer")
-        assert num_bytes([estimated]) == num_bytes([loaded])
+    model = model_of(checkpoint, dtype)
+    sampling = checkpoint.resolve(WanSampling(**SIZES))
+    estimated = estimate(checkpoint, model, sampling, device="cpu")
+    for part, component in (("encode", "text_encoder"), ("denoise", "transformer")):
+        roles = Roles(**{each: each == part for each in ("encode", "denoise", "decode")})
+        module = loaded(load_model(checkpoint, model, sampling, "cpu", roles))[component]
+        dtypes = {tensor.dtype for tensor in module.parameters()}
+        assert (torch.float32 in dtypes) == (dtype == "fp16" or component == "transformer")
+        assert getattr(estimated, part).weight_bytes == num_bytes([module])

@@ -23,11 +23,9 @@ from svdpp.diagnostics.utilisation import (
     why_no_mfu,
 )
 from svdpp.errors import ModelError
-from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.memory import estimate
-from svdpp.models.svd.model import load_svd
 from svdpp.plan.layout import Roles
 from tests.diagnostics.made_up_runs import replayed, with_rank
 from tests.models.range_checks import model_of, nothing, read_folder, request_of
@@ -69,33 +67,19 @@ class HandCount:
 _FLOPS = functools.cache(lambda: count_flops(DEMO, SAMPLING))
 
 
-def test_a_step_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_svd(
-        find_checkpoint(DEMO),
-        DEMO,
-        SAMPLING,
-        "cpu",
-        Roles(encode=False, denoise=True, decode=False),
-    )
-    tensors = {name: torch.zeros_like(each) for name, each in model.probe_packet().items()}
-    hand = HandCount(model._parts.unet, monkeypatch)
-    model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
-
+@pytest.mark.parametrize("part", ["denoise", "decode"])
+def test_a_part_equals_a_hand_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = Roles(encode=False, denoise=part == "denoise", decode=part == "decode")
+    model = load_model(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", roles)
+    packet = model.probe_packet(has_stepped=part == "decode")
+    hand = HandCount(model._pipe.unet if roles.denoise else model._pipe.vae, monkeypatch)
+    if roles.denoise:
+        model.denoise(packet, 0, 1, nothing)
+    else:
+        model.decode(packet)
     assert hand.flops > 1e9
-    assert _FLOPS().step == pytest.approx(hand.flops, rel=0.02)
-
-
-def test_a_decode_equals_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_svd(
-        find_checkpoint(DEMO),
-        DEMO,
-        SAMPLING,
-        "cpu",
-        Roles(encode=False, denoise=False, decode=True),
-    )
-    hand = HandCount(model._parts.vae, monkeypatch)
-    model.decode({LATENTS: torch.zeros_like(model.probe_packet()[LATENTS])})
-    assert _FLOPS().decode == pytest.approx(hand.flops, rel=0.02)
+    flops = _FLOPS().step if roles.denoise else _FLOPS().decode
+    assert flops == pytest.approx(hand.flops, rel=0.02)
 
 
 SIZES: dict[str, Any] = {"num_frames": 9, "max_sequence_length": 8, "num_inference_steps": 2}

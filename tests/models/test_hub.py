@@ -23,8 +23,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
-from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.safetensors_header import choose_weight_files
 from svdpp.redaction import redact
@@ -184,7 +183,7 @@ def test_only_what_is_read_is_chosen(tag: str) -> None:
     """The published repository has all weights in several forms; one file alone has 9.6 GB."""
     wanted = {
         f"image_encoder/model{tag}.safetensors",
-        f"unet/diffusion_pytorch_model{tag}-00001-of-00002.safetensors",
+        *(f"unet/diffusion_pytorch_model{tag}-0000{n}-of-00002.safetensors" for n in (1, 2)),
         f"unet/diffusion_pytorch_model.safetensors.index{tag}.json",
         f"vae/diffusion_pytorch_model{tag}.safetensors",
     }
@@ -358,7 +357,7 @@ def test_a_host_downloads_what_its_ranks_need(
 ) -> None:
     config, checkpoint = resolve(CONFIG, world=_on_host(host))
     assert _weights(wan.requested) == _in_use(wan.folder, expected)
-    assert isinstance(checkpoint, RowCheckpoint)
+    assert isinstance(checkpoint, Checkpoint)
     assert isinstance(config.sampling, WanSampling)
     rank = 2 * (host or 0)
     load_model(checkpoint, config.model, config.sampling, "cpu", config.layout.roles[rank])

@@ -14,7 +14,7 @@ from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
 from svdpp.models.base import GENERATOR
-from svdpp.models.engine.checkpoint import RowCheckpoint
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.ltx import generator_device
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
@@ -61,7 +61,7 @@ def sampling_of(**changes: Any) -> LtxSampling:
 
 
 def ranks(
-    checkpoint: RowCheckpoint, sampling: LtxSampling, *, dtype: str = "fp32"
+    checkpoint: Checkpoint, sampling: LtxSampling, *, dtype: str = "fp32"
 ) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
     model = model_of(checkpoint, dtype)

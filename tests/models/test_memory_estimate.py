@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from svdpp.config import ModelConfig, SvdSampling
-from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
+from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.memory import MemoryEstimate, PartMemory, estimate
-from svdpp.models.svd import load
-from svdpp.models.svd.model import SvdModel, load_svd
+from svdpp.models.memory import MemoryEstimate, PartMemory, estimate, num_bytes
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak
+from tests.models.range_checks import loaded, nothing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,18 +39,16 @@ def _estimated(model: ModelConfig = DEMO, *, threads: int = 1, **changes: object
     return estimate(checkpoint, model, sampling, device="cpu", num_threads=threads)
 
 
-def _loaded(part: str) -> SvdModel:
+def _loaded(part: str, **changes: object) -> EngineModel:
     roles = Roles(**{name: name == part for name in ("encode", "denoise", "decode")})
-    return load_svd(find_checkpoint(DEMO), DEMO, SAMPLING, "cpu", roles)
+    sampling = replace(SAMPLING, **changes)  # type: ignore[arg-type]
+    return load_model(find_checkpoint(DEMO), DEMO, sampling, "cpu", roles)
 
 
 @pytest.mark.parametrize("part", ["encode", "denoise", "decode"])
 def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
-    parts = _loaded(part)._parts
-    modules = [m for m in (parts.image_encoder, parts.vae, parts.unet) if m is not None]
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-
-    assert getattr(_estimated(), part).weight_bytes == sum(t.nbytes for t in tensors)
+    held = num_bytes(loaded(_loaded(part)).values())
+    assert getattr(_estimated(), part).weight_bytes == held
 
 
 @pytest.mark.parametrize(
@@ -59,14 +56,14 @@ def test_weight_bytes_equal_those_of_a_rank(part: str) -> None:
 )
 def test_activation_bytes_match_torchs_allocator(part: str, threads: int, chunk: int) -> None:
     torch.set_num_threads(threads)
-    model = _loaded(part)
-    tensors = {name: torch.zeros_like(each) for name, each in model.probe_packet().items()}
+    model = _loaded(part, decode_chunk_size=chunk)
+    packet = model.probe_packet(has_stepped=part == "decode")
 
     def step() -> object:
-        return model.denoiser(tensors, 0).forward(tensors[LATENTS], 0)
+        return model.denoise(packet, 0, 1, nothing)
 
     def decode() -> object:
-        return model._pipe.decode_latents(tensors[LATENTS], 6, chunk)
+        return model.decode_by(packet, lambda video, **_: video[:, :, :1])
 
     measured = allocated_peak({"denoise": step, "decode": decode}[part])
     parts = _estimated(threads=threads, decode_chunk_size=chunk)
@@ -106,13 +103,9 @@ def test_parameters_change_the_estimate() -> None:
 def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
     half = _estimated(ModelConfig(name="demo", dtype="fp16"), height=8, width=8)
     assert half.encode is not None
-    checkpoint = find_checkpoint(DEMO)
-    vae = load.load_parts(
-        checkpoint, encode=True, denoise=False, decode=False, dtype="fp16", device="cpu"
-    ).vae
+    vae = _loaded("encode")._pipe.vae  # in float32
     assert vae.config.force_upcast
-
-    assert half.encode.activation_bytes >= sum(p.nbytes for p in vae.parameters())
+    assert half.encode.activation_bytes >= num_bytes([vae]) // 2
 
 
 def test_the_dummy_needs_no_checkpoint() -> None:
@@ -157,7 +150,7 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
             tensor = tensor + 1  # frees the previous tensor
         tensor.t()
 
-    assert live.peak == 2 * 4000
+    assert live.above == 2 * 4000
 
 
 @pytest.mark.long

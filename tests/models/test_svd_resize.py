@@ -14,7 +14,7 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 )
 from PIL import Image
 
-from svdpp.models.svd.resize import resize_for_clip
+from svdpp.models.engine.resize import resize_for_clip
 
 
 def _image(width: int, height: int) -> Image.Image:
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_diffusers(size: tuple[int, int], num_threads: int
 _PEAK = """
 import resource
 from PIL import Image
-from svdpp.models.svd.resize import resize_for_clip
+from svdpp.models.engine.resize import resize_for_clip
 resize_for_clip(Image.new("RGB", (600, 400)))
 image = Image.new("RGB", (6000, 4000))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

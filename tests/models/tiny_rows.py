@@ -24,13 +24,25 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.models.tiny_families import WAN_UNIPC, ltx_transformer, ltx_vae, t5_sizes, tokenizer
+from tests.models.tiny_families import (
+    WAN_UNIPC,
+    ltx_transformer,
+    ltx_vae,
+    save_tiny_ltx,
+    save_tiny_wan,
+    t5_sizes,
+    tokenizer,
+)
 
 TEXT = 16
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
     """Saves a pipeline of a family with random weights to `folder`, and returns the folder."""
+    if family == "wan":
+        return save_tiny_wan(folder, image_to_video=image, **changes)
+    if family == "ltx":
+        return save_tiny_ltx(folder, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         name, parts = _MAKERS[family](image)
@@ -60,6 +72,31 @@ def _wan_vae() -> Any:
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
+
+
+def _wan_vace(_: bool) -> tuple[str, dict[str, Any]]:
+    transformer = diffusers.WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=TEXT,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=2,
+        rope_max_seq_len=32,
+        vace_layers=[0, 1],
+        vace_in_channels=96,
+    )
+    for block in transformer.vace_blocks:
+        torch.nn.init.normal_(block.proj_out.weight, std=0.1)
+    parts = {
+        **_t5(),
+        "vae": _wan_vae(),
+        "transformer": transformer,
+        "scheduler": UniPCMultistepScheduler(**WAN_UNIPC),
+    }
+    return "WanVACEPipeline", parts
 
 
 def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
@@ -478,6 +515,7 @@ _BLOCKS_2D = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
+    "wan_vace": _wan_vace,
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
     "framepack": _framepack,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 if TYPE_CHECKING:
     from tests.serve.http_server import HttpServer
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    store = JobStore(tmp_path / "data")
+def store(tmp_path: Path) -> Iterator[JobQueue]:
+    store = JobQueue(tmp_path / "data")
     yield store
     store.close()
 

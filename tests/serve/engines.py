@@ -22,7 +22,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
@@ -63,7 +63,7 @@ def dummy_job(seed: int, **values: Any) -> Job:
 class Serving:
     """A running engine and what it works with."""
 
-    store: JobStore
+    store: JobQueue
     engine: Engine
     events: Events
     ended: list[Job]
@@ -75,7 +75,7 @@ class Serving:
         for seed in seeds:
             job = self.store.add(dummy_job(seed, **values), max_open=None)
             ids.append(job.id)
-            self.engine.wake()
+            self.engine.feeder.wake()
         return ids
 
     def job(self, job_id: str) -> Job:
@@ -91,13 +91,13 @@ class Serving:
         return [self.job(job_id) for job_id in ids]
 
     def wait(self, happens: Callable[[], object], what: str) -> None:
-        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.ranks()}")
+        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_view.now()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
 
         def is_there() -> bool:
-            clip = self.engine.clip(job_id)
+            clip = self.engine.feeder.get(job_id)
             assert not self.job(job_id).state.is_final, "it did not stop"
             return clip is not None and clip.progress.steps_done >= step
 
@@ -126,6 +126,7 @@ def serving(
     grace: float = 60,
     events: Events | None = None,
     stop: tuple[int, int, int] | None = None,
+    observer: Callable[..., object] | None = None,
     **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
@@ -136,10 +137,11 @@ def serving(
         grace: of the engine's end.
         events: of the engine.
         stop: a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
+        observer: of the engine.
         settings: of the engine.
     """
     ended: list[Job] = []
-    store, events = JobStore(folder, adopts=True), events or Events()
+    store, events = JobQueue(folder, adopts=True), events or Events()
     settings = {"first_back_off": 0.05, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if stop is not None:
@@ -148,6 +150,8 @@ def serving(
             fault = InjectedStop("hang", rank, clip, place=f"step{step}", until=gate)
             patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
         engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
+        if observer is not None:
+            engine.observe(observer)
         engine.start()
         try:
             yield Serving(store, engine, events, ended, folder)

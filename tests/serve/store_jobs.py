@@ -6,7 +6,7 @@ from typing import Any
 
 from svdpp.config import SvdSampling
 from svdpp.serve.job import Job, new_id
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 SAMPLING = SvdSampling(num_inference_steps=4, num_frames=14)
 
@@ -25,12 +25,12 @@ def new_job(**values: Any) -> Job:
     return Job(id=id, **about)
 
 
-def add(store: JobStore, **values: Any) -> str:
+def add(store: JobQueue, **values: Any) -> str:
     """The id of a new job."""
     return store.add(new_job(**values), max_open=None).id
 
 
-def take_all(store: JobStore) -> list[str]:
+def take_all(store: JobQueue) -> list[str]:
     """The ids of all queued jobs, in the order in which they are taken."""
     taken = []
     while (job := store.take_next()) is not None:

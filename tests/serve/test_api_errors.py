@@ -18,8 +18,8 @@ from svdpp.errors import (
     SvdppError,
 )
 from svdpp.serve.api_errors import ApiError, as_api_error, error_answer
-from svdpp.serve.schemas import error_body
-from svdpp.serve.upload import DecoderBusyError
+from svdpp.serve.photos import DecoderBusyError
+from svdpp.serve.views import error_body
 
 
 @pytest.mark.parametrize(

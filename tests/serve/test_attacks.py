@@ -273,7 +273,6 @@ def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
         ({"prompt": "a"}, "prompt"),
         ({"model": "a"}, "model"),
         ({"size": "8x8"}, "size"),
-        ({"draft": "auto"}, "draft"),
         ({}, "input_reference"),
     ],
     ids=str,

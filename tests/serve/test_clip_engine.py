@@ -16,7 +16,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
     STEPS,
@@ -39,9 +39,11 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
         assert service.engine.restarts == 0
         # The last events of a clip's ranks arrive after its end.
         service.wait(lambda: service.engine.is_idle, "it is not idle")
-        service.wait(lambda: {rank.doing for rank in service.engine.ranks()} == {"idle"}, "no idle")
-        assert {span.rank for span in service.engine.spans()} == {0, 1}
-        assert {span.video for span in service.engine.spans()} == set(ids)
+        service.wait(
+            lambda: {rank.doing for rank in service.engine.rank_view.now()} == {"idle"}, "no idle"
+        )
+        assert {span.rank for span in service.engine.rank_view.spans()} == {0, 1}
+        assert {span.video for span in service.engine.rank_view.spans()} == set(ids)
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert [job.id for job in service.ended] == ids
     assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
@@ -54,7 +56,7 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
     with serving(tmp_path, config, grace=0.4, stop=(1, 1, 5)) as service:
         ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
-    store = JobStore(tmp_path)
+    store = JobQueue(tmp_path)
     states = [job.state for job_id in ids if (job := store.get(job_id))]
     store.close()
     assert JobState.IN_PROGRESS in states
@@ -117,7 +119,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         service.wait(lambda: service.job(ids[victim]).state is JobState.IN_PROGRESS, "it waits")
         assert service.engine.cancel(ids[victim], 60)
         assert service.job(ids[victim]).state is JobState.CANCELLED
-        assert all(rank.video != ids[victim] for rank in service.engine.ranks())
+        assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
         jobs = service.wait_final(ids)
     others = [job for job in jobs if job.id != ids[victim]]
     assert {job.state for job in others} == {JobState.COMPLETED}
@@ -147,7 +149,7 @@ def test_events_tell_states_steps_and_places(
 
     def describe(job: Job) -> dict[str, Any]:
         (engine,) = engines
-        clip, estimate = engine.clip(job.id), engine.estimates.of(job.id)
+        clip, estimate = engine.feeder.get(job.id), engine.estimates.of(job.id)
         return {
             "status": str(job.state),
             "steps": 0 if clip is None else clip.progress.steps_done,
@@ -203,8 +205,7 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
     def fail(*_: object) -> Any:
         raise ZeroDivisionError
 
-    settings: dict[str, Any] = {"describe": fail, "observers": [fail]}
-    with serving(tmp_path, dummy_config(2), **settings) as service:
+    with serving(tmp_path, dummy_config(2), describe=fail, observer=fail) as service:
         jobs = service.wait_final(service.add(1, 2))
         assert service.engine.restarts == 0
     assert {job.state for job in jobs} == {JobState.COMPLETED}
@@ -215,7 +216,7 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
     job = demo_job(tmp_path, 5)
     with serving(tmp_path, demo_config()) as service:
         service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         (first,) = service.wait_final([job.id])
     clip = tmp_path / "clips" / f"{job.id}.mp4"
     written_at = clip.stat().st_mtime_ns
@@ -225,7 +226,7 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
         (tmp_path / name).rename(again / name)
     with serving(again, demo_config()) as service:  # as if the row had not been changed
         service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         (second,) = service.wait_final([job.id])
     assert second.metadata == first.metadata
     assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at

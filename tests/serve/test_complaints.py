@@ -12,7 +12,7 @@ a client's disconnect orphans its job     test_a_client_that_does_not_wait_for_t
 queue lost on restart                     test_crashes.test_a_killed_server_then_another_...
 a task visible before its row             test_an_answer_comes_after_the_row
 completion that resurrects a deleted job  test_a_deleted_clip_does_not_return,
-                                          test_store.test_nothing_brings_a_removed_job_back
+                                          test_queue.test_nothing_brings_a_removed_job_back
 late or wrong metrics                     test_api.test_spans_and_metrics_follow_a_clip
 """
 

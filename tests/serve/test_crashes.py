@@ -91,8 +91,7 @@ def _expected(seed: int) -> str:
     spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
     model = DummyModel(spec, _STEPS, torch.device("cpu"))
     latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
-    for step in range(_STEPS):
-        latent = model.denoiser({}, 0).forward(latent, step)
+    latent = model.denoise({LATENTS: latent}, 0, _STEPS, lambda *_: None)[LATENTS]
     return tensor_sha256(latent)
 
 
@@ -133,7 +132,7 @@ def test_a_killed_rank_then_a_killed_fork_server(folder: Path) -> None:
 
 
 def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
-    left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
+    left = tmp_path / LATENTS / f"{'0' * 64}_step3.safetensors"
     with serving(tmp_path, dummy_config(2), stop=(0, 1, 1)) as service:
         ids = service.add(0, 1)
         service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs

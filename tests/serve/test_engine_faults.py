@@ -144,7 +144,7 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path, config, stop=(0, 1, 1)) as service:
         for job in jobs:
             service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         service.wait_for_step(jobs[1].id, 1)
         service.kill(1)
         service.go_on()
@@ -227,7 +227,7 @@ def _one_is_done(folder: Path) -> bool:
 def test_a_full_disk_delays_a_result_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("svdpp.serve.clip_feed._DISK_SECONDS", 0.01)
+    monkeypatch.setattr("svdpp.serve.feeder._DISK_SECONDS", 0.01)
     with serving(tmp_path, dummy_config(1)) as service:
         complete, refusals = service.store.complete, iter(range(3))
 

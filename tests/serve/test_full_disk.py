@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue
 from svdpp.serve.queue_file import RESERVE
-from svdpp.serve.store import JobStore
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
 from tests.serve.store_jobs import add
@@ -36,7 +36,7 @@ def full(disk: Path) -> Iterator[None]:
 def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk:
         reserve = disk / "data" / RESERVE
-        with contextlib.closing(JobStore(disk / "data")) as store:
+        with contextlib.closing(JobQueue(disk / "data")) as store:
             ids = [add(store) for _ in range(100)]
             assert reserve.stat().st_blocks * 512 == 4 * 2**20
             assert not store.is_disk_low
@@ -50,9 +50,9 @@ def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
 
 def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk:
-        with contextlib.closing(JobStore(disk / "data")) as store:
+        with contextlib.closing(JobQueue(disk / "data")) as store:
             id = add(store)
-        with full(disk), contextlib.closing(JobStore(disk / "data")) as store:
+        with full(disk), contextlib.closing(JobQueue(disk / "data")) as store:
             assert store.cancel_waiting(id)
             assert store.remove(id)
 
@@ -61,7 +61,7 @@ def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
         with full(disk):
-            own.wait(lambda: own.engine._feed._is_disk_low, "the disk is not looked at")
+            own.wait(lambda: own.engine.feeder.is_disk_low, "the disk is not looked at")
             ids = own.add(1, 2)
             own.wait(lambda: own.engine.estimates.all(), "the queue is not read")
             assert own.states(ids) == [JobState.QUEUED] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -13,15 +12,12 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-from fastapi import FastAPI, Request
 from loguru import logger
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from svdpp.serve import api_errors
-from svdpp.serve.address import is_loopback
+from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.guard import Guard, Limits
 from svdpp.serve.job import JobState
-from svdpp.serve.keys import Owner
 from svdpp.serve.metrics import Metrics, Sources
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
@@ -131,47 +127,6 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
         headers = {**FORM, "Authorization": f"Bearer {key}"}
         answer = asked.request("POST", "/v1/videos", content=never(), headers=headers)
         assert answer.status_code == status
-
-
-def upload_app() -> FastAPI:
-    app = FastAPI()
-    api_errors.install(app)
-
-    @app.post("/v1/videos")
-    async def post(request: Request) -> int:
-        async with request.form() as form:
-            return len(form)
-
-    return app
-
-
-def test_a_slow_upload_ends() -> None:
-    guard = guarded(upload_app(), limits=Limits(upload_seconds=0.3))
-    head = b'--x\r\nContent-Disposition: form-data; name="photo"; filename="a"\r\n\r\n'
-
-    # httpx reads the whole body before it calls an application, so this test calls it itself.
-    async def ask() -> list[Any]:
-        parts, sent = itertools.chain([head], itertools.repeat(b"x")), []
-
-        async def receive() -> dict[str, Any]:
-            await asyncio.sleep(0.05)
-            return {"type": "http.request", "body": next(parts), "more_body": True}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        headers = {"host": "127.0.0.1", **FORM}
-        scope = {
-            **{"type": "http", "method": "POST", "path": "/v1/videos", "query_string": b""},
-            **{"root_path": "", "scheme": "http", "http_version": "1.1"},
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-        await guard(scope, receive, send)
-        return sent
-
-    sent = asyncio.run(ask())
-    assert sent[0]["status"] == 408
-    assert json.loads(sent[1]["body"])["error"]["code"] == "upload_too_slow"
 
 
 def test_too_many_uploads_at_once() -> None:

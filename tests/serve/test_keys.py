@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import InputError, RequestError
-from svdpp.serve.keys import Owner, key_hash, new_key, read_keys
+from svdpp.serve.auth import Owner, key_hash, new_key, read_keys
 
 HASH = "0123456789abcdef" * 4
 

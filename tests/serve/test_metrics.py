@@ -15,7 +15,6 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from svdpp.diagnostics.utilisation import Utilisation
 from svdpp.serve.metrics import Metrics, Sources
 
 JOB = Job(
@@ -36,14 +35,12 @@ class Server:
         self.jobs = dict.fromkeys(JobState, 0)
         self.oldest: float | None = None
         self.restarts = 0
-        self.speeds: list[Utilisation] = []
         self.metrics = Metrics(
             Sources(
                 jobs=lambda: self.jobs,
                 oldest_waiting=lambda: self.oldest,
                 restarts=lambda: self.restarts,
                 live_ranks=lambda: 2,
-                speeds=lambda: self.speeds,
             )
         )
 
@@ -73,17 +70,6 @@ def test_the_queue_is_read_at_each_scrape() -> None:
     assert 60 <= server.value("svdpp_queue_age_seconds") < 70
     assert server.value("svdpp_restarts_total") == 3
     assert server.value("svdpp_live_ranks") == 2
-
-
-def test_a_rank_without_a_published_peak_has_no_mfu() -> None:
-    server = Server()
-    server.speeds = [
-        Utilisation(rank=0, tflops=412.0, mfu=0.42),
-        Utilisation(rank=1, tflops=0.1, mfu=None),
-    ]
-    assert server.value("svdpp_rank_tflops", rank=0) == 412
-    assert server.value("svdpp_rank_tflops", rank=1) == 0.1
-    assert server.value("svdpp_rank_mfu_ratio") == 0.42
 
 
 def test_events_of_the_ranks_are_counted() -> None:

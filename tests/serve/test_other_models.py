@@ -12,33 +12,33 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, WanSampling
-from svdpp.serve.build import _hold
-from svdpp.serve.gate import ClipGate
+from svdpp.serve.admission import Admission
+from svdpp.serve.build import hold as hold_jobs
+from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.job import JobState
-from svdpp.serve.offer import Offer
-from svdpp.serve.store import JobStore, QueueFullError
+from svdpp.serve.queue import JobQueue, QueueFullError
 from tests.serve.http_server import DEMO, QUICK, HttpServer
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 
-def hold(store: JobStore, model: str, weights: str = "", **config: Any) -> None:
+def hold(store: JobQueue, model: str, weights: str = "", **config: Any) -> None:
     """As at the start of a server."""
-    offer = Offer(model=model, weights=weights, sampling=SAMPLING, sizes=())
+    capabilities = Capabilities(model=model, weights=weights, sampling=SAMPLING, sizes=())
     dummy = ModelConfig(name="dummy", dummy_sleeps=True)
     pipeline = PipelineConfig(model=dummy, sampling=SAMPLING, **{"world_size": 1, **config})
-    _hold(store, offer, ClipGate(pipeline, None))
+    hold_jobs(store, capabilities, Admission(pipeline, None))
 
 
-def held(store: JobStore) -> dict[str, str]:
+def held(store: JobQueue) -> dict[str, str]:
     jobs = store.page(owner=None, limit=100, order="asc")
     return {job.id: job.held for job in jobs if job.held is not None}
 
 
-def test_only_jobs_of_the_servers_model_are_taken(store: JobStore) -> None:
+def test_only_jobs_of_the_servers_model_are_taken(store: JobQueue) -> None:
     own, other = add(store, model="a"), add(store, model="b")
     hold(store, "a")
     assert held(store) == {other: "its model is b, and this server runs a"}
-    assert [job.id for job in store.waiting()] == [own]
+    assert [id for id, _ in store.waiting()] == [own]
     assert store.num_open() == 1
     queued = [store.counts(with_held=held)[JobState.QUEUED] for held in (False, True)]
     assert queued == [1, 2]
@@ -48,7 +48,7 @@ def test_only_jobs_of_the_servers_model_are_taken(store: JobStore) -> None:
     assert take_all(store) == [other]
 
 
-def test_weights_count_and_not_the_name_of_their_folder(store: JobStore) -> None:
+def test_weights_count_and_not_the_name_of_their_folder(store: JobQueue) -> None:
     first, second = (add(store, model="wan", weights=weights) for weights in ("1" * 64, "2" * 64))
     hold(store, "renamed", "1" * 64)
     assert held(store) == {second: "its model is wan, and this server runs renamed"}
@@ -56,7 +56,7 @@ def test_weights_count_and_not_the_name_of_their_folder(store: JobStore) -> None
     assert held(store) == {first: "its model is wan, and this server runs other weights of it"}
 
 
-def test_jobs_with_steps_that_the_ranks_cannot_make_wait(store: JobStore) -> None:
+def test_jobs_with_steps_that_the_ranks_cannot_make_wait(store: JobQueue) -> None:
     id = add(store, model="a", sampling=replace(SAMPLING, num_inference_steps=6))
     hold(store, "a", world_size=4)
     assert "6" in held(store)[id]
@@ -64,7 +64,7 @@ def test_jobs_with_steps_that_the_ranks_cannot_make_wait(store: JobStore) -> Non
     assert take_all(store) == [id]
 
 
-def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobStore) -> None:
+def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
     id = add(store, model="b", created_at=1.0)
     hold(store, "a")
     assert store.oldest_waiting() is None
@@ -78,7 +78,7 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobStore) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     """Its open jobs are of the first model of their family that is served."""
-    with contextlib.closing(JobStore(tmp_path)) as store:
+    with contextlib.closing(JobQueue(tmp_path)) as store:
         done = [add(store) for _ in range(3)]
         models = ("/models/svd", "f" * 64, None), ("org/svd", None, "c0ffee"), ("demo", None, None)
         for model, fingerprint, revision in models:
@@ -91,7 +91,7 @@ def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, versi
             store.add(replace(job, prompt=None), max_open=None)
     _write_as(tmp_path / "queue.sqlite3", version)
 
-    with contextlib.closing(JobStore(tmp_path)) as store:
+    with contextlib.closing(JobQueue(tmp_path)) as store:
         made = [job for id in done if (job := store.get(id))]
         assert [job.model for job in made] == ["svd", "org/svd", "demo"]
         assert [job.weights for job in made] == ["f" * 64, "c0ffee", ""]
@@ -101,16 +101,16 @@ def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, versi
         assert list(held(store)) == [of_wan.id]
         new = new_job(prompt="the sea", negative_prompt="fog")
         store.add(new, max_open=None)
-    with contextlib.closing(JobStore(tmp_path)) as store:  # now there is nothing to change
+    with contextlib.closing(JobQueue(tmp_path)) as store:  # now there is nothing to change
         assert store.get(new.id) == new
 
 
 def test_a_column_of_an_earlier_svdpp_is_left_behind(tmp_path: Path) -> None:
-    with contextlib.closing(JobStore(tmp_path)) as store:
+    with contextlib.closing(JobQueue(tmp_path)) as store:
         job = new_job(model="demo")
         store.add(job, max_open=None)
     _write_as(tmp_path / "queue.sqlite3", 3)
-    with contextlib.closing(JobStore(tmp_path)) as store:
+    with contextlib.closing(JobQueue(tmp_path)) as store:
         assert store.get(job.id) == job
         store.add(new_job(), max_open=None)
 

@@ -20,8 +20,8 @@ from svdpp.launch import gpus
 from svdpp.launch.gpus import Gpu
 from svdpp.serve import prove_clip
 from svdpp.serve.job import JobState
-from svdpp.serve.proof import Prover
-from svdpp.serve.store import JobStore
+from svdpp.serve.prover import Prover
+from svdpp.serve.queue import JobQueue
 from svdpp.verification import clip_proof
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import is_there, wait_until
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         jobs = [demo_job(folder, seed) for seed in range(3)]
         for job in jobs:
             service.store.add(job, max_open=None)
-        service.engine.wake()
+        service.engine.feeder.wake()
         finished = service.wait_final([job.id for job in jobs])
     assert {job.state for job in finished} == {JobState.COMPLETED}
     return folder, [job.id for job in jobs]
@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @dataclass
 class Proving:
-    store: JobStore
+    store: JobQueue
     prover: Prover
     ids: list[str]
     folder: Path
@@ -69,7 +69,7 @@ def _proving(
 ) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobStore(folder, adopts=adopts), threading.Event()
+    store, idle = JobQueue(folder, adopts=adopts), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
@@ -139,7 +139,7 @@ def test_a_proof_whose_process_dies_is_tried_again(
     made: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the kernel ends one when memory runs out; one that finds a wrong file is not."""
-    monkeypatch.setattr("svdpp.serve.proof._FIRST_PAUSE", 0.2)
+    monkeypatch.setattr("svdpp.serve.prover._FIRST_PAUSE", 0.2)
     with _proving(made, tmp_path, when_idle=False) as proving:
         photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
         photo.write_bytes(b"another")

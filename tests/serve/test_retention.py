@@ -16,15 +16,15 @@ import pytest
 
 from svdpp.errors import OutputError
 from svdpp.serve.job import new_id
+from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_job, set_strangers_aside, sweep
-from svdpp.serve.store import JobStore
 from tests.serve.store_jobs import add
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, store: JobStore) -> Path:  # noqa: ARG001 (it creates the folder)
+def folder(tmp_path: Path, store: JobQueue) -> Path:  # noqa: ARG001 (it creates the folder)
     """The data folder of `store`."""
     for name in ("photos", "clips", "latents"):
         (tmp_path / "data" / name).mkdir()
@@ -36,7 +36,7 @@ def put_files(folder: Path, id: str, num_bytes: int = 100) -> None:
         (folder / name.format(id=id)).write_bytes(bytes(num_bytes // 4 * (1 + (name == FILES[0]))))
 
 
-def finished(store: JobStore, folder: Path, at: float, num_bytes: int = 100) -> str:
+def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
     """A completed job with files; `at` is the time of its end."""
     id = add(store, created_at=at)
     put_files(folder, id, num_bytes)
@@ -54,11 +54,11 @@ def ids_of_files(folder: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def ids(store: JobStore) -> set[str]:
+def ids(store: JobQueue) -> set[str]:
     return set(store.photos())
 
 
-def test_jobs_go_by_age(store: JobStore, folder: Path) -> None:
+def test_jobs_go_by_age(store: JobQueue, folder: Path) -> None:
     old, recent = (finished(store, folder, at) for at in (100.0, 200.0))
     assert sweep(store, folder, 250.0, None, None) == []
     assert sweep(store, folder, 250.0, 150.0, None) == []
@@ -68,7 +68,7 @@ def test_jobs_go_by_age(store: JobStore, folder: Path) -> None:
     assert ids(store) == ids_of_files(folder) == set()
 
 
-def test_jobs_go_by_bytes_the_oldest_first(store: JobStore, folder: Path) -> None:
+def test_jobs_go_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
     first, second, third = (finished(store, folder, at) for at in (3.0, 1.0, 2.0))
     assert sweep(store, folder, 10.0, None, 300) == []
     assert sweep(store, folder, 10.0, None, 299) == [second]
@@ -76,7 +76,7 @@ def test_jobs_go_by_bytes_the_oldest_first(store: JobStore, folder: Path) -> Non
     assert ids(store) == ids_of_files(folder) == {first}
 
 
-def test_open_jobs_stay_however_old_and_large(store: JobStore, folder: Path) -> None:
+def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> None:
     done = finished(store, folder, 1.0)
     running, waiting = add(store, created_at=0.0), add(store, created_at=1.0)
     store.take_next()
@@ -86,7 +86,7 @@ def test_open_jobs_stay_however_old_and_large(store: JobStore, folder: Path) -> 
     assert ids(store) == ids_of_files(folder) == {waiting, running}
 
 
-def test_a_job_stays_while_it_is_proved(store: JobStore, folder: Path) -> None:
+def test_a_job_stays_while_it_is_proved(store: JobQueue, folder: Path) -> None:
     id = finished(store, folder, 1.0)
     store.set_proof(id, "running")
     assert sweep(store, folder, 1e9, 1.0, 1) == []
@@ -94,7 +94,7 @@ def test_a_job_stays_while_it_is_proved(store: JobStore, folder: Path) -> None:
     assert sweep(store, folder, 1e9, 1.0, 1) == [id]
 
 
-def test_failed_and_cancelled_jobs_go_too(store: JobStore, folder: Path) -> None:
+def test_failed_and_cancelled_jobs_go_too(store: JobQueue, folder: Path) -> None:
     gone = [add(store), add(store)]
     store.cancel_waiting(gone[0])
     store.take_next()
@@ -104,7 +104,7 @@ def test_failed_and_cancelled_jobs_go_too(store: JobStore, folder: Path) -> None
     assert ids(store) == ids_of_files(folder) == set()
 
 
-def test_a_photograph_with_another_name_goes_with_its_job(store: JobStore, folder: Path) -> None:
+def test_a_photograph_with_another_name_goes_with_its_job(store: JobQueue, folder: Path) -> None:
     id = add(store, photo="other.jpg")
     (folder / "photos" / "other.jpg").write_bytes(b"x")
     store.cancel_waiting(id)
@@ -112,7 +112,7 @@ def test_a_photograph_with_another_name_goes_with_its_job(store: JobStore, folde
     assert os.listdir(folder / "photos") == []
 
 
-def test_one_job_is_removed_on_request(store: JobStore, folder: Path) -> None:
+def test_one_job_is_removed_on_request(store: JobQueue, folder: Path) -> None:
     id, other = (finished(store, folder, at) for at in (1.0, 2.0))
     waiting = add(store)
     put_files(folder, waiting)
@@ -123,7 +123,7 @@ def test_one_job_is_removed_on_request(store: JobStore, folder: Path) -> None:
     assert ids(store) == ids_of_files(folder) == {other, waiting}
 
 
-def test_files_of_no_job_are_kept_in_another_place(store: JobStore, folder: Path) -> None:
+def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
     """As after the queue was lost, or replaced by an older copy."""
     id, waiting = finished(store, folder, 1.0), add(store)
     put_files(folder, waiting)
@@ -142,21 +142,21 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobStore, folder: Path
     assert set_strangers_aside(store, folder) == []
 
 
-def test_an_older_copy_of_the_queue_costs_no_clip(store: JobStore, folder: Path) -> None:
+def test_an_older_copy_of_the_queue_costs_no_clip(store: JobQueue, folder: Path) -> None:
     old = finished(store, folder, 1.0)
     store.close()
     copy = (folder / "queue.sqlite3").read_bytes()
-    with contextlib.closing(JobStore(folder)) as later:
+    with contextlib.closing(JobQueue(folder)) as later:
         new = finished(later, folder, 2.0)
     (folder / "queue.sqlite3").write_bytes(copy)
-    with contextlib.closing(JobStore(folder)) as restored:
+    with contextlib.closing(JobQueue(folder)) as restored:
         assert len(set_strangers_aside(restored, folder)) == len(FILES)
         assert ids(restored) == ids_of_files(folder) == {old}
         assert len(list(folder.glob(f"lost+found/*/{new}.*"))) == len(FILES)
 
 
 def test_what_a_server_did_not_make_is_left_alone(
-    store: JobStore, folder: Path, tmp_path: Path
+    store: JobQueue, folder: Path, tmp_path: Path
 ) -> None:
     outside = tmp_path / "elsewhere"
     outside.mkdir()
@@ -182,7 +182,7 @@ def test_what_a_server_did_not_make_is_left_alone(
     assert len(list(outside.iterdir())) == 3
 
 
-def test_strangers_that_cannot_be_moved_stay(store: JobStore, folder: Path) -> None:
+def test_strangers_that_cannot_be_moved_stay(store: JobQueue, folder: Path) -> None:
     put_files(folder, new_id())
     (folder / "lost+found").write_text("a file")
     assert set_strangers_aside(store, folder) == []
@@ -190,7 +190,7 @@ def test_strangers_that_cannot_be_moved_stay(store: JobStore, folder: Path) -> N
 
 
 def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
-    store: JobStore, folder: Path
+    store: JobQueue, folder: Path
 ) -> None:
     old, *others = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
     clip = folder / "clips" / f"{old}.mp4"
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
     assert sweep(store, folder, 10.0, None, 200) == [old]
 
 
-def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobStore, folder: Path) -> None:
+def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobQueue, folder: Path) -> None:
     """Two threads finish jobs, two sweep at the same time, one removes jobs on request."""
     is_done = threading.Event()
 
@@ -249,10 +249,10 @@ _SWEEP = """
 import os, sys
 from pathlib import Path
 from svdpp.serve.retention import sweep
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 
 folder = Path(sys.argv[1])
-store = JobStore(folder)
+store = JobQueue(folder)
 left = int(sys.argv[2])
 
 def count(event, _):
@@ -269,14 +269,14 @@ sweep(store, folder, 1e9, 1.0, None)
 
 @pytest.mark.long
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 8])
-def test_a_removal_that_a_kill_ends_goes_on(store: JobStore, folder: Path, at: int) -> None:
+def test_a_removal_that_a_kill_ends_goes_on(store: JobQueue, folder: Path, at: int) -> None:
     """A server is killed at its `at`-th removal of a file; each of three jobs has four."""
     for end in (1.0, 2.0, 3.0):
         finished(store, folder, end)
     store.close()
     killed = subprocess.run([sys.executable, "-c", _SWEEP, str(folder), str(at)])
     assert killed.returncode == -signal.SIGKILL
-    again = JobStore(folder)
+    again = JobQueue(folder)
     try:
         assert set_strangers_aside(again, folder) == []
         left = again.finished()
@@ -290,12 +290,12 @@ def test_a_removal_that_a_kill_ends_goes_on(store: JobStore, folder: Path, at: i
         again.close()
 
 
-def test_folders_that_do_not_exist_have_no_files(store: JobStore, tmp_path: Path) -> None:
+def test_folders_that_do_not_exist_have_no_files(store: JobQueue, tmp_path: Path) -> None:
     assert sweep(store, tmp_path / "data", 1.0, 1.0, 1) == []
     assert set_strangers_aside(store, tmp_path / "data") == []
 
 
-def test_a_folder_that_cannot_be_read_is_named(store: JobStore, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_read_is_named(store: JobQueue, tmp_path: Path) -> None:
     (tmp_path / "data" / "photos").write_text("a file")
     with pytest.raises(OutputError, match="data"):
         set_strangers_aside(store, tmp_path / "data")

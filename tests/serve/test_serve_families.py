@@ -20,12 +20,12 @@ from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.plan.layout import Layout
+from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.estimate import Layouts
-from svdpp.serve.forms import form_of
-from svdpp.serve.gate import ClipGate
-from svdpp.serve.offer import Inputs, Offer
-from svdpp.serve.store import JobStore
+from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.eta import Layouts
+from svdpp.serve.form import form_of
+from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
@@ -55,7 +55,7 @@ def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A server over the folder of an earlier one, which ran Stable Video Diffusion."""
     folder = tmp_path_factory.mktemp("data")
-    store = JobStore(folder)
+    store = JobQueue(folder)
     store.add(new_job(id=f"video_{0:032x}"), max_open=None)
     store.close()
     with HttpServer(folder, *WAN, "--model", str(wan_folder)) as server:
@@ -294,35 +294,37 @@ def test_a_form_has_the_fields_of_its_family_alone() -> None:
 
 
 def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
-    offer = Offer(
+    own = Capabilities(
         model="wan",
         sampling=WanSampling(num_frames=81),
         sizes=((832, 480),),
-        inputs=Inputs(photo="refused", prompt="needed"),
+        photo="refused",
+        prompt="needed",
     )
     for seconds, frames in ((0.01, 1), (1, 17), (1.25, 21), (5, 81)):
-        request = offer.form(prompt=PROMPT, seconds=seconds)
-        assert offer.sampling_of(request).num_frames == frames
+        request = own.form(prompt=PROMPT, seconds=seconds)
+        assert own.sampling_of(request).num_frames == frames
 
 
 def test_a_server_has_limits_of_its_own_for_steps_and_frames() -> None:
-    offer = Offer(
+    own = Capabilities(
         model="wan",
         sampling=WanSampling(num_frames=21, num_inference_steps=8),
         sizes=((832, 480),),
-        inputs=Inputs(photo="refused", prompt="needed"),
+        photo="refused",
+        prompt="needed",
         max_steps=8,
         max_frames=33,
     )
-    about = offer.to_json()
+    about = own.to_json()
     assert [about.fields[name].maximum for name in ("steps", "frames")] == [8, 33]
     assert [about.limits[name] for name in ("max_steps", "max_frames")] == [8, 33]
-    offer.sampling_of(offer.form(prompt=PROMPT, steps=8, frames=33))
+    own.sampling_of(own.form(prompt=PROMPT, steps=8, frames=33))
     for beyond in ({"steps": 9}, {"num_frames": 37}):
         with pytest.raises(ValidationError, match="less than or equal to"):
-            offer.form(prompt=PROMPT, **beyond)
+            own.form(prompt=PROMPT, **beyond)
     with pytest.raises(ApiError, match="81 frames, and this server makes 33 at most"):
-        offer.sampling_of(offer.form(prompt=PROMPT, seconds=5))
+        own.sampling_of(own.form(prompt=PROMPT, seconds=5))
 
 
 def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
@@ -334,7 +336,7 @@ def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
             split="balanced",
         )
     )
-    gate = ClipGate(config, checkpoint)
+    gate = Admission(config, checkpoint)
     assert config.expert_boundary == 16
     for steps in (4, 7, 16, 50, 400):
         gate.check(replace(config.sampling, num_inference_steps=steps))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.serve.job import JobState
-from svdpp.serve.store import JobStore
+from svdpp.serve.queue import JobQueue
 from tests.serve.http_server import DUMMY, HttpServer
 
 pytest.importorskip("fastapi")
@@ -27,7 +27,7 @@ def test_the_clip_in_progress_is_finished_within_the_grace(tmp_path: Path) -> No
         server.wait_for(id, "in_progress")
         server.stop(signal.SIGTERM)
         assert "SignalException" in server.err, "torchrun itself ends by the signal"
-    store = JobStore(tmp_path / "data")
+    store = JobQueue(tmp_path / "data")
     job = store.get(id)
     store.close()
     assert job is not None

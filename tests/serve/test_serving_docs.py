@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +25,9 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from svdpp.diagnostics.utilisation import Utilisation
 from svdpp.serve import metrics
 from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import wait_until
 from tests.serve.http_server import DEMO, PHOTO, HttpServer, schema_of_form
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
@@ -170,27 +166,9 @@ def exposed(server: HttpServer) -> dict[str, tuple[str, set[str]]]:
     }
 
 
-@pytest.mark.processes
-@pytest.mark.long
-def test_the_speed_of_each_rank_follows_the_first_scrape(server: HttpServer) -> None:
-    def speeds() -> list[float]:
-        time.sleep(0.5)  # scrapes would take the CPU from the count, which has a low priority
-        families = text_string_to_metric_families(server.client.get("/metrics").text)
-        return [
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == "svdpp_rank_tflops"
-        ]
-
-    wait_until(lambda: len(speeds()) == 2, HANG_SECONDS, "no speed of the ranks")
-    assert min(speeds()) > 0
-
-
 class _OnGpus(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from metrics._of_gpus()
-        yield from metrics._of_speeds([Utilisation(rank=0, tflops=412.0, mfu=0.42)])
 
 
 def _metrics_on_gpus() -> str:

@@ -179,8 +179,7 @@ def wrong_clips(folder: Path) -> list[int]:
     wrong = []
     for path in (folder / "done").iterdir():
         latent = model.encode({}, ClipRequest(seed=int(path.stem)))[LATENTS]
-        for step in range(steps):
-            latent = model.denoiser({}, 0).forward(latent, step)
+        latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
         if tensor_sha256(latent) != json.loads(path.read_text())["latents_sha256"]:
             wrong.append(int(path.stem))
     return wrong

@@ -17,7 +17,7 @@ from svdpp.models import determinism
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import Check
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker.fault_injection import InjectedFault
+from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = pytest.mark.processes
@@ -106,7 +106,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Path) -> None:
     config = replace(DUMMY, world_size=3)
     requests = [ClipRequest(seed=seed) for seed in range(3)]
-    fault = InjectedFault(kind, 1, 1)  # type: ignore[arg-type]
+    fault = Damage(kind, 1, 1)  # type: ignore[arg-type]
     run_pipelined(config, requests, tmp_path, fault=fault)
     run_sequential(config, requests, tmp_path)
     verdict = compare(config, 3, tmp_path)
@@ -128,7 +128,7 @@ def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Pat
 
 def test_a_fault_in_svd_reaches_the_frames_check(tiny: PipelineConfig, tmp_path: Path) -> None:
     requests = _requests(1)
-    run_pipelined(tiny, requests, tmp_path, fault=InjectedFault("skip", 0, 0))
+    run_pipelined(tiny, requests, tmp_path, fault=Damage("skip", 0, 0))
     run_sequential(tiny, requests, tmp_path)
     verdict = compare(tiny, 1, tmp_path)
     assert [check.what for check in verdict.checks if not check.equal] == [

@@ -25,8 +25,8 @@ def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: took.update({threading.current_thread().name: d})
     )
-    executor = BoundedExecutor(lambda: threading.current_thread().name, "writer", GPU)
-    name = executor.put().result()
+    executor = BoundedExecutor("writer", GPU)
+    name = executor.submit(lambda: threading.current_thread().name).result()
     assert took == {name: GPU}
     link = streams.one_thread("to-1", GPU)
     assert took[link.submit(lambda: threading.current_thread().name).result()] == GPU

@@ -12,9 +12,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from svdpp.diagnostics.bottleneck import find_limits
 from svdpp.diagnostics.figures import GpuFigures
-from svdpp.diagnostics.gpu_samples import GpuSums
+from svdpp.diagnostics.findings import find_limits
+from svdpp.diagnostics.run_recorder import GpuSums
 from svdpp.launch import gpus
 from svdpp.worker import gpu_sampler
 from svdpp.worker.gpu_sampler import GpuSampler, read_sample

@@ -19,13 +19,12 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import rank_probe
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.worker import latent_checkpoints, stage, tensor_store
-from svdpp.worker.clip_writer import ClipWriter, WriterEvents
+from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
@@ -85,7 +84,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "beside", beside)
-    for module in (streams, reference, latent_checkpoints, rank_probe):
+    for module in (streams, reference, latent_checkpoints):
         monkeypatch.setattr(module, "mark", lambda _: marked)
     yield
     assert all(after is marked for after in waited)
@@ -120,13 +119,13 @@ def test_the_reference(tmp_path: Path) -> None:
 def test_a_rank(tmp_path: Path) -> None:
     """Its tensor store, its latent checkpoint and its clip writer."""
     reporter, link = Mock(), Mock()
-    events = WriterEvents(done=Mock(), lost=Mock(), failed=Mock())
+    written = Mock()
     kept = TensorStore(tmp_path)
     rank = stage.PipelineStage(
         0,
         _model(),
         link,
-        ClipWriter(events, {}, CPU, kept, fps=7),
+        ClipWriter(written, {}, CPU, kept, fps=7),
         reporter,
         SvdSampling(),
         checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
@@ -139,9 +138,9 @@ def test_a_rank(tmp_path: Path) -> None:
     for text in texts + sent:
         rank.perform(Action.parse(text))
     rank.finish()
-    for bad in (events.lost, events.failed, reporter.failed, reporter.checkpoint_lost):
+    for bad in (written.clip_failed, written.failed, reporter.failed, reporter.checkpoint_lost):
         assert not bad.called, bad.call_args
-    (done,) = events.done.call_args.args
+    (done,) = written.send.call_args.args
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
     assert done.metadata["frames_sha256"]
     assert list((tmp_path / "checkpoints").glob("*.safetensors"))
@@ -157,11 +156,3 @@ def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.M
     link.drain()
     assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
     link.close()
-
-
-def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = _model().encode({}, ClipRequest(seed=0))
-    monkeypatch.setattr(DummyModel, "probe_packet", lambda *_, **__: noise)
-    monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
-    answer = rank_probe._step_twice(Mock(), CONFIG, None)
-    assert len(set(answer["sha256"])) == 1

@@ -1,9 +1,8 @@
 """The options that replace single costs of a plan."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
 
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.plan.costs import Costs
 
 
@@ -11,69 +10,25 @@ from svdpp.plan.costs import Costs
 class SecondsOptions:
     """Costs that replace those of `--costs`; None keeps theirs."""
 
-    step_seconds: Annotated[
-        float | None,
-        option(
-            "--step-seconds",
-            panel=COSTS,
-            metavar="SECONDS",
-            help="Time of one step, above 0.",
-            default="that of --costs",
-        ),
-    ] = None
-    encode_seconds: Annotated[
-        float | None,
-        option(
-            "--encode-seconds",
-            panel=COSTS,
-            metavar="SECONDS",
-            help="Time of one clip's encode.",
-            default="that of --costs",
-        ),
-    ] = None
-    decode_seconds: Annotated[
-        float | None,
-        option(
-            "--decode-seconds",
-            panel=COSTS,
-            metavar="SECONDS",
-            help="Time of one clip's decode.",
-            default="that of --costs",
-        ),
-    ] = None
-    transfer_seconds: Annotated[
-        float | None,
-        option(
-            "--transfer-seconds",
-            panel=COSTS,
-            metavar="SECONDS",
-            help="Latency of one transfer from rank to rank.",
-            default="that of --costs",
-        ),
-    ] = None
-    inter_host_transfer_seconds: Annotated[
-        float | None,
-        option(
-            "--inter-host-transfer-seconds",
-            panel=COSTS,
-            metavar="SECONDS",
-            help="Latency of one transfer to a rank on another host. A plan over several hosts "
-            "needs it, here or in the costs.",
-            default="that of --costs",
-        ),
-    ] = None
-    offload_gib_per_second: Annotated[
-        float | None,
-        option(
-            "--offload-gib-per-second",
-            panel=COSTS,
-            metavar="RATE",
-            help="GiB of weights that move per second between host memory and each device, in "
-            "either direction. --layout auto and --compare then forecast diffusers' model offload "
-            "too, which svdpp does not run.",
-            default="that of --costs",
-        ),
-    ] = None
+    step_seconds: float | None = setting(
+        COSTS, "SECONDS", "Time of one step, above 0.", shown="that of --costs"
+    )
+    encode_seconds: float | None = setting(
+        COSTS, "SECONDS", "Time of one clip's encode.", shown="that of --costs"
+    )
+    decode_seconds: float | None = setting(
+        COSTS, "SECONDS", "Time of one clip's decode.", shown="that of --costs"
+    )
+    transfer_seconds: float | None = setting(
+        COSTS, "SECONDS", "Latency of one transfer from rank to rank.", shown="that of --costs"
+    )
+    inter_host_transfer_seconds: float | None = setting(
+        COSTS,
+        "SECONDS",
+        "Latency of one transfer to a rank on another host. A plan over several hosts "
+        "needs it, here or in the costs.",
+        shown="that of --costs",
+    )
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
         """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""

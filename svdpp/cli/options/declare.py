@@ -1,9 +1,10 @@
-"""How an option is declared: its value, its panel in the help, its completion."""
+"""How an option is declared: a field of an option group, with its panel and help."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -66,3 +67,36 @@ def option(
 def flag(*names: str, panel: str, help: str, **more: Any) -> Any:
     """An option without a value."""
     return option(*names, panel=panel, metavar="", help=help, **more)
+
+
+def setting(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """A field that is an option with a value.
+
+    Args:
+        panel: of the help.
+        metavar: placeholder of the value in the help.
+        help: one or two sentences, without the default.
+        names: as users type them; without them, the field's name with dashes.
+        more: `default` of the field, its text in the help as `shown`, and arguments of `option`.
+    """
+    about = {"panel": panel, "metavar": metavar, "help": help, "names": names, **more}
+    return field(default=about.pop("default", None), metadata={_ABOUT: about})
+
+
+def switch(panel: str, help: str, *names: str, default: Any = False, **more: Any) -> Any:
+    """A field that is an option without a value; arguments as for `setting`."""
+    return setting(panel, "", help, *names, default=default, **more)
+
+
+def declared(group: Any) -> Mapping[str, Any]:
+    """The fields of an option group as Typer has them: annotated with options and arguments."""
+    hints = get_type_hints(group, include_extras=True)
+    for each in fields(group):
+        if about := dict(each.metadata.get(_ABOUT, {})):
+            names = about.pop("names") or (f"--{each.name.replace('_', '-')}",)
+            shown = about.pop("shown", "")
+            hints[each.name] = Annotated[hints[each.name], option(*names, default=shown, **about)]
+    return {each.name: hints[each.name] for each in fields(group)}
+
+
+_ABOUT = "option"

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
-from svdpp.cli.options.declare import LAYOUT, MEMORY, flag, option
+from svdpp.cli.options.declare import LAYOUT, MEMORY, setting, switch
 from svdpp.cli.options.inputs import ClipOptions
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import RequestError
@@ -18,53 +17,30 @@ _CLIPS_PER_RANK_TO_COMPARE = 16
 class ForecastOptions(ClipOptions):
     """What to forecast."""
 
-    compare: Annotated[
-        bool,
-        flag(
-            "--compare",
-            panel=LAYOUT,
-            help="Show every split, auto and data parallel side by side.",
-        ),
-    ] = False
-    hosts: Annotated[
-        str | None,
-        option(
-            "--hosts",
-            panel=LAYOUT,
-            metavar="HxG",
-            help="Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
-            default="all ranks are on one host",
-        ),
-    ] = None
-    arrivals: Annotated[
-        str | None,
-        option(
-            "--arrivals",
-            panel=LAYOUT,
-            metavar="RATE",
-            help="Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
-            default="all clips are present at the start",
-        ),
-    ] = None
-    memory: Annotated[
-        bool,
-        flag(
-            "--memory",
-            panel=MEMORY,
-            help="Estimate each rank's peak memory from the configuration of --model, without "
-            "downloading weights. Takes seconds, since it imports torch.",
-        ),
-    ] = False
-    device_memory: Annotated[
-        str | None,
-        option(
-            "--device-memory",
-            panel=MEMORY,
-            metavar="GIB|CARDS",
-            help="Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
-            "leave out layouts that need more.",
-        ),
-    ] = None
+    compare: bool = switch(LAYOUT, "Show every split, auto and data parallel side by side.")
+    hosts: str | None = setting(
+        LAYOUT,
+        "HxG",
+        "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
+        shown="all ranks are on one host",
+    )
+    arrivals: str | None = setting(
+        LAYOUT,
+        "RATE",
+        "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
+        shown="all clips are present at the start",
+    )
+    memory: bool = switch(
+        MEMORY,
+        "Estimate each rank's peak memory from the configuration of --model, without "
+        "downloading weights. Takes seconds, since it imports torch.",
+    )
+    device_memory: str | None = setting(
+        MEMORY,
+        "GIB|CARDS",
+        "Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
+        "leave out layouts that need more.",
+    )
 
     def num_clips(self, world_size: int) -> int:
         """Clips to plan for."""

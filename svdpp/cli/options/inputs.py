@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, flag, option
+from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, setting, switch
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import (
     MAX_MEGAPIXELS,
     MAX_PROMPT_CHARACTERS,
@@ -14,7 +15,6 @@ from svdpp.config.limits import (
     check_whole,
 )
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.small_file import read_small_file
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:
@@ -30,16 +30,7 @@ def _take_from(context: typer.Context, path: Path | None) -> Path | None:
 class ClipOptions:
     """The number of clips, if photographs and seeds do not determine it."""
 
-    clips: Annotated[
-        int | None,
-        option(
-            "--clips",
-            panel=LAYOUT,
-            metavar="M",
-            help="Number of clips.",
-            default="2 for each rank",
-        ),
-    ] = None
+    clips: int | None = setting(LAYOUT, "M", "Number of clips.", shown="2 for each rank")
 
     def at_least_one(self, default: int) -> int:
         """The number of clips."""
@@ -52,33 +43,15 @@ class ClipOptions:
 class PromptOptions:
     """Prompts, for models that take them."""
 
-    prompt: Annotated[
-        str | None,
-        option(
-            "--prompt",
-            panel=PROMPTS,
-            metavar="TEXT",
-            help="What happens in the clip; with a photograph or, for text to video, without.",
-        ),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        option(
-            "--prompts",
-            panel=PROMPTS,
-            metavar="FILE",
-            help="Several prompts, one in each line of a UTF-8 file.",
-        ),
-    ] = None
-    negative_prompt: Annotated[
-        str | None,
-        option(
-            "--negative-prompt",
-            panel=PROMPTS,
-            metavar="TEXT",
-            help="What must not be in the clip.",
-        ),
-    ] = None
+    prompt: str | None = setting(
+        PROMPTS,
+        "TEXT",
+        "What happens in the clip; with a photograph or, for text to video, without.",
+    )
+    prompts: Path | None = setting(
+        PROMPTS, "FILE", "Several prompts, one in each line of a UTF-8 file."
+    )
+    negative_prompt: str | None = setting(PROMPTS, "TEXT", "What must not be in the clip.")
 
     @property
     def has_prompt(self) -> bool:
@@ -112,15 +85,9 @@ class PromptOptions:
 class ImageOptions:
     """Which images are taken."""
 
-    max_megapixels: Annotated[
-        int,
-        option(
-            "--max-megapixels",
-            panel=VIDEO,
-            metavar="N",
-            help=f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
-        ),
-    ] = 24
+    max_megapixels: int = setting(
+        VIDEO, "N", f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.", default=24
+    )
 
     def __post_init__(self) -> None:
         check_whole("--max-megapixels", self.max_megapixels, 1, MAX_MEGAPIXELS)
@@ -139,38 +106,24 @@ class InputOptions(ImageOptions):
         list[str] | None,
         typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
     ] = None
-    seeds: Annotated[
-        str | None,
-        option(
-            "--seeds",
-            panel=VIDEO,
-            metavar="LIST",
-            help="Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
-            default="--seed alone",
-        ),
-    ] = None
-    recursive: Annotated[
-        bool,
-        flag("--recursive", "-r", panel=VIDEO, help="Include images in subfolders."),
-    ] = False
-    keep_going: Annotated[
-        bool,
-        flag(
-            "--keep-going",
-            panel=RECOVERY,
-            help="If some photographs cannot be used, make the clips of the others; the exit code "
-            "is the highest of all errors.",
-        ),
-    ] = False
-    repeat: Annotated[
-        Path | None,
-        option(
-            "--from",
-            panel=RECOVERY,
-            metavar="RUN.json",
-            help="Repeat the run of this manifest; options on the command line replace its own.",
-            default="none",
-            is_eager=True,
-            callback=_take_from,
-        ),
-    ] = None
+    seeds: str | None = setting(
+        VIDEO,
+        "LIST",
+        "Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
+        shown="--seed alone",
+    )
+    recursive: bool = switch(VIDEO, "Include images in subfolders.", "--recursive", "-r")
+    keep_going: bool = switch(
+        RECOVERY,
+        "If some photographs cannot be used, make the clips of the others; the exit code "
+        "is the highest of all errors.",
+    )
+    repeat: Path | None = setting(
+        RECOVERY,
+        "RUN.json",
+        "Repeat the run of this manifest; options on the command line replace its own.",
+        "--from",
+        shown="none",
+        is_eager=True,
+        callback=_take_from,
+    )

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from svdpp.cli.console import counted
-from svdpp.cli.options.declare import LAYOUT, flag, option
+from svdpp.cli.options.declare import LAYOUT, setting, switch
+from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.plan.costs import PRESETS, Costs, find_costs
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
@@ -27,74 +28,47 @@ Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
 class LayoutOptions:
     """How the ranks share the work; None stands for the default."""
 
-    layout: Annotated[
-        str | None,
-        option(
-            "--layout",
-            panel=LAYOUT,
-            metavar="auto|pipeline|data-parallel",
-            choices=_LAYOUTS,
-            help="How ranks share the work. pipeline: each does some steps of all clips; "
-            "data-parallel: each makes whole clips; auto: fastest forecast.",
-            default="pipeline",
-        ),
-    ] = None
-    split: Annotated[
-        str | None,
-        option(
-            "--split",
-            panel=LAYOUT,
-            metavar="uniform|balanced|dithered",
-            choices=SPLITS,
-            help="How a pipeline divides the steps. uniform: equally; balanced: so that the "
-            "slowest rank is as fast as possible; dithered: differently from clip to clip, so that "
-            "all ranks have the same work on average.",
-            default="uniform",
-        ),
-    ] = None
-    replicas: Annotated[
-        int | None,
-        option(
-            "--replicas",
-            panel=LAYOUT,
-            metavar="R",
-            help="Independent pipelines of W/R ranks; R divides W.",
-            default="1",
-        ),
-    ] = None
-    decoders: Annotated[
-        int | None,
-        option(
-            "--decoders",
-            panel=LAYOUT,
-            metavar="K",
-            help="Ranks at the end of each pipeline that finish and decode clips in turn.",
-            default="1",
-        ),
-    ] = None
-    cfg_parallel: Annotated[
-        int | None,
-        option(
-            "--cfg-parallel",
-            panel=LAYOUT,
-            metavar="1|2",
-            help="Ranks that do each step of a clip together. 2: pairs of ranks, each for one "
-            "branch of the guidance; a clip takes about half as long.",
-            default="1",
-        ),
-    ] = None
-    costs: Annotated[
-        str | None,
-        option(
-            "--costs",
-            panel=LAYOUT,
-            metavar="FILE|PRESET",
-            choices=tuple(PRESETS),
-            help="Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
-            f"an earlier run, or published costs: {', '.join(PRESETS)}.",
-            default=ASSUMED_COSTS,
-        ),
-    ] = None
+    layout: str | None = setting(
+        LAYOUT,
+        "auto|pipeline|data-parallel",
+        "How ranks share the work. pipeline: each does some steps of all clips; "
+        "data-parallel: each makes whole clips; auto: fastest forecast.",
+        shown="pipeline",
+        choices=_LAYOUTS,
+    )
+    split: str | None = setting(
+        LAYOUT,
+        "uniform|balanced|dithered",
+        "How a pipeline divides the steps. uniform: equally; balanced: so that the "
+        "slowest rank is as fast as possible; dithered: differently from clip to clip, "
+        "so that all ranks have the same work on average.",
+        shown="uniform",
+        choices=SPLITS,
+    )
+    replicas: int | None = setting(
+        LAYOUT, "R", "Independent pipelines of W/R ranks; R divides W.", shown="1"
+    )
+    decoders: int | None = setting(
+        LAYOUT,
+        "K",
+        "Ranks at the end of each pipeline that finish and decode clips in turn.",
+        shown="1",
+    )
+    cfg_parallel: int | None = setting(
+        LAYOUT,
+        "1|2",
+        "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
+        "the guidance; a clip takes about half as long.",
+        shown="1",
+    )
+    costs: str | None = setting(
+        LAYOUT,
+        "FILE|PRESET",
+        "Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
+        f"an earlier run, or published costs: {', '.join(PRESETS)}.",
+        shown=ASSUMED_COSTS,
+        choices=tuple(PRESETS),
+    )
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in _LAYOUTS:
@@ -231,31 +205,22 @@ class LayoutOptions:
 class ShareOptions:
     """Whether a rank may hold both experts of a model that has two."""
 
-    share_experts: Annotated[
-        bool,
-        flag(
-            "--share-experts",
-            panel=LAYOUT,
-            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
-        ),
-    ] = False
+    share_experts: bool = switch(
+        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(ShareOptions):
     """The same, and the number of steps of the first expert, for a plan without a model."""
 
-    expert_boundary: Annotated[
-        int | None,
-        option(
-            "--expert-boundary",
-            panel=LAYOUT,
-            metavar="N",
-            help="The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
-            "then does steps of one expert only, and loads no other.",
-            default="one expert",
-        ),
-    ] = None
+    expert_boundary: int | None = setting(
+        LAYOUT,
+        "N",
+        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
+        "then does steps of one expert only, and loads no other.",
+        shown="one expert",
+    )
 
     @property
     def fields(self) -> dict[str, Any]:

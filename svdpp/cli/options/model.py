@@ -1,11 +1,10 @@
 """The options for the model: its weights, their source and their precision."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
-from svdpp.cli.options.declare import MODEL, flag, option
+from svdpp.cli.options.declare import MODEL, setting, switch
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -36,83 +35,43 @@ def _known_models(context: typer.Context) -> list[str]:
 class ModelOptions:
     """The weights and their precision."""
 
-    model: Annotated[
-        str,
-        option(
-            "--model",
-            panel=MODEL,
-            metavar="MODEL",
-            choices=_known_models,
-            help="A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
-        ),
-    ] = DEFAULT_MODEL
-    revision: Annotated[
-        str | None,
-        option(
-            "--revision",
-            panel=MODEL,
-            metavar="REV",
-            help="Branch, tag or commit of a hub model.",
-            default="its main branch",
-        ),
-    ] = None
-    variant: Annotated[
-        str | None,
-        option(
-            "--variant", panel=MODEL, metavar="NAME", help="Variant of the weights, such as fp16."
-        ),
-    ] = None
-    local_files_only: Annotated[
-        bool,
-        flag("--local-files-only", panel=MODEL, help="Use only the hub cache; never download."),
-    ] = False
-    dtype: Annotated[
-        str | None,
-        option(
-            "--dtype",
-            panel=MODEL,
-            metavar="fp32|fp16|bf16",
-            choices=tuple(DTYPE_BYTES),
-            help="Precision of weights and latents.",
-            default="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
-        ),
-    ] = None
-    memory_opt: Annotated[
-        bool,
-        flag(
-            "--memory-opt",
-            panel=MODEL,
-            help="Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a "
-            "time.",
-        ),
-    ] = False
-    channels_last: Annotated[
-        bool,
-        flag(
-            "--channels-last",
-            panel=MODEL,
-            help="Store weights of UNet and VAE in the memory format channels_last; bits differ.",
-        ),
-    ] = False
-    deterministic: Annotated[
-        bool,
-        flag(
-            "--deterministic",
-            panel=MODEL,
-            help="Use torch's deterministic algorithms and no TF32, in ranks and proof. Without it "
-            "torch keeps its own settings, as in a plain diffusers script on the same device.",
-        ),
-    ] = False
-    latent_shape: Annotated[
-        tuple[int, int, int, int, int] | None,
-        option(
-            "--latent-shape",
-            panel=MODEL,
-            metavar="B C F H W",
-            help="Shape of the dummy model's latent: five sizes, each 1 or more.",
-            default="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
-        ),
-    ] = None
+    model: str = setting(
+        MODEL,
+        "MODEL",
+        "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
+        default=DEFAULT_MODEL,
+        choices=_known_models,
+    )
+    revision: str | None = setting(
+        MODEL, "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
+    )
+    variant: str | None = setting(MODEL, "NAME", "Variant of the weights, such as fp16.")
+    local_files_only: bool = switch(MODEL, "Use only the hub cache; never download.")
+    dtype: str | None = setting(
+        MODEL,
+        "fp32|fp16|bf16",
+        "Precision of weights and latents.",
+        shown="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
+        choices=tuple(DTYPE_BYTES),
+    )
+    memory_opt: bool = switch(
+        MODEL, "Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a time."
+    )
+    channels_last: bool = switch(
+        MODEL, "Store weights of UNet and VAE in the memory format channels_last; bits differ."
+    )
+    deterministic: bool = switch(
+        MODEL,
+        "Use torch's deterministic algorithms and no TF32, in ranks and proof. Without "
+        "it torch keeps its own settings, as in a plain diffusers script on the same "
+        "device.",
+    )
+    latent_shape: tuple[int, int, int, int, int] | None = setting(
+        MODEL,
+        "B C F H W",
+        "Shape of the dummy model's latent: five sizes, each 1 or more.",
+        shown="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
+    )
 
     @property
     def is_dummy(self) -> bool:

@@ -4,9 +4,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, flag, option
+from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, setting, switch
 from svdpp.config import OutputConfig
 from svdpp.errors import RequestError
 
@@ -34,79 +34,53 @@ class Place(NamedTuple):
 class FolderOptions:
     """Where clips are written."""
 
-    out: Annotated[
-        Path,
-        option(
-            *("--out", "-o"),
-            panel=VIDEO,
-            metavar="PATH",
-            help="Folder for the clips, or the file of a single clip, or a template such as "
-            "'clips/{name}_{index}.mp4' of name, seed and index.",
-        ),
-    ] = Path("out")
+    out: Path = setting(
+        VIDEO,
+        "PATH",
+        "Folder for the clips, or the file of a single clip, or a template such as "
+        "'clips/{name}_{index}.mp4' of name, seed and index.",
+        "--out",
+        "-o",
+        default=Path("out"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverwriteOptions:
     """Whether existing files are replaced."""
 
-    overwrite: Annotated[
-        bool, flag("--overwrite", panel=RECOVERY, help="Replace clips that exist.")
-    ] = False
+    overwrite: bool = switch(RECOVERY, "Replace clips that exist.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(OverwriteOptions, FolderOptions):
     """Where clips are written, how they are encoded, and what happens to existing files."""
 
-    format: Annotated[
-        str | None,
-        option(
-            "--format",
-            panel=VIDEO,
-            metavar="mp4|gif|webp|frames",
-            choices=_FORMATS,
-            help="Format of the clips; frames: a folder of PNG files.",
-            default="the suffix of --out, else mp4",
-        ),
-    ] = None
-    crf: Annotated[
-        int,
-        option(
-            "--crf",
-            panel=VIDEO,
-            metavar="Q",
-            help="H.264 quality of mp4, 0 (lossless) to 51 (worst).",
-        ),
-    ] = 18
-    resume: Annotated[
-        bool,
-        flag(
-            *("--resume", "--skip-existing"),
-            panel=RECOVERY,
-            help="Keep finished clips, continue started ones from --latents-dir, make the others.",
-        ),
-    ] = False
-    latents_dir: Annotated[
-        Path | None,
-        option(
-            "--latents-dir",
-            panel=RECOVERY,
-            metavar="DIR",
-            help="Keep each transferred latent here until its clip is finished. --resume continues "
-            "from it, with any number of ranks and the same --threads.",
-            default="keep none",
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool,
-        flag(
-            "--dry-run",
-            panel=DIAGNOSTICS,
-            help="Make no clips; show their names, the forecast, each rank's memory and the disk "
-            "space.",
-        ),
-    ] = False
+    format: str | None = setting(
+        VIDEO,
+        "mp4|gif|webp|frames",
+        "Format of the clips; frames: a folder of PNG files.",
+        shown="the suffix of --out, else mp4",
+        choices=_FORMATS,
+    )
+    crf: int = setting(VIDEO, "Q", "H.264 quality of mp4, 0 (lossless) to 51 (worst).", default=18)
+    resume: bool = switch(
+        RECOVERY,
+        "Keep finished clips, continue started ones from --latents-dir, make the others.",
+        "--resume",
+        "--skip-existing",
+    )
+    latents_dir: Path | None = setting(
+        RECOVERY,
+        "DIR",
+        "Keep each transferred latent here until its clip is finished. --resume "
+        "continues from it, with any number of ranks and the same --threads.",
+        shown="keep none",
+    )
+    dry_run: bool = switch(
+        DIAGNOSTICS,
+        "Make no clips; show their names, the forecast, each rank's memory and the disk space.",
+    )
 
     def place(self) -> Place:
         """Where clips are written."""
@@ -183,35 +157,22 @@ def _has_fields(text: str) -> bool:
 class TraceOptions:
     """Pictures and traces of a run."""
 
-    trace: Annotated[
-        Path | None,
-        option(
-            "--trace",
-            panel=DIAGNOSTICS,
-            metavar="FILE.json",
-            help="Write every action, step and transfer in Chrome's trace format, for "
-            "ui.perfetto.dev.",
-        ),
-    ] = None
-    timeline: Annotated[
-        Path | None,
-        option(
-            "--timeline",
-            panel=DIAGNOSTICS,
-            metavar="FILE.svg|png",
-            help="Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
-        ),
-    ] = None
-    profile: Annotated[
-        Path | None,
-        option(
-            "--profile",
-            panel=DIAGNOSTICS,
-            metavar="FILE.json",
-            help="Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
-            "every kernel in Chrome's trace format.",
-        ),
-    ] = None
+    trace: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.json",
+        "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
+    )
+    timeline: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.svg|png",
+        "Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
+    )
+    profile: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.json",
+        "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
+        "every kernel in Chrome's trace format.",
+    )
 
     def checked(self) -> "TraceOutputs":
         """The files, checked before any work."""

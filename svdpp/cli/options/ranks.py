@@ -2,9 +2,8 @@
 
 import os
 from dataclasses import dataclass
-from typing import Annotated
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, flag, option
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, setting, switch
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
@@ -17,73 +16,43 @@ AUTO_DEVICE = "auto"
 class RankOptions:
     """The number of ranks, and what each may use."""
 
-    world: Annotated[
-        int | None,
-        option(
-            *("--gpus", "--world"),
-            panel=LAYOUT,
-            metavar="W",
-            help="Number of ranks, one on each GPU. With the uniform split it must divide the "
-            "steps.",
-        ),
-    ] = None
-    device: Annotated[
-        str,
-        option(
-            "--device",
-            panel=LAYOUT,
-            metavar="auto|cuda|cpu|cuda:N",
-            choices=("auto", "cuda", "cpu", "cuda:0"),
-            help="cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
-            "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
-        ),
-    ] = AUTO_DEVICE
-    threads: Annotated[
-        int | None,
-        option(
-            "--threads",
-            panel=LAYOUT,
-            metavar="T",
-            help="CPU threads of each rank, at most 16 per core. Bits depend on this number.",
-            default="cores divided by ranks; on CUDA 1",
-        ),
-    ] = None
-    timeout: Annotated[
-        float,
-        option(
-            "--timeout",
-            panel=RECOVERY,
-            metavar="SECONDS",
-            help="End the run if a rank makes no progress for this long.",
-        ),
-    ] = 600.0
-    start_timeout: Annotated[
-        float,
-        option(
-            "--start-timeout",
-            panel=RECOVERY,
-            metavar="SECONDS",
-            help="End the run if the ranks are not ready after this long.",
-        ),
-    ] = 600.0
-    checksum: Annotated[
-        bool,
-        flag(
-            "--checksum",
-            panel=DIAGNOSTICS,
-            help="Send a crc32 with each packet and compare it on arrival.",
-        ),
-    ] = False
+    world: int | None = setting(
+        LAYOUT,
+        "W",
+        "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
+        "--gpus",
+        "--world",
+    )
+    device: str = setting(
+        LAYOUT,
+        "auto|cuda|cpu|cuda:N",
+        "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
+        "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
+        default=AUTO_DEVICE,
+        choices=("auto", "cuda", "cpu", "cuda:0"),
+    )
+    threads: int | None = setting(
+        LAYOUT,
+        "T",
+        "CPU threads of each rank, at most 16 per core. Bits depend on this number.",
+        shown="cores divided by ranks; on CUDA 1",
+    )
+    timeout: float = setting(
+        RECOVERY, "SECONDS", "End the run if a rank makes no progress for this long.", default=600.0
+    )
+    start_timeout: float = setting(
+        RECOVERY,
+        "SECONDS",
+        "End the run if the ranks are not ready after this long.",
+        default=600.0,
+    )
+    checksum: bool = switch(DIAGNOSTICS, "Send a crc32 with each packet and compare it on arrival.")
 
-    allow_mixed_devices: Annotated[
-        bool,
-        flag(
-            "--allow-mixed-devices",
-            panel=LAYOUT,
-            help="Accept ranks on different GPUs or library versions. Their bits may differ, so "
-            "clips are not marked as exact.",
-        ),
-    ] = False
+    allow_mixed_devices: bool = switch(
+        LAYOUT,
+        "Accept ranks on different GPUs or library versions. Their bits may differ, so "
+        "clips are not marked as exact.",
+    )
 
     def device_for(self, model: str) -> str:
         """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""

@@ -4,10 +4,10 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import PROMPTS, VIDEO, option
+from svdpp.cli.options.declare import PROMPTS, VIDEO, setting
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
     DEMO_SAMPLING,
@@ -22,7 +22,7 @@ from svdpp.config import (
 )
 from svdpp.errors import RequestError
 
-#: The value of --decode-chunk-size that measures how many frames fit.
+#: The value of --decode-chunk-size that takes as many frames as fit.
 AUTO_CHUNK = "auto"
 #: The value of --seed that draws a seed.
 RANDOM_SEED = "random"
@@ -40,18 +40,16 @@ _SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
-def _of(field: str, *aliases: str, **more: Any) -> Any:
+def _of(field: str, metavar: str = "", *aliases: str, shown: str = "", more: str = "") -> Any:
     """The option of a parameter, as its `Param` says."""
     param = _SHARED[field]
-    about = {
-        "panel": PROMPTS if field in PROMPT_FIELDS else VIDEO,
-        "metavar": "N" if param.kind is int else "X",
-        "help": param.help,
-        "default": _default_text(field),
-    }
-    diffusers = f"--{field.replace('_', '-')}"
-    names = dict.fromkeys((param.option, diffusers, *aliases))
-    return option(*names, **{**about, **more})
+    return setting(
+        PROMPTS if field in PROMPT_FIELDS else VIDEO,
+        metavar or ("N" if param.kind is int else "X"),
+        f"{param.help} {more}".rstrip(),
+        *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
+        shown=shown or _default_text(field),
+    )
 
 
 def _default_text(field: str) -> str:
@@ -68,55 +66,38 @@ def _default_text(field: str) -> str:
 class SamplingOptions:
     """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
-    steps: Annotated[int | None, _of("num_inference_steps", "--total-steps")] = None
-    num_frames: Annotated[int | None, _of("num_frames", metavar="F")] = None
-    decode_chunk_size: Annotated[
-        str | None,
-        _of(
-            "decode_chunk_size",
-            metavar="F|auto",
-            default="all",
-            help=f"{_SHARED['decode_chunk_size'].help} auto measures how many fit.",
-        ),
-    ] = None
-    seed: Annotated[
-        str | None,
-        option(
-            "--seed",
-            panel=VIDEO,
-            metavar="N|random",
-            help="Seed of every clip, 0 to 2^63 - 1; random draws one and prints it.",
-            default="0",
-        ),
-    ] = None
-    height: Annotated[int | None, _of("height", metavar="PIXELS")] = None
-    width: Annotated[int | None, _of("width", metavar="PIXELS")] = None
-    fit: Annotated[
-        str,
-        option(
-            "--fit",
-            panel=VIDEO,
-            metavar="stretch|crop|pad",
-            choices=("stretch", "crop", "pad"),
-            help="How to fit a photograph of another shape to the frame; diffusers stretches it.",
-        ),
-    ] = "stretch"
-    fps: Annotated[int | None, _of("fps", metavar="FPS")] = None
-    motion_bucket_id: Annotated[int | None, _of("motion_bucket_id")] = None
-    noise_aug_strength: Annotated[float | None, _of("noise_aug_strength")] = None
-    min_guidance_scale: Annotated[float | None, _of("min_guidance_scale")] = None
-    max_guidance_scale: Annotated[float | None, _of("max_guidance_scale")] = None
-    guidance_scale: Annotated[float | None, _of("guidance_scale")] = None
-    max_sequence_length: Annotated[int | None, _of("max_sequence_length")] = None
-    param: Annotated[
-        list[str] | None,
-        option(
-            "--param",
-            panel=PROMPTS,
-            metavar="NAME=VALUE",
-            help="A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
-        ),
-    ] = None
+    steps: int | None = _of("num_inference_steps", "N", "--total-steps")
+    num_frames: int | None = _of("num_frames", "F")
+    decode_chunk_size: str | None = _of(
+        "decode_chunk_size", "F|auto", shown="all", more="auto estimates how many fit."
+    )
+    seed: str | None = setting(
+        VIDEO,
+        "N|random",
+        "Seed of every clip, 0 to 2^63 - 1; random draws one and prints it.",
+        shown="0",
+    )
+    height: int | None = _of("height", "PIXELS")
+    width: int | None = _of("width", "PIXELS")
+    fit: str = setting(
+        VIDEO,
+        "stretch|crop|pad",
+        "How to fit a photograph of another shape to the frame; diffusers stretches it.",
+        choices=("stretch", "crop", "pad"),
+        default="stretch",
+    )
+    fps: int | None = _of("fps", "FPS")
+    motion_bucket_id: int | None = _of("motion_bucket_id")
+    noise_aug_strength: float | None = _of("noise_aug_strength")
+    min_guidance_scale: float | None = _of("min_guidance_scale")
+    max_guidance_scale: float | None = _of("max_guidance_scale")
+    guidance_scale: float | None = _of("guidance_scale")
+    max_sequence_length: int | None = _of("max_sequence_length")
+    param: list[str] | None = setting(
+        PROMPTS,
+        "NAME=VALUE",
+        "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
+    )
 
     @property
     def measures_chunk(self) -> bool:
@@ -245,9 +226,8 @@ def fit_chunk(
     """`config` with the number of frames that can be decoded at a time, if it is to be measured."""
     if not (sampling.measures_chunk and config.decodes):
         return config
-    from svdpp.diagnostics.decode_chunk import measure_decode
+    from svdpp.diagnostics.memory_estimate import fit_decode_chunk
 
-    memory = measure_decode(config)
-    fitting = replace(config.sampling, decode_chunk_size=memory.largest_chunk())
-    console.info(f"decode: {memory}")
-    return replace(config, sampling=fitting)
+    chunk, why = fit_decode_chunk(config)
+    console.info(f"decode: {why}")
+    return replace(config, sampling=replace(config.sampling, decode_chunk_size=chunk))

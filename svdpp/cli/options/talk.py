@@ -3,10 +3,9 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, flag, option
+from svdpp.cli.options.declare import DIAGNOSTICS, setting, switch
 from svdpp.launch.world import World
 
 
@@ -14,46 +13,35 @@ from svdpp.launch.world import World
 class AnswerOptions:
     """Options that every command has."""
 
-    as_json: Annotated[
-        bool, flag("--json", panel=DIAGNOSTICS, help="Print results and errors as JSON.")
-    ] = False
-    debug: Annotated[
-        bool, flag("--debug", panel=DIAGNOSTICS, help="Show tracebacks with errors.")
-    ] = False
+    as_json: bool = switch(DIAGNOSTICS, "Print results and errors as JSON.", "--json")
+    debug: bool = switch(DIAGNOSTICS, "Show tracebacks with errors.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TalkOptions(AnswerOptions):
     """Options of commands that take a while."""
 
-    quiet: Annotated[
-        bool, flag(*("--quiet", "-q"), panel=DIAGNOSTICS, help="Print no progress and no remarks.")
-    ] = False
+    quiet: bool = switch(DIAGNOSTICS, "Print no progress and no remarks.", "--quiet", "-q")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions(TalkOptions):
     """Options of the log."""
 
-    verbose: Annotated[
-        int,
-        flag(
-            *("--verbose", "-v"),
-            panel=DIAGNOSTICS,
-            help="Log ranks, transfers and clips to stderr; -vv adds every step.",
-            count=True,
-        ),
-    ] = 0
-    log_file: Annotated[
-        Path | None,
-        option(
-            "--log-file",
-            panel=DIAGNOSTICS,
-            metavar="FILE",
-            help="Append the log to this file as JSON lines, with -v every step; at 50 MB it "
-            "becomes FILE.1, and four old files are kept.",
-        ),
-    ] = None
+    verbose: int = switch(
+        DIAGNOSTICS,
+        "Log ranks, transfers and clips to stderr; -vv adds every step.",
+        "--verbose",
+        "-v",
+        default=0,
+        count=True,
+    )
+    log_file: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE",
+        "Append the log to this file as JSON lines, with -v every step; at 50 MB it "
+        "becomes FILE.1, and four old files are kept.",
+    )
 
     def open(self, console: Console, launched: World | None) -> None:
         """Opens the log; of the ranks of a host only the first makes remarks."""

@@ -252,7 +252,8 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self._start - 1:
             self._restore(step["generators"])
-        return self._received_result(step["chunks"][self._chunk][place][call])
+        chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
+        return self._received_result(chunks[min(self._chunk, len(chunks) - 1)][place][call])
 
     def _received_result(self, node: Node) -> Any:
         return unpack(node, self._received, self._device)
@@ -335,11 +336,13 @@ class RangeCall:
         assert self._given is not None
         records: list[Node] = copy.deepcopy(self._given["records"])
         for record in records:
-            drew = [] if record["drew"] is None else leaves(record["drew"])
-            for leaf in (*leaves(record["result"]), *drew):
+            record["drew"] = None  # each step's state is in the packet
+            for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
                     leaf["name"] = _NOISE[self._row.noise_use]
+                elif record["name"] in self._row.only_first_step:
+                    leaf["name"] = None
                 if leaf["name"] not in (None, LATENTS):
                     tensors[leaf["name"]] = self._received[name]
         return records
@@ -365,7 +368,7 @@ class RangeCall:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before, versions in self._results:
             changed = versions != [each._version for each in _tensors_in(result)]
-            if place == 0 and self._row.result_in_latents:
+            if place < self._row.results_in_latents:
                 results[place].append(describe(result))
             else:
                 value, call = before if changed else result, len(results[place])
@@ -414,6 +417,8 @@ class RangeCall:
     def _recording(self, part: str, component: Any) -> Any:
         methods = component_methods(component).items()
         recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        if self._given is not None:  # what an encode casts for a moment is not used again
+            recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
 
 

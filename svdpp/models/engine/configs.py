@@ -1,4 +1,4 @@
-"""Reading the configs of a checkpoint's components; reads no weight, knows no torch."""
+"""The configs of a checkpoint: classes, sizes and the scheduler; no code. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.errors import ModelError
-from svdpp.models.class_check import check_no_code_keys
-from svdpp.models.safetensors_header import JsonFile, read_json, short_repr
+from svdpp.models.json_file import JsonFile, read_json, short_repr
 
-#: Options of schedulers that must be unset, with the reason.
-_REFUSED = {
-    "stochastic_sampling": "draws noise in every step from torch's global generator",
-    "use_beta_sigmas": "needs scipy",
-    "solver_p": "is another scheduler, whose state no packet carries",
-}
+#: What a family's configs say of a checkpoint: fields of `Checkpoint`.
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +30,6 @@ class SchedulerConfig:
         return SchedulerConfig(name=self.name, values={**self.values, key: shift})
 
 
-#: What a family's configs say of a checkpoint: fields of `RowCheckpoint`.
-Facts = dict[str, Any]
-
-
 class Configs:
     """The configs of one checkpoint's components, each read once.
 
@@ -54,7 +45,16 @@ class Configs:
     def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
         self.folder = folder
         self.index = index
-        self.scheduler = _read_scheduler(self, schedulers)
+        name, values = class_of(index, "scheduler"), read_json(folder, _SCHEDULER)
+        if name not in schedulers:
+            raise index.error(
+                f"the scheduler {short_repr(name)} is not supported: this family's steps are "
+                f"proven with {' and '.join(schedulers)}"
+            )
+        values.refuse(_REFUSED_OF_SCHEDULERS)
+        if "num_train_timesteps" in values.values:
+            values.count("num_train_timesteps", _MAX_TRAIN_TIMESTEPS)
+        self.scheduler = SchedulerConfig(name=name, values=values.values)
         self._read: dict[str, JsonFile] = {}
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
@@ -64,10 +64,13 @@ class Configs:
             ModelError: the file is missing, names other code, or has a size out of range.
         """
         if part not in self._read:
-            config = read_json(self.folder / part / "config.json", f"{part}/config.json")
-            check_no_code_keys(config)
-            _check_sizes(config)
-            self._read[part] = config
+            config = self._read[part] = read_json(self.folder, f"{part}/config.json")
+            for key, value in config.values.items():
+                if _CODE_KEYS.search(key):
+                    raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
+                limit = _MAX_LAYERS if _LAYERS.fullmatch(key) else _MAX_SIZE
+                if limit == _MAX_LAYERS or _SIZES.fullmatch(key):
+                    _check_size(config, key, value, limit)
         config = self._read[part]
         return JsonFile(config.label, {**defaults, **config.values})
 
@@ -83,6 +86,13 @@ def class_of(index: JsonFile, part: str) -> str | None:
     return None if name is None else str(name)
 
 
+def _check_size(config: JsonFile, key: str, value: object, limit: int) -> None:
+    if type(value) is int:
+        config.count(key, limit)
+    elif isinstance(value, list) and any(type(each) is int and each > limit for each in value):
+        raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+
+
 def check_class(index: JsonFile, part: str, classes: tuple[str, ...], *, optional: bool) -> None:
     """ModelError if a component's class is none of `classes`, or it is missing."""
     name = class_of(index, part)
@@ -91,56 +101,40 @@ def check_class(index: JsonFile, part: str, classes: tuple[str, ...], *, optiona
     if name is not None and name not in classes:
         expected = " or ".join(classes)
         raise index.error(f"the {part} is of class {short_repr(name)}, not {expected}")
+    entry = index.values.get(part)
+    if name is not None and isinstance(entry, list) and entry[0] not in _LIBRARIES:
+        # diffusers would import it.
+        raise index.error(f"{part!r} is from the module {short_repr(entry[0])}, but {_NO_CODE}")
 
 
+def check_no_code(folder: Path) -> None:
+    """ModelError if a folder has Python files, or adapters, which name other repositories."""
+    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
+        for path in sorted(folder.glob(pattern)):
+            name = short_repr(path.relative_to(folder).as_posix())
+            raise ModelError(
+                f"the folder contains {name}, but {_NO_CODE}",
+                "remove the file if the weights do not need it",
+            )
+
+
+_SCHEDULER = "scheduler/scheduler_config.json"
+_REFUSED_OF_SCHEDULERS = {
+    "stochastic_sampling": "draws noise in every step from torch's global generator",
+    "use_beta_sigmas": "needs scipy",
+    "solver_p": "is another scheduler, whose state no packet carries",
+}
+_MAX_TRAIN_TIMESTEPS = 100_000
+#: The last one is a folder of pipelines of diffusers, with classes of its own.
+_LIBRARIES = ("diffusers", "transformers", "ltx2")
+_NO_CODE = "svdpp runs no code from a checkpoint"
+#: Config keys that make the libraries load other code or weights: attn_implementation can name a
+#: kernel on the hub, transformers_weights another file.
+_CODE_KEYS = re.compile(
+    r"auto_map|custom_pipeline|quantization_config|_implementation|use_kernels|kernel_(config|mapping)|transformers_weights"
+)
 # Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, and LTX-2 a text width of
 # 3840.
 _LAYERS = re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks")
 _SIZES = re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff")
 _MAX_LAYERS, _MAX_SIZE = 1024, 2**18
-
-
-def _check_sizes(config: JsonFile) -> None:
-    for key, value in config.values.items():
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        if is_size and _LAYERS.fullmatch(key):
-            config.count(key, _MAX_LAYERS)
-        elif is_size and _SIZES.fullmatch(key):
-            config.count(key, _MAX_SIZE)
-
-
-def _read_scheduler(configs: Configs, classes: tuple[str, ...]) -> SchedulerConfig:
-    """The class and config of the scheduler, which must be one of `classes`.
-
-    Raises:
-        ModelError: a file is missing, or the config sets an unsupported option.
-    """
-    name = class_of(configs.index, "scheduler")
-    label = "scheduler/scheduler_config.json"
-    config = read_json(configs.folder / "scheduler" / "scheduler_config.json", label)
-    if name not in classes:
-        raise configs.index.error(
-            f"the scheduler {short_repr(name)} is not supported: this family's steps are proven "
-            f"with {' and '.join(classes)}"
-        )
-    check_unset(config, _REFUSED)
-    return SchedulerConfig(name=name, values=config.values)
-
-
-def check_unset(config: JsonFile, refused: Mapping[str, str]) -> None:
-    """ModelError if the config sets one of the options `refused`; their values are the reasons."""
-    for key, reason in refused.items():
-        if config.values.get(key):
-            raise config.error(f"{key} is not supported: it {reason}")
-
-
-def require_equal(config: JsonFile, key: str, expected: object, reason: str) -> None:
-    """ModelError if the value at `key` is not `expected`."""
-    value = config.values.get(key)
-    if value != expected:
-        raise config.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
-
-
-def missing(index: JsonFile, message: str) -> ModelError:
-    """The error for components that do not fit each other."""
-    return index.error(message, "download the folder again, or use another model")

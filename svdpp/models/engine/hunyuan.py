@@ -6,7 +6,7 @@ from typing import Any
 
 from svdpp.config.limits import require
 from svdpp.errors import RequestError
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine.configs import Configs, Facts
 
 #: Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
 FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
@@ -21,12 +21,12 @@ def facts(configs: Configs) -> Facts:
     if configs.has("image_processor"):
         transformer = configs.of("transformer", image_condition_type=None)
         reason = "as for others the clip lacks its first four frames"
-        require_equal(transformer, "image_condition_type", "token_replace", reason)
+        transformer.require("image_condition_type", "token_replace", reason)
     return {}
 
 
 def facts_15(configs: Configs) -> Facts:
-    """Prompts have a fixed length, and the pipeline chooses an image's size by its shape."""
+    """The pipeline has a fixed length of prompts, and sizes of its own for an image."""
     unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
     target = configs.of("transformer", target_size=640).count("target_size", 8192)
     return {"unused_parameters": ("max_sequence_length",), "image_sizes": image_sizes(target, unit)}

@@ -10,8 +10,11 @@ from typing import Any
 
 import diffusers
 import torch
+from transformers.utils import is_torchvision_available
 
-from svdpp.models.engine.checkpoint import RowCheckpoint, has_weights
+from svdpp.config import ModelConfig
+from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.rows import ROWS
 from svdpp.models.loading import (
     ComponentLoader,
     library_errors,
@@ -31,7 +34,7 @@ class Parts:
 
     pipe: Any
     """diffusers' pipeline; components of other ranks are skeletons."""
-    checkpoint: RowCheckpoint
+    checkpoint: Checkpoint
     device: torch.device
     dtype: str
     from_image: bool
@@ -51,16 +54,24 @@ class Parts:
         return replace(self, pipe=pipe, from_image=from_image)
 
 
+def preload(family: str) -> None:
+    """Imports diffusers' pipelines of a family, and with them its other classes."""
+    silence_libraries()
+    for name in (ROWS[family].text, ROWS[family].image):
+        if name is not None:
+            getattr(diffusers, name)
+
+
 def load_parts(
-    checkpoint: RowCheckpoint, *, sampling: Any, roles: Roles, dtype: str, device: str
+    checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Parts:
     """Loads the components for a rank; also turns off the libraries' progress bars and warnings.
 
     Args:
         checkpoint: found and checked.
+        model: precision and memory options; some components are always in fp32.
         sampling: of the clips; a rank that encodes images needs more components.
         roles: of the rank.
-        dtype: `fp32`, `fp16` or `bf16`; some components are always in fp32.
         device: as torch spells it.
 
     Raises:
@@ -73,13 +84,14 @@ def load_parts(
     needed = checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
     for part, name in checkpoint.classes:
-        cls, weights = component_class(part, name), dtype_of(checkpoint, part, dtype)
+        cls, weights = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
         if not has_weights(part):
             needs = part in needed
             parts[part] = load_processor(checkpoint, part, cls, load.device) if needs else None
         elif part in needed:
             unused = unused_parts(checkpoint, part, roles, sampling)
             parts[part] = load.module(cls, part, weights, unused)
+            apply_memory_options(checkpoint, part, parts[part], model)
         else:
             with library_errors(part, checkpoint):
                 parts[part] = skeleton(cls, checkpoint, part, weights, load.device)
@@ -87,13 +99,36 @@ def load_parts(
         pipe=new_pipeline(checkpoint, sampling.from_image, parts, load.device),
         checkpoint=checkpoint,
         device=load.device,
-        dtype=dtype,
+        dtype=model.dtype,
         from_image=sampling.from_image,
     )
 
 
+def check_weights(checkpoint: Checkpoint) -> int:
+    """Compares the name and shape of every weight with the model's classes; reads no weight.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
+    """
+    load = ComponentLoader(checkpoint, torch.device("cpu"))
+    classes = {part: component_class(part, name) for part, name in checkpoint.classes}
+    return sum(load.check(classes[part], part) for part in checkpoint.weighted)
+
+
+def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the bits depend on besides request and device: the class of SVD's image processor."""
+    return {
+        part: component_class(part, name).__name__
+        for part, name in checkpoint.classes
+        if part == "feature_extractor"
+    }
+
+
 def new_pipeline(
-    checkpoint: RowCheckpoint, from_image: bool, parts: dict[str, Any], device: torch.device
+    checkpoint: Checkpoint, from_image: bool, parts: dict[str, Any], device: torch.device
 ) -> Any:
     """The pipeline with these components, on `device` even if its first one is a skeleton."""
     cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
@@ -115,14 +150,14 @@ def new_pipeline(
     return pipe
 
 
-def new_scheduler(checkpoint: RowCheckpoint, sampling: Any) -> Any:
+def new_scheduler(checkpoint: Checkpoint, sampling: Any) -> Any:
     """A scheduler for one clip."""
     scheduler = checkpoint.scheduler if sampling is None else checkpoint.scheduler_of(sampling)
     with library_errors("scheduler", checkpoint):
         return getattr(diffusers, scheduler.name).from_config(dict(scheduler.values))
 
 
-def set_up(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> None:
+def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
     """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
     pipe.scheduler = new_scheduler(checkpoint, sampling)
     if (guider := getattr(pipe, "guider", None)) is not None:
@@ -132,19 +167,34 @@ def set_up(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> None:
 
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
+    if name in ("CLIPImageProcessor", "CLIPFeatureExtractor"):
+        # Without torchvision, transformers takes the second class, with a warning.
+        name = "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
 
 
-def dtype_of(checkpoint: RowCheckpoint, part: str, dtype: str) -> torch.dtype:
+def apply_memory_options(
+    checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
+) -> None:
+    """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    is_denoiser = part in checkpoint.row.denoisers
+    if model.memory_opt and is_denoiser:
+        module.enable_forward_chunking()
+    formats = ((torch.nn.Conv2d, torch.channels_last), (torch.nn.Conv3d, torch.channels_last_3d))
+    for layer in module.modules() if model.channels_last and (is_denoiser or part == "vae") else ():
+        for kind, memory_format in formats:
+            if isinstance(layer, kind):
+                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
+
+
+def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
     """The dtype of a component's weights."""
-    return torch.float32 if part in checkpoint.fp32_components else torch_dtype(dtype)
+    return torch.float32 if part in checkpoint.row.fp32 else torch_dtype(dtype)
 
 
-def unused_parts(
-    checkpoint: RowCheckpoint, part: str, roles: Roles, sampling: Any
-) -> tuple[str, ...]:
+def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
     """The submodules of a component that a rank with these roles does not use."""
     if part != "vae":
         return ()
@@ -154,7 +204,7 @@ def unused_parts(
 
 
 def skeleton(
-    cls: Any, checkpoint: RowCheckpoint, part: str, dtype: torch.dtype, device: torch.device
+    cls: Any, checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """Stands for a component that this rank does not load: its config, and weights without data.
 
@@ -175,7 +225,7 @@ def _on_device(cls: Any, device: str) -> Any:
     return type(cls.__name__, (cls,), attributes)
 
 
-def load_processor(checkpoint: RowCheckpoint, part: str, cls: Any, device: torch.device) -> Any:
+def load_processor(checkpoint: Checkpoint, part: str, cls: Any, device: torch.device) -> Any:
     """A component without weights."""
     load = ComponentLoader(checkpoint, device)
     return load.tokenizer(cls) if part == "tokenizer" else load.processor(cls, part)

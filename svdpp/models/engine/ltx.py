@@ -7,8 +7,8 @@ from typing import Any
 
 from svdpp.config import LtxSampling
 from svdpp.config.limits import require
-from svdpp.models.engine.configs import Configs, Facts, require_equal
-from svdpp.models.safetensors_header import JsonFile, short_repr
+from svdpp.models.engine.configs import Configs, Facts
+from svdpp.models.json_file import JsonFile, short_repr
 
 
 def facts(configs: Configs) -> Facts:
@@ -20,10 +20,10 @@ def facts(configs: Configs) -> Facts:
     vae, transformer = configs.of("vae", **_VAE), configs.of("transformer", **_TRANSFORMER)
     text_dim = configs.of("text_encoder").count("d_model", 2**18)
     channels = vae.count("latent_channels", 4096)
-    require_equal(transformer, "caption_channels", text_dim, "the text encoder's d_model")
-    require_equal(transformer, "in_channels", channels, "the VAE's latent_channels")
+    transformer.require("caption_channels", text_dim, "the text encoder's d_model")
+    transformer.require("in_channels", channels, "the VAE's latent_channels")
     for key in ("patch_size", "patch_size_t"):
-        require_equal(transformer, key, 1, "as in the published LTX-Video")
+        transformer.require(key, 1, "as in the published LTX-Video")
     if any(_list(vae, "decoder_inject_noise")):
         raise vae.error(
             "decoder_inject_noise is not supported: the decoder would draw noise from torch's "

@@ -15,13 +15,12 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Tensors
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
-from svdpp.models.engine.checkpoint import RowCheckpoint
 from svdpp.models.engine.load import Parts, load_parts, set_up
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
-from svdpp.models.svd.decode import to_bytes
 from svdpp.plan.layout import Roles
 
 _IMAGE = "image"
@@ -47,11 +46,13 @@ class EngineModel:
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """The same loaded components with other sampling parameters."""
-        from_image: bool = getattr(sampling, "from_image", False)
-        return EngineModel(self._parts.for_clips(from_image=from_image), sampling)
+        return EngineModel(self._parts.for_clips(from_image=sampling.from_image), sampling)
 
     def prepare(self, image: Image.Image) -> Tensors:
-        """The pixels of the image, (H, W, 3) uint8; the pipeline resizes them itself."""
+        """What the row prepares, or the pixels of the image: (H, W, 3) uint8."""
+        if self._row.prepare is not None:
+            made: Tensors = self._row.prepare(self._pipe, image, self._sampling)
+            return made
         return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
@@ -61,17 +62,19 @@ class EngineModel:
             prepared: the result of `prepare`; empty if clips are made from text alone.
             request: gives the prompts and the seed.
         """
-        image = Image.fromarray(prepared[_IMAGE].numpy()) if prepared else None
-        assert (image is not None) == self._parts.from_image
+        assert bool(prepared) == self._parts.from_image
+        pixels = prepared.get(_IMAGE)
+        image = self._stand_in() if pixels is None else Image.fromarray(pixels.numpy())
         generator = torch.Generator(self._generator_device).manual_seed(request.seed)
         call = self._call(None, 0, 0, generator)
-        with ExitStack() as caches:
+        with ExitStack() as patches:
+            patches.enter_context(self._row.prepared(self._pipe, prepared))
             for name in self._row.texts:
                 cached = self._cached(name, getattr(self._pipe, name))
-                caches.enter_context(replaced(self._pipe, **{name: cached}))
+                patches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
-                | request_arguments(request, image, generator)
+                | request_arguments(self._row, self._sampling, request, image, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -91,7 +94,7 @@ class EngineModel:
             ValueError: a denoiser that the steps need is not loaded.
         """
         assert start < end
-        structure = _structure(tensors)
+        structure, tensors = self._opened(tensors, start)
         generator = torch.Generator(self._generator_device)
         branches = None
         if partner is not None:
@@ -116,21 +119,22 @@ class EngineModel:
 
         video, *audio = self.decode_by(tensors, check_and_postprocess)
         self.audio = audio_of(self._pipe, self._row, *audio)
-        return to_bytes(video[0].float())  # from (F, 3, H, W), 0 to 1
+        return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
-        structure = _structure(tensors)
-        generator = torch.Generator(self._generator_device)
         steps = self._sampling.num_inference_steps
+        structure, tensors = self._opened(tensors, steps)
+        generator = torch.Generator(self._generator_device)
         call = self._call((structure, tensors), steps, None, generator)
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
             arguments = self._later_arguments(structure, generator)
-            return call.run(arguments | {"output_type": "pt"})
+            result = call.run(arguments | {"output_type": "pt"})
+        return result if isinstance(result, tuple) else (result,)
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
         """See `VideoModel`."""
-        from svdpp.models.engine.memory import probe_packet  # imports this module
+        from svdpp.models.memory import probe_packet  # imports this module
 
         parts, generator = self._parts, torch.Generator().manual_seed(0)
         made = probe_packet(parts.checkpoint, parts.dtype, self._sampling, has_stepped=has_stepped)
@@ -148,6 +152,8 @@ class EngineModel:
 
     def removed_text(self, prompt: str) -> str:
         """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
+        if not self._row.takes_prompt:
+            return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
@@ -178,10 +184,33 @@ class EngineModel:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""
         arguments = call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
         negative = "" if structure["given"]["negative_prompt"] else None
-        stand_in = ClipRequest(seed=0, prompt="", negative_prompt=negative)
+        prompt = "" if self._row.takes_prompt else None
+        request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
+        given = request_arguments(self._row, self._sampling, request, self._stand_in(), generator)
+        return arguments | given
+
+    def _stand_in(self) -> Image.Image | None:
+        """An image that is not used, for clips from an image."""
         size = self._sampling.width, self._sampling.height
-        image = Image.new("RGB", size) if self._parts.from_image else None
-        return arguments | request_arguments(stand_in, image, generator)
+        return Image.new("RGB", size) if self._parts.from_image else None
+
+    def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
+        """The structure and the tensors of a packet after `steps`.
+
+        Raises:
+            InputError: the packet is a latent checkpoint of an earlier version.
+        """
+        if STRUCTURE in tensors:
+            assert tensors[STRUCTURE].is_cpu
+            return json.loads(tensors[STRUCTURE].numpy().tobytes()), tensors
+        if self._row.old_packet is None:
+            raise InputError(
+                "the latent checkpoint was written by svdpp 0.3 or earlier, which kept less of a "
+                "clip",
+                "delete it: the clip then starts again",
+            )
+        opened: tuple[Node, Tensors] = self._row.old_packet(tensors, self._sampling, steps)
+        return opened
 
     def _cached(self, name: str, encode: Any) -> Any:
         texts = self._parts.texts
@@ -203,18 +232,18 @@ class EngineModel:
 
 
 def load_model(
-    checkpoint: RowCheckpoint,
+    checkpoint: Checkpoint,
     model: ModelConfig,
     sampling: SamplingConfig,
     device: str,
     roles: Roles,
 ) -> EngineModel:
     """Loads only the components for one rank; see `load_parts` for errors."""
-    parts = load_parts(checkpoint, sampling=sampling, roles=roles, dtype=model.dtype, device=device)
+    parts = load_parts(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(parts, sampling)
 
 
-def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[str, Any]:
+def call_arguments(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> dict[str, Any]:
     """Arguments of `__call__` that only depend on the sampling parameters."""
     accepted = inspect.signature(type(pipe).__call__).parameters
     renamed = checkpoint.row.renamed
@@ -228,15 +257,27 @@ def call_arguments(pipe: Any, checkpoint: RowCheckpoint, sampling: Any) -> dict[
 
 
 def request_arguments(
-    request: ClipRequest, image: Image.Image | None, generator: torch.Generator
+    row: Row,
+    sampling: Any,
+    request: ClipRequest,
+    image: Image.Image | None,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
-    given = {"negative_prompt": request.negative_prompt, "image": image}
-    return {
+    if image is not None and row.size_from_image:
+        image = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
+    given = {
         "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        row.image_argument: image,
         "generator": generator,
-        **{name: value for name, value in given.items() if value is not None},
     }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
+    """(F, 3, H, W) in [0, 1] to (F, H, W, 3) uint8, as diffusers' processor, but on the device."""
+    return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:
@@ -258,19 +299,3 @@ def _packet(call: RangeCall, more: Node) -> Tensors:
     text = json.dumps({**call.structure, **more}, separators=(",", ":"))
     structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return {**call.tensors, STRUCTURE: structure}
-
-
-def _structure(tensors: Tensors) -> Node:
-    """The structure of a packet.
-
-    Raises:
-        InputError: there is none: the packet is a latent checkpoint of an earlier version.
-    """
-    if STRUCTURE not in tensors:
-        raise InputError(
-            "the latent checkpoint was written by svdpp 0.3 or earlier, which kept less of a clip",
-            "delete it: the clip then starts again",
-        )
-    assert tensors[STRUCTURE].is_cpu
-    structure: Node = json.loads(tensors[STRUCTURE].numpy().tobytes())
-    return structure

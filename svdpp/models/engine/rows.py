@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from svdpp.config.limits import require
-from svdpp.models.engine import hunyuan, ltx, wan
-from svdpp.models.engine.configs import Configs, Facts, require_equal
+from svdpp.models.engine import hunyuan, ltx, svd, wan
+from svdpp.models.engine.configs import Configs, Facts
 
 #: transformers 5 also saves fast tokenizers as this class.
 _ANY_TOKENIZER = ("TokenizersBackend",)
 _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
+_CLIP_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
 _LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
 _SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
 _HUNYUAN = {
@@ -29,6 +31,7 @@ _LTX = {
     "vae": ("AutoencoderKLLTXVideo",),
     "transformer": ("LTXVideoTransformer3DModel",),
 }
+_ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -50,9 +53,8 @@ def _latte(configs: Configs) -> Facts:
 def _kandinsky5(configs: Configs) -> Facts:
     """Refuses the sparse attention, whose kernels only CUDA has."""
     reason = "as sparse attention needs kernels of CUDA, and was never compared"
-    require_equal(
-        configs.of("transformer", attention_type="regular"), "attention_type", "regular", reason
-    )
+    transformer = configs.of("transformer", attention_type="regular")
+    transformer.require("attention_type", "regular", reason)
     return {}
 
 
@@ -81,12 +83,17 @@ class Row:
     """The pipeline's class for clips from text alone."""
     image: str | None = None
     """The pipeline's class for clips from an image."""
+    image_argument: str = "image"
+    """Of `__call__`, for that image."""
+    size_from_image: bool = False
+    """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
     components: Mapping[str, tuple[str, ...]]
     """The classes that each component may have."""
     optional: frozenset[str] = frozenset()
     """Components that a checkpoint need not have."""
+    takes_prompt: bool = True
     schedulers: tuple[str, ...] = _FLOW
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
@@ -114,8 +121,11 @@ class Row:
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use that tensor. `in_latents`: later steps use parts of it which no step changes,
     so that ranks find them in the latent."""
-    result_in_latents: bool = False
-    """Whether what `scheduler.step` returns, which then does not travel, is part of the latent."""
+    only_first_step: frozenset[str] = frozenset()
+    """Further records that only the first step uses."""
+    results_in_latents: int = 0
+    """Of how many schedulers, by their first steps, the results are part of the latent; these do
+    not travel."""
     branches: Literal["calls", "batch"] | None = None
     """How a guided step evaluates its two branches: by two calls whose results are used after both,
     or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
@@ -128,6 +138,14 @@ class Row:
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
     give the same clip."""
+    prepare: Callable[[Any, Any, Any], Any] | None = None
+    """Does the part of an image's encode that needs no device, of a pipeline (first), an image and
+    sampling parameters; None: that takes no time worth mentioning."""
+    prepared: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """While it lasts, the pipeline uses what `prepare` has made."""
+    old_packet: Callable[[Any, Any, int], Any] | None = None
+    """The structure and tensors of a packet of an earlier version, of its tensors, the sampling
+    parameters, and the number of steps that have run."""
 
     def pipeline(self, from_image: bool) -> str:
         """The pipeline's class for a clip."""
@@ -137,6 +155,28 @@ class Row:
 
 
 ROWS: Mapping[str, Row] = {
+    "svd": Row(
+        title="Stable Video Diffusion",
+        branches="batch",
+        image="StableVideoDiffusionPipeline",
+        components={
+            "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
+            "image_encoder": ("CLIPVisionModelWithProjection",),
+            "vae": ("AutoencoderKLTemporalDecoder",),
+            "unet": ("UNetSpatioTemporalConditionModel",),
+        },
+        takes_prompt=False,
+        schedulers=("EulerDiscreteScheduler",),
+        denoisers=("unet",),
+        encode=("feature_extractor", "image_encoder"),
+        only_decode=("decoder",),
+        texts=(),
+        results_in_latents=1,
+        facts=svd.facts,
+        prepare=svd.prepare,
+        prepared=svd.prepared,
+        old_packet=svd.old_packet,
+    ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
         branches="calls",
@@ -149,13 +189,34 @@ ROWS: Mapping[str, Row] = {
             "transformer": ("WanTransformer3DModel",),
             "transformer_2": ("WanTransformer3DModel",),
             "image_encoder": ("CLIPVisionModel",),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+            "image_processor": _CLIP_PROCESSORS,
         },
         optional=frozenset({"transformer_2", "image_encoder", "image_processor"}),
         denoisers=("transformer", "transformer_2"),
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
         facts=wan.facts,
+        check=wan.check,
+    ),
+    "wan_vace": Row(
+        title="Wan VACE, whose image is a reference",
+        branches="calls",
+        text="WanVACEPipeline",
+        image="WanVACEPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("WanVACETransformer3DModel",),
+            "transformer_2": ("WanVACETransformer3DModel",),
+        },
+        optional=frozenset({"transformer_2"}),
+        denoisers=("transformer", "transformer_2"),
+        encode=("tokenizer", "text_encoder", "vae"),
+        image_argument="reference_images",
+        fp32=frozenset({"vae"}),
+        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+        facts=wan.vace_facts,
         check=wan.check,
     ),
     "ltx": Row(
@@ -170,7 +231,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
         generator_device=ltx.generator_device,
@@ -186,8 +247,9 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
+        only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
         noise_use="later_steps",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=ltx.facts,
         check=ltx.check,
     ),
@@ -214,8 +276,9 @@ ROWS: Mapping[str, Row] = {
         renamed={"frame_rate": "fps"},
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
+        only_first_step=frozenset({"prepare_audio_latents"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
     ),
@@ -235,7 +298,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
-        result_in_latents=True,
+        results_in_latents=1,
         facts=hunyuan.facts,
     ),
     "framepack": Row(
@@ -280,6 +343,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
     ),
@@ -309,7 +373,7 @@ ROWS: Mapping[str, Row] = {
             "vae": ("AutoencoderKLWan",),
             "transformer": ("SkyReelsV2Transformer3DModel",),
             "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPProcessor"),
+            "image_processor": (*_CLIP_PROCESSORS, "CLIPProcessor"),
         },
         optional=frozenset({"image_encoder", "image_processor"}),
         encode_image=("vae", "image_encoder", "image_processor"),
@@ -327,7 +391,7 @@ ROWS: Mapping[str, Row] = {
         },
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=_ALL,
         check=_one_window,
     ),
     "kandinsky5": Row(
@@ -346,7 +410,7 @@ ROWS: Mapping[str, Row] = {
         encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
-        result_in_latents=True,
+        results_in_latents=1,
         facts=_kandinsky5,
         check=_kandinsky5_frames,
     ),
@@ -377,6 +441,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        results_in_latents=1,
         facts=_latte,
     ),
 }

@@ -17,11 +17,8 @@ from svdpp.models.engine.configs import (
     Configs,
     Facts,
     SchedulerConfig,
-    check_unset,
-    missing,
-    require_equal,
 )
-from svdpp.models.safetensors_header import JsonFile, short_repr
+from svdpp.models.json_file import JsonFile, short_repr
 
 
 def facts(configs: Configs) -> Facts:
@@ -33,15 +30,15 @@ def facts(configs: Configs) -> Facts:
     vae = configs.of("vae", z_dim=16, scale_factor_spatial=8)
     transformer = configs.of("transformer", **_TRANSFORMER)
     text_dim = configs.of("text_encoder").count("d_model", 2**18)
-    require_equal(transformer, "text_dim", text_dim, "the text encoder's d_model")
-    check_unset(transformer, {"pos_embed_seq_len": "is for a first and a last image"})
+    transformer.require("text_dim", text_dim, "the text encoder's d_model")
+    transformer.refuse({"pos_embed_seq_len": "is for a first and a last image"})
     scheduler = JsonFile("scheduler/scheduler_config.json", configs.scheduler.values)
-    check_unset(scheduler, _UNSUPPORTED)
+    scheduler.refuse(_UNSUPPORTED)
     expand = bool(configs.index.values.get("expand_timesteps"))
     takes_image = _takes_image(transformer, vae.count("z_dim", 1024), expand)
     if configs.has("image_encoder") != (transformer.values["image_dim"] is not None):
         message = "the transformer's image_dim and the image encoder do not fit"
-        raise missing(configs.index, message)
+        raise configs.index.error(message)
     patch = transformer.counts("patch_size", 16)
     if len(patch) != 3:
         raise transformer.error(f"patch_size is {patch}, not three integers")
@@ -50,13 +47,18 @@ def facts(configs: Configs) -> Facts:
     if boundary_ratio is not None:
         second = configs.of("transformer_2", **_TRANSFORMER)
         for key in ("in_channels", "out_channels", "patch_size", "text_dim", "image_dim"):
-            require_equal(second, key, transformer.values[key], "as in the transformer")
+            second.require(key, transformer.values[key], "as in the transformer")
     return {
         "boundary_ratio": boundary_ratio,
         "size_multiple": (factor * patch[1], factor * patch[2]),
         "image_use": "optional" if expand else "needed" if takes_image else "refused",
         "unused_parameters": () if boundary_ratio is not None else ("guidance_scale_2",),
     }
+
+
+def vace_facts(configs: Configs) -> Facts:
+    """As `facts`; the image is a reference, not a part of the latent."""
+    return {**facts(configs), "image_use": "optional"}
 
 
 def check(checkpoint: Any, sampling: WanSampling) -> None:
@@ -80,11 +82,11 @@ def _boundary_ratio(configs: Configs) -> float | None:
     if ratio is None and not has_second:
         return None
     if ratio is None:
-        raise missing(index, "there is an expert transformer_2, but no boundary_ratio")
+        raise index.error("there is an expert transformer_2, but no boundary_ratio")
     if not (isinstance(ratio, float) and 0 < ratio < 1):
         raise index.error(f"boundary_ratio is {short_repr(ratio)}, not a number between 0 and 1")
     if not has_second:
-        raise missing(index, f"boundary_ratio is {ratio}, but the expert transformer_2 is missing")
+        raise index.error(f"boundary_ratio is {ratio}, but the expert transformer_2 is missing")
     return ratio
 
 

@@ -1,0 +1,360 @@
+"""The report on a run: its clips, its times, what limits it, and what would help."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config.limits import MAX_CLIPS
+from svdpp.diagnostics.figures import RunFigures, figures_of, head_rooms
+from svdpp.diagnostics.findings import Finding, FindingKind, find_limits
+from svdpp.diagnostics.utilisation import Speeds, speeds_of
+from svdpp.driver.run_manifest import NAME, read_manifest
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.choose import choose_layout
+from svdpp.plan.large_forecast import forecast_layout
+
+SCHEMA_VERSION = 1
+#: A smaller gain is within the noise of a forecast.
+WORTH_A_CHANGE = 1.05
+# A forecast of more clips takes longer, and says no more.
+_CLIPS_PER_RANK = 16
+# A run that takes this many times its forecast, and a second longer, gets an explanation.
+_OVERRUN, _OVERRUN_SECONDS = 1.2, 1.0
+
+# What limits a run, in a few words; braces name the rank.
+_SHORT: Mapping[FindingKind, str] = {
+    "balanced": "nothing: all ranks are busy",
+    "slow_device": "rank {rank}, whose device is slower",
+    "shared_cores": "other processes, which use the cores",
+    "throttled": "rank {rank}, whose GPU lowers its clock",
+    "too_many_threads": "more threads than cores",
+    "decode": "rank {rank}, which decodes",
+    "encode": "rank {rank}, which encodes",
+    "steps": "rank {rank}, which has more steps than the others",
+    "transfers": "rank {rank}, which waits for packets",
+    "images": "rank {rank}, which waits for images to be read",
+    "disk": "rank {rank}, which waits for clips to be written",
+    "few_clips": "few clips, so that ranks wait at the start and the end",
+    "start_up": "the start of the ranks",
+    "memory": "the memory of rank {rank}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """How to type the same work again with other settings."""
+
+    costs: str
+    """Path of the measured costs."""
+    command: str
+    more: str = ""
+    """The end of the command."""
+    given: Mapping[str, str]
+    """The layout that the command has without changes, by option."""
+    spell: Callable[[str, str], str]
+    """Types one setting, by its name and value."""
+
+    def __call__(self, **changes: object) -> str:
+        """The command with these changes."""
+        words = [self.spell(name, shlex.quote(str(value))) for name, value in changes.items()]
+        return " ".join([self.command, *words, self.more]).strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing that would help."""
+
+    text: str
+    note: str = ""
+    """What else to know of it."""
+    command: str = ""
+    """To type; empty if no command of svdpp does it."""
+    times_as_fast: float | None = None
+    """By forecast or measurement; None if there is none."""
+    answers: FindingKind | None = None
+    """The finding that it answers; None: any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the figures of a run, or of one round of a bench, say."""
+
+    figures: RunFigures
+    findings: tuple[Finding, ...]
+    advice: tuple[Advice, ...]
+    """The layout that a forecast prefers comes first, then what answers the findings, in order."""
+    speeds: Speeds = field(default_factory=Speeds)
+
+    @property
+    def best(self) -> Advice | None:
+        """The layout that a forecast prefers, or else what answers the costliest finding."""
+        answers = (None, self.findings[0].kind)
+        return next((advice for advice in self.advice if advice.answers in answers), None)
+
+    @property
+    def headline(self) -> str:
+        """The most useful line: the costliest finding, and the best advice."""
+        helps = [f"What helps: {self.best.text}"] if self.best else []
+        return ". ".join([self.findings[0].text, *helps])
+
+    @property
+    def lines(self) -> list[str]:
+        """What limits the ranks and what to try, for a terminal; commands have their own lines.
+
+        None for fewer clips than fill the ranks once and leave one to compare.
+        """
+        if not self._is_measured:
+            return []
+        first = self.findings[0]
+        lost = f" ({first.lost_seconds:.1f} s)" if first.lost_seconds else ""
+        lines = [f"limited by: {_SHORT[first.kind].format(rank=first.rank)}{lost}"]
+        if (best := self.best) is not None:
+            lines.append(textwrap.shorten(f"try: {best.text}", 80, placeholder="..."))
+            lines += [f"  {best.command}"] if best.command else []
+        return lines
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether there are clips beyond those that only fill the ranks."""
+        return self.figures.clips > self.figures.world_size
+
+    @property
+    def times(self) -> str:
+        """Start, first clip and rate in one line."""
+        figures = self.figures
+        clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
+        return (
+            f"times: {figures.start_seconds:.1f} s to start, then {clips} in "
+            f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
+            f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
+        )
+
+    @property
+    def device_lines(self) -> list[str]:
+        """One line for each GPU that was sampled, the energy, and the head-room of each memory."""
+        figures = self.figures
+        sampled = [rank for rank in figures.ranks if rank.gpu is not None]
+        lines = [f"GPU of rank {rank.rank}: {rank.gpu}" for rank in sampled]
+        if figures.device != "cpu" and not sampled:
+            lines.append("no figures of the GPUs: NVML gave none")
+        if figures.joules_per_clip is not None:
+            lines.append(f"energy: {figures.joules_per_clip:.0f} J a clip, all GPUs together")
+        return lines + [
+            f"memory of rank {', '.join(map(str, room.ranks))}: peak "
+            f"{room.peak_bytes / 2**30:.1f} of {room.total_bytes / 2**30:.1f} GiB, "
+            f"{room.free_share:.0%} left"
+            for room in head_rooms(figures)
+        ]
+
+    @property
+    def forecast_error(self) -> float | None:
+        """0.1 if the run took a tenth longer than forecast by all measured costs.
+
+        None for so few clips that the first one, which warms up, decides.
+        """
+        seconds = self.figures.forecast_seconds
+        return self.figures.makespan / seconds - 1 if seconds and self._is_measured else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The diagnosis as plain values."""
+        rooms = head_rooms(self.figures)
+        return {
+            "headline": self.headline,
+            "findings": [asdict(finding) for finding in self.findings],
+            "advice": [asdict(advice) for advice in self.advice],
+            "memory": [{**asdict(room), "free_share": room.free_share} for room in rooms],
+            "utilisation": asdict(self.speeds),
+            "joules_per_clip": self.figures.joules_per_clip,
+            "forecast_error": self.forecast_error,
+            "measured": self.figures.to_json(),
+        }
+
+
+def diagnose(figures: RunFigures, again: Again, without: Collection[FindingKind] = ()) -> Diagnosis:
+    """The diagnosis of `figures`, without utilisation."""
+    findings = find_limits(figures, without)
+    advice = list(_best_layout(figures, again))
+    for finding in findings:
+        remedies = _remedy(finding.kind, figures, again)
+        advice += [replace(remedy, answers=finding.kind) for remedy in remedies]
+    return Diagnosis(figures=figures, findings=tuple(findings), advice=tuple(advice))
+
+
+def overrun(figures: RunFigures, forecast_seconds: float) -> str:
+    """Why a run took much longer than its forecast; empty if it did not."""
+    took = figures.makespan
+    if took <= max(_OVERRUN * forecast_seconds, forecast_seconds + _OVERRUN_SECONDS):
+        return ""
+    return (
+        f"the run took {took:.2f} s, {took / forecast_seconds:.1f} times the forecast: "
+        + find_limits(figures)[0].text
+    )
+
+
+def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
+    """The layout that finishes the same clips first on the same ranks.
+
+    Both sides are forecasts, so that what no forecast knows of is in neither.
+    """
+    if not figures.forecast_seconds:
+        return
+    clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
+    try:
+        layout = choose_layout(
+            num_steps=figures.num_steps,
+            world_size=figures.world_size,
+            num_clips=clips,
+            costs=figures.costs,
+            decodes=figures.decodes,
+        ).layout
+        now = figures.forecast_seconds * clips / figures.clips
+        times = now / forecast_layout(layout, clips).makespan
+    except (RequestError, ZeroDivisionError):
+        return
+    if times < WORTH_A_CHANGE:
+        return
+    wanted = {
+        "layout": "pipeline",
+        "split": layout.split,
+        "replicas": str(layout.replicas),
+        "decoders": str(layout.decoders),
+    }
+    changes = {name: wanted[name] for name, value in again.given.items() if wanted[name] != value}
+    if layout.split != "uniform":
+        changes["costs"] = again.costs
+    yield Advice(
+        text=f"{layout}, {times:.2f} times as fast at the measured costs",
+        note="each device needs room for the whole model" if layout.replica_size == 1 else "",
+        command=again(**changes),
+        times_as_fast=times,
+    )
+
+
+def _remedy(kind: FindingKind, figures: RunFigures, again: Again) -> list[Advice]:
+    """What answers a finding; another layout is forecast instead."""
+    chunk, model = figures.decode_chunk_size, figures.model.get("name")
+    match kind:
+        case "too_many_threads":
+            threads = max(1, figures.usable_cores // figures.world_size)
+            command = again(threads=threads) if threads < figures.num_threads else ""
+            text = "as many threads as cores" if command else "fewer ranks, or another machine"
+            note = "the clips get other bits" if command else ""
+            return [Advice(text=text, note=note, command=command)]
+        case "shared_cores":
+            note = "the forecasts here assume that the ranks stay as slow as they were"
+            return [Advice(text="end the other processes, or run at another time", note=note)]
+        case "throttled":
+            return [Advice(text="cool the GPU or raise its power limit: svdpp cannot do either")]
+        case "memory" if chunk > 1:
+            text, note = "decode fewer frames at a time", "the clips get other bits"
+            return [Advice(text=text, note=note, command=again(decode_chunk_size=chunk // 2))]
+        case "images":
+            text = "copy the images to a local disk, or make them smaller"
+            return [Advice(text=text, note="a rank reads one ahead")]
+        case "disk":
+            return [Advice(text="write to a faster disk: name a folder on it with --out")]
+        case "few_clips":
+            command = (
+                f"svdpp plan --compare --clips {min(10 * figures.clips, MAX_CLIPS)} "
+                f"--steps {figures.num_steps} --world {figures.world_size} "
+                f"--costs {shlex.quote(again.costs)}"
+            )
+            note = "all ranks work only between the first clip and the last"
+            return [Advice(text="make more clips in one run", note=note, command=command)]
+        case "start_up":
+            named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
+            command = f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}"
+            text = "keep the ranks between runs: a service loads the model once"
+            return [Advice(text=text, command=command)]
+        case _:
+            return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What is said of a run."""
+
+    path: Path
+    """The run's manifest."""
+    states: Mapping[str, int]
+    """Number of clips in each state."""
+    lost: tuple[dict[str, str], ...]
+    """The `output` of each failed clip, empty if its image could not be read, and `why`."""
+    diagnosis: Diagnosis | None
+    """None if the run was killed, made no clip, or is of an earlier version."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        nothing = {"headline": "the run has left no figures", "findings": [], "advice": []}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "manifest": str(self.path),
+            "clips": dict(self.states),
+            "lost": list(self.lost),
+            **(nothing if self.diagnosis is None else self.diagnosis.to_json()),
+        }
+
+
+def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
+    """The report on the run whose manifest is at `path`, or in that folder.
+
+    Args:
+        path: of the run.
+        counts_flops: whether to build the model without weights, for TFLOP/s; takes seconds.
+    """
+    manifest = _find_manifest(path)
+    content = read_manifest(manifest)
+    try:
+        clips = [dict(clip) for clip in content["clips"]]
+        states = Counter(str(clip["state"]) for clip in clips)
+        lost = tuple(
+            {"output": str(clip.get("output") or ""), "why": str(clip["error"]["message"])}
+            for clip in clips
+            if clip["state"] == "failed"
+        )
+        options = dict(content.get("options") or {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
+    figures = figures_of(content, repr(str(manifest)))
+    diagnosis = None if figures is None else diagnose(figures, _run_again(manifest, options))
+    if diagnosis is not None and counts_flops:
+        diagnosis = replace(diagnosis, speeds=speeds_of(diagnosis.figures))
+    return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
+
+
+def _run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
+    given = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
+    return Again(
+        costs=str(manifest),
+        command=f"svdpp run --from {shlex.quote(str(manifest))}",
+        more="--out out-again",
+        given={name: str(options.get(name, value)) for name, value in given.items()},
+        spell=lambda name, value: f"--{name.replace('_', '-')} {value}",
+    )
+
+
+def _find_manifest(path: Path) -> Path:
+    if not path.is_dir():
+        if not path.exists():
+            raise InputError(f"{str(path)!r} does not exist", "svdpp report FOLDER of a run")
+        return path
+    if (path / NAME).exists():
+        return path / NAME
+    manifests = sorted(path.glob(f"*.{NAME}"))
+    if len(manifests) == 1:
+        return manifests[0]
+    if manifests:
+        names = ", ".join(manifest.name for manifest in manifests[:3])
+        raise InputError(
+            f"{str(path)!r} holds {len(manifests)} runs: {names}", f"svdpp report {manifests[0]}"
+        )
+    raise InputError(
+        f"{str(path)!r} is not the folder of a run: it has no {NAME}",
+        "name the folder that svdpp run wrote with --out, or results/EXPERIMENT/RUN of a bench",
+    )

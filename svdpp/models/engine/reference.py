@@ -1,0 +1,151 @@
+"""The reference: diffusers' unmodified pipeline of any family, on one device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.call import changed_state, packed_state, snapshot
+from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
+from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
+from svdpp.models.engine.values import Packer
+from svdpp.models.loading import library_errors, silence_libraries
+
+
+class Reference:
+    """diffusers' unmodified pipeline, as a user of diffusers loads it.
+
+    Args:
+        checkpoint: found and checked.
+        model: precision and memory options, the same as those of the ranks.
+        device: of all components.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
+        self._checkpoint, self._model, self._device = checkpoint, model, device
+        self._loaded: tuple[bool, Any] | None = None
+        self.audio: Audio | None = None
+        """Of the last clip; None: the model makes no sound."""
+
+    def run(
+        self,
+        request: ClipRequest,
+        image: Image.Image | None,
+        sampling: SamplingConfig,
+        *,
+        before_steps: Callable[[], None],
+        after_step: Callable[[int, Tensors], None],
+    ) -> tuple[torch.Tensor, Frames]:
+        """Makes one clip by `__call__`; returns its final latent and its frames.
+
+        Args:
+            request: gives seed and prompts.
+            image: fitted to the frame's size; None for a clip from text alone.
+            sampling: resolved.
+            before_steps: called before the first step.
+            after_step: called after each step, with its index, the latent and the solver's history.
+        """
+        checkpoint, row = self._checkpoint, self._checkpoint.row
+        pipe = self._pipe(image is not None)
+        set_up(pipe, checkpoint, sampling)
+        before: dict[str, Any] = {}
+        last: Tensors = {}
+        outputs: list[Any] = []
+
+        def begin(*_: Any) -> None:
+            if not before:
+                before.update(snapshot(pipe.scheduler))
+            before_steps()
+
+        steps = itertools.count()  # those of all loops, if there are several
+
+        def on_step_end(_: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+            packer = Packer()
+            packed_state(packer, changed_state(before, pipe.scheduler))
+            for branch, output in enumerate(outputs):
+                packer.pack(output, f"{PREDICTION}{branch}")
+            outputs.clear()
+            last[LATENTS] = values[LATENTS]
+            after_step(next(steps), {**packer.tensors, **last})
+            return {}
+
+        callback: dict[str, Any] = {"callback_on_step_end": on_step_end}
+        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
+            callback = {}
+            _observe_steps(pipe.scheduler, on_step_end)
+        device = row.generator_device(checkpoint, sampling, self._device)
+        generator = torch.Generator(device).manual_seed(request.seed)
+        # They change no tensor; the first call is the end of the encode.
+        modules = [getattr(pipe, name, None) for name in row.denoisers]
+        hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
+        if row.branches == "calls":
+            hooks += [
+                each.register_forward_hook(lambda *call: outputs.append(call[-1]))
+                for each in modules
+                if each is not None
+            ]
+        output = pipe(
+            **call_arguments(pipe, checkpoint, sampling),
+            **request_arguments(row, sampling, request, image, generator),
+            **callback,
+            output_type="pil",
+        )
+        for hook in hooks:
+            hook.remove()
+        self.audio = audio_of(pipe, row, output.get("audio"))
+        return last[LATENTS], stack_frames(output.frames[0])
+
+    def _pipe(self, from_image: bool) -> Any:
+        """The pipeline as a user of diffusers loads it; kept for the next clips."""
+        if self._loaded is None or self._loaded[0] != from_image:
+            self._loaded = None
+            self._loaded = from_image, self._load(from_image)
+        return self._loaded[1]
+
+    def _load(self, from_image: bool) -> Any:
+        silence_libraries()
+        checkpoint, dtype = self._checkpoint, self._model.dtype
+        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
+        cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
+        with library_errors("the pipeline"):
+            pipe = cls.from_pretrained(
+                checkpoint.folder,
+                dtype={"default": dtype_of(checkpoint, "", dtype), **dtypes},
+                variant=checkpoint.variant,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        pipe.set_progress_bar_config(disable=True)
+        pipe.to(self._device)
+        for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
+            apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
+        return pipe
+
+
+def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
+    """Calls `on_step_end` after each `scheduler.step`, of a pipeline without such a callback."""
+    step = scheduler.step
+
+    @functools.wraps(step)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        on_step_end(None, 0, None, {LATENTS: result[0]})
+        return result
+
+    scheduler.step = observed
+
+
+def stack_frames(images: list[Image.Image]) -> Frames:
+    """Stacks diffusers' list of PIL images to one array (F, H, W, 3) uint8."""
+    return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

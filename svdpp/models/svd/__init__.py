@@ -1,1 +1,0 @@
-"""Stable Video Diffusion: load, encode, denoise, decode, estimate memory."""

@@ -1,0 +1,182 @@
+"""Who may use the server: the file of API keys, and the hosts that are served without keys.
+
+A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
+hash, which protects passwords, would only delay each request.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from svdpp.config.files import read_small_file
+from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.media import output_files
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_LIMIT = re.compile(r"open=([1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose jobs a request is about.
+
+    Args:
+        name: of the API key; empty without keys.
+        max_open: jobs that may be queued or in progress; None: no limit.
+    """
+
+    name: str = ""
+    max_open: int | None = None
+
+
+class Keys(dict[str, Owner]):
+    """The owners of the keys that a server accepts, by the keys' hashes.
+
+    An owner can have several, such as an old and a new one.
+    """
+
+    def find(self, key: str) -> Owner | None:
+        """The owner of a client's key; None if the key is unknown.
+
+        The time that it takes does not depend on how much of a key is right.
+        """
+        given, match = key_hash(key), None
+        for sha256, owner in self.items():  # all of them, also after a match
+            if hmac.compare_digest(sha256, given):
+                match = owner
+        return match
+
+
+def check_host(host: str, key_file: Path | None) -> Keys | None:
+    """The API keys; None if there are none, which only a loopback address may have."""
+    if key_file is not None:
+        return read_keys(key_file)
+    if not is_loopback(host):
+        raise RequestError(
+            f"--host {host} lets other machines in, and there are no API keys",
+            "svdpp serve --new-key NAME --api-key-file FILE creates one; then add "
+            "--api-key-file FILE",
+            details={"host": host},
+        )
+    return None
+
+
+@functools.lru_cache(64)  # for each request
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine alone."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def new_key() -> tuple[str, str]:
+    """A new random key, and its hash for the file."""
+    key = f"svdpp_{secrets.token_urlsafe(32)}"
+    return key, key_hash(key)
+
+
+def key_hash(key: str) -> str:
+    """The hash of a key, as the file has it."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def add_key(path: Path, name: str) -> str:
+    """Creates a key, which is stored nowhere, and appends its hash to the file.
+
+    The file is created if it does not exist. An owner that has a key gets another.
+    """
+    key, sha256 = new_key()
+    try:
+        _take_words([name, sha256], Keys())
+    except ValueError as error:
+        raise RequestError(f"--new-key {name!r}: {error}") from None
+    if path.exists() and path.stat().st_size:
+        read_keys(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND, so that two commands at once add two lines.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            gap = "" if path.read_bytes()[-1:] in (b"", b"\n") else "\n"
+            os.write(file, f"{gap}{name} {sha256}\n".encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        reason = output_files.reason(error)
+        raise OutputError(f"cannot write {str(path)!r}: {reason}") from error
+    return key
+
+
+def read_keys(path: Path) -> Keys:
+    """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
+
+    Empty lines and lines that begin with `#` are ignored. A name's limit need not be repeated in
+    its further lines. No error shows a line's text, because it may be a key.
+    """
+    file = f"API key file {str(path)!r}"
+    _check_private(path, file)
+    try:
+        text = read_small_file(path, "API key file").decode("ascii")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} has characters other than ASCII") from None
+    keys = Keys()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            try:
+                _take_words(line.split(), keys)
+            except ValueError as error:
+                raise InputError(
+                    f"{file}, line {number}: {error}", "a line is: NAME HASH [open=N]"
+                ) from None
+    if not keys:
+        raise InputError(f"{file} has no keys")
+    return keys
+
+
+def _check_private(path: Path, file: str) -> None:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read: {reason}") from error
+    if mode & stat.S_IRWXO:
+        raise RequestError(
+            f"{file} is open to other users: its mode is {stat.S_IMODE(mode):04o}",
+            f"chmod 600 {str(path)!r}",
+        )
+
+
+def _take_words(words: Sequence[str], keys: Keys) -> None:
+    """Adds the key of one line to those of the lines before it; a ValueError says what is wrong."""
+    if len(words) not in (2, 3):
+        raise ValueError(f"it has {len(words)} words instead of 2 or 3")
+    name, sha256, *limits = words
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("the name must be 1 to 64 letters, digits or ._@-")
+    if _HASH.fullmatch(sha256) is None:
+        raise ValueError("the hash must be 64 lower-case hex digits")
+    limit = _LIMIT.fullmatch(limits[0]) if limits else None
+    if limits and limit is None:
+        raise ValueError("the limit must be open=N, with N from 1 to 999999")
+    if sha256 in keys:
+        raise ValueError("an earlier line has the same hash")
+    known = next((owner for owner in keys.values() if owner.name == name), Owner(name))
+    max_open = known.max_open if limit is None else int(limit[1])
+    if known in keys.values() and known.max_open != max_open:
+        raise ValueError("an earlier line has the same name with another limit")
+    keys[sha256] = Owner(name, max_open)

@@ -1,0 +1,349 @@
+"""Places and ETAs of the open jobs, by replay of the real schedule with measured costs.
+
+The replay is the recurrence of `plan.large_forecast`, which equals a replay of the action lists and
+takes a microsecond a visit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.errors import RequestError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import PRESETS, Costs, PerRank
+from svdpp.plan.large_forecast import Way, clip_times, way_of
+from svdpp.plan.layout import Layout
+from svdpp.plan.schedule import Route
+from svdpp.serve.feeder import RunningClip
+from svdpp.serve.queue import JobQueue
+from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
+
+#: Clips that are replayed; later ones follow at the rate of the second half of these.
+MAX_REPLAYED = 1000
+
+_MAX_LAYOUTS = 64
+_MAX_AGE = 0.5
+# While no costs are known.
+_RETRY_SECONDS = 5.0
+
+_MAX_SHAPES = 32
+_MAX_SAMPLES = 128
+_STEP, _TRANSFER = "step", "transfer"
+
+
+class _Shape(NamedTuple):
+    height: int
+    width: int
+    frames: int
+    guided: bool
+
+    @property
+    def volume(self) -> int:
+        """What the time of a step is taken to be proportional to."""
+        return self.height * self.width * self.frames * (2 if self.guided else 1)
+
+
+_PRESET = PRESETS["svd-xt-a100"]
+_PRESET_SHAPE = _Shape(576, 1024, 25, True)
+
+
+class _Samples:
+    """The latest seconds of each kind of work on clips of one shape.
+
+    The first time that a rank does it counts only while there is no other: it warms up.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, deque[float]] = {}
+        self._only_first: set[str] = set()
+
+    def add(self, kind: str, seconds: float, *, is_first: bool) -> None:
+        latest = self._latest.setdefault(kind, deque(maxlen=_MAX_SAMPLES))
+        if is_first and latest and kind not in self._only_first:
+            return
+        if is_first or kind in self._only_first:
+            latest.clear()
+        (self._only_first.add if is_first else self._only_first.discard)(kind)
+        latest.append(seconds)
+
+    def means(self) -> dict[str, float]:
+        return {kind: statistics.fmean(latest) for kind, latest in self._latest.items()}
+
+
+class MeasuredCosts:
+    """Mean costs of the latest sizes of clips; of an unknown size, scaled from the latest known.
+
+    Args:
+        assumed: costs of a clip of `sampling`, before a measurement; None: the preset of an A100.
+        sampling: of the pipeline.
+    """
+
+    def __init__(self, assumed: Costs | None, sampling: SamplingConfig) -> None:
+        self._is_given = assumed is not None
+        self._assumed = assumed or _PRESET
+        self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
+        self._lock = threading.Lock()
+        self._samples: OrderedDict[_Shape, _Samples] = OrderedDict()
+        self._warm: set[tuple[int, str]] = set()
+
+    def begin(self) -> None:
+        """Says that the ranks have been started, and must warm up."""
+        with self._lock:
+            self._warm.clear()
+
+    def add(self, rank: int, event: Event, sampling: SamplingConfig) -> None:
+        """Records an event about a clip of `sampling`; ignores events without a time."""
+        measured = _measured(event)
+        if measured is None:
+            return
+        kind, seconds = measured
+        with self._lock:
+            samples = self._samples.setdefault(_shape(sampling), _Samples())
+            samples.add(kind, seconds, is_first=(rank, kind) not in self._warm)
+            self._warm.add((rank, kind))
+            self._samples.move_to_end(_shape(sampling))
+            if len(self._samples) > _MAX_SHAPES:
+                self._samples.popitem(last=False)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether costs are measured, or were given; those of an A100 say little about others."""
+        with self._lock:
+            return self._is_given or any(_STEP in known.means() for known in self._samples.values())
+
+    def costs(self, sampling: SamplingConfig) -> Costs:
+        """The costs of a clip of `sampling`."""
+        shape = _shape(sampling)
+        with self._lock:
+            for known in (shape, *reversed(self._samples)):
+                means = self._samples[known].means() if known in self._samples else {}
+                if _STEP in means:
+                    return _scaled(self._costs_by(known, means), shape.volume / known.volume)
+        return self._assumed_for(shape)
+
+    def _costs_by(self, shape: _Shape, means: dict[str, float]) -> Costs:
+        """The costs of `shape`; what is not measured is scaled by the time of a step."""
+        assumed, step = self._assumed_for(shape), max(means[_STEP], 1e-9)
+        scale = step / assumed.step_on(0)
+        return Costs(
+            step_seconds=step,
+            encode_seconds=means.get(Kind.ENCODE, scale * assumed.encode_on(0)),
+            decode_seconds=means.get(Kind.DECODE, scale * assumed.decode_on(0)),
+            transfer_seconds=means.get(_TRANSFER, 0.0),
+        )
+
+    def _assumed_for(self, shape: _Shape) -> Costs:
+        return _scaled(self._assumed, shape.volume / self._assumed_shape.volume)
+
+
+def _measured(event: Event) -> tuple[str, float] | None:
+    """What the event measured, and its seconds; a transfer counts once, at its receiver."""
+    match event:
+        case StepDone():
+            return _STEP, event.seconds
+        case TransferDone(direction="recv"):
+            return _TRANSFER, event.seconds
+        case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
+            # Of an image that was not prepared ahead, the clip also waits for that.
+            seconds = event.end - event.start + event.waits.get("photograph", 0.0)
+            return event.action.kind, seconds
+        case _:
+            return None
+
+
+def _shape(sampling: SamplingConfig) -> _Shape:
+    return _Shape(sampling.height, sampling.width, sampling.frames, sampling.guided)
+
+
+def _scaled(costs: Costs, scale: float) -> Costs:
+    """`costs` with other times of the device's work; transfers and all else stay."""
+
+    def times(value: PerRank) -> PerRank:
+        return tuple(scale * v for v in value) if isinstance(value, tuple) else scale * value
+
+    return replace(
+        costs,
+        step_seconds=times(costs.step_seconds),
+        encode_seconds=times(costs.encode_seconds),
+        decode_seconds=times(costs.decode_seconds),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipAhead:
+    """An unfinished clip, with the rest of its route.
+
+    Args:
+        id: of its job.
+        route: the rest of its route through the ranks.
+        costs: of a clip of its size.
+        has_begun: whether a rank works on it, or has done so.
+        begun_seconds: seconds of the current step that have passed.
+    """
+
+    id: str
+    route: Route
+    costs: Costs
+    has_begun: bool = False
+    begun_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """When a clip will be finished.
+
+    Args:
+        place: number of clips that begin before it; None once it has begun.
+        eta_seconds: until its last action ends; None before the costs are known.
+    """
+
+    place: int | None
+    eta_seconds: float | None
+
+
+class Layouts:
+    """The layouts of clips with other numbers of steps, or steps of an expert, than `layout`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._of = functools.lru_cache(_MAX_LAYOUTS)(self._new)
+
+    def route(
+        self, clip: int, num_steps: int, steps_done: int = 0, expert_boundary: int | None = None
+    ) -> Route:
+        """The rest of a clip's route; `expert_boundary` is None if there is one expert."""
+        route = self._of(num_steps, expert_boundary).route(clip)
+        return route.resumed(steps_done) if steps_done else route
+
+    def _new(self, num_steps: int, expert_boundary: int | None) -> Layout:
+        layout = replace(self._layout, num_steps=num_steps, split="balanced", expert_boundary=None)
+        for split in (self._layout.split, "balanced"):  # an even split may not exist
+            with contextlib.suppress(RequestError):
+                return replace(layout, split=split, expert_boundary=expert_boundary)
+        return layout
+
+
+def estimate(clips: Sequence[ClipAhead], *, delay: float = 0.0) -> dict[str, Estimate]:
+    """The estimate of each clip, by its job's id.
+
+    `clips` are all unfinished ones, in the order in which the ranks take them; `delay` is until the
+    ranks are ready.
+    """
+    if not clips:
+        return {}
+    ways = [_way(clip) for clip in clips[:MAX_REPLAYED]]
+    ends = [end for _, end in clip_times(ways, clips[0].costs.transfer)]
+    if num_later := len(clips) - len(ways):
+        half, last = len(ways) // 2, max(ends)
+        seconds_per_clip = (last - max(ends[:half])) / (len(ways) - half)
+        ends += [last + seconds_per_clip * number for number in range(1, num_later + 1)]
+    estimates: dict[str, Estimate] = {}
+    num_waiting = 0
+    for clip, end in zip(clips, ends, strict=True):
+        estimates[clip.id] = Estimate(None if clip.has_begun else num_waiting, delay + end)
+        num_waiting += not clip.has_begun
+    return estimates
+
+
+def _way(clip: ClipAhead) -> Way:
+    """The clip's visits at ranks, without the part of the first one that is done."""
+    (rank, seconds), *others = way_of(clip.route, clip.costs)
+    passed = min(clip.begun_seconds, clip.costs.step_on(rank), seconds)
+    return ((rank, seconds - passed), *others)
+
+
+class JobEstimates:
+    """Estimates of all open jobs, computed at most twice a second. Any thread may call it.
+
+    `running` returns the clips in the pipeline, `delay` the seconds until the ranks are ready.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        queue: JobQueue,
+        running: Callable[[], list[RunningClip]],
+        costs: MeasuredCosts,
+        delay: Callable[[], float],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self._layouts = Layouts(config.layout)
+        self._queue = queue
+        self._running = running
+        self._costs = costs
+        self._delay = delay
+        self._boundary_of = functools.lru_cache(_MAX_LAYOUTS)(
+            lambda sampling: None if checkpoint is None else checkpoint.expert_boundary(sampling)
+        )
+        self._lock = threading.Lock()
+        self._made_at = -_MAX_AGE
+        self._latest: dict[str, Estimate] = {}
+
+    def of(self, job_id: str) -> Estimate | None:
+        """The estimate of an open job; None if it is not open."""
+        return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
+
+    def seconds_until_room(self) -> float:
+        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        etas = [clip.eta_seconds for clip in self.all().values()]
+        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
+
+    def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
+        """The estimate of each open job, by its id; at most `max_age` seconds old."""
+        oldest = time.monotonic() - max_age
+        # While another thread computes, an answer that is a little older will do.
+        if not self._lock.acquire(blocking=max_age == 0):
+            return self._latest
+        try:
+            # Of the threads that waited here, the first computes for all.
+            if self._made_at <= oldest:
+                self._made_at = time.monotonic()
+                self._latest = self._estimate()
+            return self._latest
+        finally:
+            self._lock.release()
+
+    def _estimate(self) -> dict[str, Estimate]:
+        estimates = estimate(self._clips(), delay=self._delay())
+        if self._costs.are_known:
+            return estimates
+        return {id: replace(clip, eta_seconds=None) for id, clip in estimates.items()}
+
+    def _clips(self) -> list[ClipAhead]:
+        """The open clips: those in the pipeline, those on the way to it, those in the queue."""
+        waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
+        running = self._running()
+        costs_of = functools.cache(self._costs.costs)
+        clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
+        next_clip = running[-1].clip + 1 if running else 0
+        taken = [(job.id, job.sampling) for job in self._queue.running()]
+        for id, sampling in (*taken, *waiting):
+            if id not in clips:
+                route = self._route(next_clip, sampling)
+                clips[id] = ClipAhead(id=id, route=route, costs=costs_of(sampling))
+                next_clip += 1
+        return list(clips.values())
+
+    def _in_pipeline(self, clip: RunningClip) -> ClipAhead:
+        sampling = clip.job.sampling
+        return ClipAhead(
+            id=clip.job.id,
+            route=self._route(clip.clip, sampling, clip.progress.steps_done),
+            costs=self._costs.costs(sampling),
+            has_begun=clip.has_begun,
+            begun_seconds=time.monotonic() - clip.moved_at if clip.has_begun else 0.0,
+        )
+
+    def _route(self, clip: int, sampling: SamplingConfig, steps_done: int = 0) -> Route:
+        num_steps, boundary = sampling.num_inference_steps, self._boundary_of(sampling)
+        return self._layouts.route(clip, num_steps, steps_done, boundary)

@@ -1,0 +1,331 @@
+"""The way of jobs from the queue to the ranks and back, and the clips that are in the pipeline."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from loguru import logger
+
+from svdpp.config import PipelineConfig
+from svdpp.driver.clips import ClipHandle, ClipProgress
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
+from svdpp.serve.events import Notifier
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.to_request import ClipToMake, ToRequest
+
+_T = TypeVar("_T")
+
+#: The deaths of ranks during one clip after which it has failed.
+MAX_ATTEMPTS = 2
+
+_DISK_SECONDS = 1.0
+
+
+@dataclass
+class RunningClip:
+    """One clip in the pipeline.
+
+    Args:
+        clip: its index in the pipeline.
+        job: as it was taken from the queue.
+        to_make: what the ranks got.
+        handle: of the pipeline; None until it has the clip.
+        moved_at: monotonic time of the latest change of its progress.
+    """
+
+    clip: int
+    job: Job
+    to_make: ClipToMake
+    handle: ClipHandle | None = None
+    moved_at: float = 0.0
+
+    @property
+    def progress(self) -> ClipProgress:
+        """How far the ranks are; steps of an earlier run count."""
+        if self.handle is not None:
+            return self.handle.progress
+        done_steps = self.to_make.request.done_steps
+        return ClipProgress(done_steps, self.job.sampling.num_inference_steps)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank works on it or has done so; until then it waits."""
+        return self.progress.rank is not None
+
+
+class Feeder:
+    """Takes jobs from the queue as the ranks need them, and records what becomes of them.
+
+    `changed` is notified when there may be something to do; `seconds_left` are those until the end
+    of the grace, infinite unless the server ends.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        queue: JobQueue,
+        to_request: ToRequest,
+        notifier: Notifier,
+        changed: threading.Condition,
+        seconds_left: Callable[[], float],
+    ) -> None:
+        self._queue = queue
+        self._to_request = to_request
+        self._notifier = notifier
+        self._changed = changed
+        self._seconds_left = seconds_left
+        # Each rank has a clip, and the first rank of each replica has its next one at hand.
+        self._max_running = config.world_size + config.replicas
+        self._max_waiting = 2 * config.replicas
+        self._next_clip = 0
+        self._clips: dict[str, RunningClip] = {}
+        self._done: deque[tuple[str, ClipHandle, bool]] = deque()
+        self._stepped: set[str] = set()
+        self._to_cancel: set[str] = set()
+        self._is_woken = True
+        self._is_queue_empty = False
+        self._has_latents = True
+        self.is_disk_low = False
+        self.num_completed = 0
+        """Clips that the ranks have finished."""
+
+    # --- any thread -------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Says that the queue may have a job."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def ask_to_cancel(self, job_id: str) -> None:
+        """Has the ranks asked to skip a job, which the queue has marked."""
+        with self._changed:
+            self._to_cancel.add(job_id)
+            self._changed.notify_all()
+
+    def clips(self) -> list[RunningClip]:
+        """The clips in the pipeline, in the order in which the ranks take them."""
+        with self._changed:
+            return list(self._clips.values())
+
+    def get(self, job_id: str) -> RunningClip | None:
+        """The clip of a job that the ranks have."""
+        return self._clips.get(job_id)
+
+    def of_clip(self, clip: int | None) -> RunningClip | None:
+        """The clip of an index in the pipeline."""
+        return next((running for running in self.clips() if running.clip == clip), None)
+
+    def job_of(self, clip: int) -> str | None:
+        """The id of the job of a clip's index."""
+        running = self.of_clip(clip)
+        return None if running is None else running.job.id
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither the ranks nor the queue have a job."""
+        return self._is_queue_empty and not self._is_woken and not self._clips
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do at once."""
+        return bool(self._done or self._to_cancel) or self._may_take
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `take_stepped` has something to return."""
+        return bool(self._stepped)
+
+    def take_stepped(self) -> set[str]:
+        """The jobs whose progress has changed since the last call."""
+        with self._changed:
+            stepped, self._stepped = self._stepped, set()
+            return stepped
+
+    @property
+    def _may_take(self) -> bool:
+        return (
+            (self._is_woken or not self._is_queue_empty)
+            and not self.is_disk_low
+            and self._seconds_left() == math.inf
+            and len(self._clips) < self._max_running
+            and sum(not clip.has_begun for clip in self.clips()) < self._max_waiting
+        )
+
+    def begin(self) -> None:
+        """Begins with a new pipeline."""
+        self._next_clip = 0
+
+    def turn(self, pipeline: Pipeline) -> None:
+        """Does what there is to do."""
+        self.settle_all()
+        self._pass_on_cancels()
+        self._check_disk()
+        while self._may_take:
+            self._is_woken = False
+            job = self._persist(self._queue.take_next)
+            self._is_queue_empty = job is None
+            if job is not None:
+                self._has_latents = True
+                self._submit(pipeline, job)
+        if self._has_latents and self._is_queue_empty and not self._clips:
+            # A server that is killed soon after a clip may leave a late checkpoint of it.
+            if not self._queue.counts(with_held=True)[JobState.QUEUED]:  # held ones may go on
+                self._to_request.forget_all()
+            self._has_latents = False
+
+    def _check_disk(self) -> None:
+        """Begins no clips on a full disk: each would fail when its file is written."""
+        was_low, self.is_disk_low = self.is_disk_low, self._queue.is_disk_low
+        if self.is_disk_low and not was_low:
+            logger.error("the disk of the data folder is nearly full: no clip is begun or taken")
+        if was_low and not self.is_disk_low:
+            logger.warning("the disk of the data folder has space again: clips are made")
+
+    def _submit(self, pipeline: Pipeline, job: Job) -> None:
+        try:
+            to_make = self._to_request(job)
+        except Exception as error:
+            self._fail(job.id, error)
+            return
+        if (metadata := to_make.finished_metadata()) is not None:
+            self._complete(job.id, metadata)
+            return
+        clip = RunningClip(self._next_clip, job, to_make)
+        with self._changed:
+            self._clips[job.id] = clip
+        try:
+            clip.handle = pipeline.submit(to_make.request, [to_make.metadata])
+        except Exception as error:
+            if pipeline.run_error is not None or isinstance(error, ClosedError):
+                raise
+            self._fail(job.id, error)
+            self._remove(job.id)
+            return
+        assert clip.handle.clip == clip.clip, "only the engine submits clips"
+        self._next_clip += 1
+        clip.handle.add_progress_callback(lambda _: self._moved(clip))
+        clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
+        self._notifier.changed(job.id)
+
+    def _moved(self, clip: RunningClip) -> None:
+        """Called in the pipeline's thread."""
+        with self._changed:
+            clip.moved_at = time.monotonic()
+            self._stepped.add(clip.job.id)
+            self._changed.notify_all()
+
+    def _note_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
+        """Called in the pipeline's thread."""
+        with self._changed:
+            self._done.append((job_id, handle, pipeline.run_error is not None))
+            self._changed.notify_all()
+
+    def _pass_on_cancels(self) -> None:
+        with self._changed:
+            job_ids, self._to_cancel = self._to_cancel, set()
+        for job_id in job_ids:
+            clip = self.get(job_id)
+            if clip is not None and clip.handle is not None:
+                clip.handle.cancel()
+
+    def settle_all(self) -> None:
+        """Records the outcomes of the clips that have left the pipeline."""
+        while self._done:
+            self._settle(*self._done[0])
+            self._done.popleft()
+
+    def _settle(self, job_id: str, handle: ClipHandle, run_has_ended: bool) -> None:
+        try:
+            result = None if handle.cancelled() else handle.result()
+        except CancelledError:
+            result = None
+        except BaseException as error:
+            if not run_has_ended and not isinstance(error, ClosedError):  # else: `put_back_all`
+                self._settle_failed(self._clips[job_id], error)
+                self._remove(job_id)
+            return
+        if result is not None:
+            self._complete(job_id, result.metadata)
+            self.num_completed += 1
+        else:
+            self._persist(lambda: self._queue.cancelled(job_id))
+            self._to_request.forget(self._clips[job_id].job)
+            self._notifier.changed(job_id)
+        self._remove(job_id)
+
+    def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
+        if isinstance(error, InputError) and clip.to_make.request.done_steps:
+            # Perhaps its latent checkpoint does not fit: without it the clip starts again.
+            logger.warning("{} starts again: {}", clip.job.id, error)
+            self._to_request.forget(clip.job)
+            self._put_back(clip.job.id, counts=False)
+        else:
+            self._fail(clip.job.id, error)
+            self._to_request.forget(clip.job)
+
+    def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
+        """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
+        for clip in self.clips():
+            job = self._queue.get(clip.job.id)
+            counts = clip.job.id in blamed and job is not None and not job.cancel_asked
+            if counts and job is not None and job.attempts + 1 >= MAX_ATTEMPTS:
+                self._fail(job.id, _died_again(error))
+                self._to_request.forget(clip.job)
+            else:
+                self._put_back(clip.job.id, counts=counts)
+            self._remove(clip.job.id)
+        for left in self._queue.running():  # taken, but not yet given to the ranks
+            self._put_back(left.id, counts=False)
+
+    def _remove(self, job_id: str) -> None:
+        with self._changed:
+            self._clips.pop(job_id, None)
+            self._changed.notify_all()
+
+    def _complete(self, job_id: str, metadata: dict[str, Any]) -> None:
+        self._persist(lambda: self._queue.complete(job_id, metadata))
+        self._notifier.changed(job_id)
+
+    def _fail(self, job_id: str, error: BaseException) -> None:
+        logger.warning("{} failed: {}", job_id, error)
+        self._persist(lambda: self._queue.fail(job_id, error))
+        self._notifier.changed(job_id)
+
+    def _put_back(self, job_id: str, *, counts: bool) -> None:
+        self._persist(lambda: self._queue.put_back(job_id, counts=counts))
+        self._notifier.changed(job_id)
+        self._is_queue_empty = False
+
+    def _persist(self, change: Callable[[], _T]) -> _T:
+        """Makes a change of the queue, however long the disk is full."""
+        while True:
+            try:
+                return change()
+            except OutputError as error:
+                if self._seconds_left() <= 0:
+                    raise
+                logger.error("the queue cannot be written, trying again: {}", error)
+                with self._changed:
+                    self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
+
+
+def _died_again(error: BaseException) -> RankError:
+    details = error.details if isinstance(error, SvdppError) else {}
+    return RankError(
+        f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}",
+        getattr(error, "hint", ""),
+        details=details,
+    )

@@ -1,0 +1,225 @@
+"""The folder of uploaded photographs, each decoded in another process before it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
+from svdpp.launch.environment import helper_command
+from svdpp.launch.process_lifetime import signals_blocked
+from svdpp.media import output_files
+from svdpp.media.image import MAX_PIXELS, Photo
+
+#: By the suffixes of stored photographs.
+MEDIA_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".gif": "image/gif",
+}
+
+_ID = re.compile(r"video_[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SUFFIX = re.compile(r"\.[a-z]{3,4}")
+_MAX_NAME = 100
+# Two decoders can keep both cores of a small machine busy, and answers to others come first.
+_NICE = 10
+#: Longer answers are not a decoder's own.
+_MAX_ANSWER = 16 * 1024
+#: Of this process's variables, those that a Python process may need to start.
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
+
+
+class DecoderBusyError(SvdppError):
+    """Too many photographs are being decoded: the same request can succeed later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLimits:
+    """Limits of the process that decodes a photograph.
+
+    Args:
+        max_pixels: of a photograph.
+        max_bytes: of address space. The largest photographs that `media.image` takes, 50 million
+            pixels, need up to 1.1 GB.
+        cpu_seconds: of CPU time, whole seconds. Those photographs need up to 3.
+        seconds: from its start to its answer.
+        wait_seconds: for one of `at_once` places.
+        at_once: how many photographs are decoded at the same time.
+    """
+
+    max_pixels: int = MAX_PIXELS
+    max_bytes: int = 2 * 2**30
+    cpu_seconds: int = 20
+    seconds: float = 30.0
+    wait_seconds: float = 30.0
+    at_once: int = 2
+
+
+class PhotoFolder:
+    """The photographs of all jobs, named by the jobs' ids; any thread may call any method.
+
+    The folder is created if it does not exist. Names that clients give are never used as paths.
+    """
+
+    def __init__(self, folder: Path, limits: DecodeLimits | None = None) -> None:
+        self._folder = folder.absolute()
+        self.limits = limits or DecodeLimits()
+        self._places = threading.BoundedSemaphore(self.limits.at_once)
+        with self._errors():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def keep(self, source: BinaryIO, id: str, name: str) -> Photo:
+        """Store the photograph in `source` under the id of its job, once it is decoded; durable.
+
+        The call blocks until then. If it raises, no file is left. `name` is for messages, by
+        `shown_name`; the name of the returned path is `Job.photo`.
+        """
+        if _ID.fullmatch(id) is None:
+            raise ValueError(f"{id!r} is not the id of a job")
+        upload = final = self._folder / f".upload-{secrets.token_hex(8)}"
+        try:
+            with self._errors():
+                with open(upload, "xb", opener=_private) as file:
+                    source.seek(0)
+                    shutil.copyfileobj(source, file, 2**20)
+                with self._place():
+                    decoded = _decode(upload, name, self.limits)
+                final = self._folder / f"{id}{decoded['suffix']}"
+                output_files.sync(upload)
+                os.rename(upload, final)
+                output_files.sync(self._folder)
+        except BaseException:
+            for path in {upload, final}:
+                output_files.remove(path)
+            raise
+        return Photo(final, decoded["sha256"], decoded["width"], decoded["height"])
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        if not self._places.acquire(timeout=self.limits.wait_seconds):
+            raise DecoderBusyError("too many photographs are being checked", "try again later")
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"cannot keep a photograph in {str(self._folder)!r}"
+            raise OutputError(f"{what}: {output_files.reason(error)}") from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # only this user may read it
+
+
+def shown_name(name: str | None) -> str:
+    """A client's name of a file, for people: without folders and control characters, shortened."""
+    last = re.split(r"[/\\]", name or "")[-1]
+    printable = "".join(char for char in last if char.isprintable()).strip()
+    return printable[:_MAX_NAME] or "photo"
+
+
+def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
+    """The answer of a process of `decode_photo`: sha256, width, height, suffix.
+
+    A process with many threads may start it: nothing of Python runs between fork and exec.
+    """
+    numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
+    with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
+        process = subprocess.Popen(
+            helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+    with process:
+        try:
+            text = _read(process, limits.seconds)
+        finally:
+            process.kill()
+    if text is None or process.returncode == -signal.SIGXCPU:
+        raise InputError(
+            f"{name!r} takes too long to decode",
+            "save it again as PNG or JPEG",
+            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
+        )
+    return _parsed(text, process.returncode, upload, name)
+
+
+def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """What the process wrote until it ended; None if it was not done in time, or wrote too much.
+
+    Whoever else holds the other end of the pipe does not keep this waiting.
+    """
+    assert process.stdout is not None
+    deadline = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    text = b""
+    while len(text) <= _MAX_ANSWER and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+        chunk = os.read(process.stdout.fileno(), _MAX_ANSWER)
+        text += chunk
+        if not chunk:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+                return text
+            return None
+    return None
+
+
+def _environment() -> dict[str, str]:
+    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _parsed(text: bytes, code: int, upload: Path, name: str) -> dict[str, Any]:
+    """What the decoder found; it is checked, as a hostile file could have taken it over."""
+    try:
+        answer = json.loads(text)
+        if "error" not in answer:
+            return _checked(answer["photo"])
+        error = error_from_dict(answer["error"])
+        message, hint = str(error.message), str(error.hint)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise InputError(
+            f"{name!r} cannot be decoded: the decoder ended with {how}",
+            "save it again as PNG or JPEG",
+        ) from error
+    raise InputError(message.replace(repr(str(upload)), repr(name)), hint)
+
+
+def _checked(photo: Any) -> dict[str, Any]:
+    for name, pattern in (("sha256", _SHA256), ("suffix", _SUFFIX)):
+        if pattern.fullmatch(photo[name]) is None:
+            raise ValueError(f"the decoder's {name} is wrong")
+    return {**photo, "width": int(photo["width"]), "height": int(photo["height"])}

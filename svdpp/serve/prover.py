@@ -1,0 +1,299 @@
+"""The verification of finished clips on one device, on request or when the ranks are idle.
+
+Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is killed at once when
+work arrives for the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from loguru import logger
+
+from svdpp.errors import (
+    InputError,
+    ModelError,
+    RequestError,
+    SvdppError,
+    error_from_dict,
+    error_to_dict,
+)
+from svdpp.launch.environment import helper_command, helper_environment
+from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState
+from svdpp.serve.queue import JobQueue
+
+Verdict = Literal["equal", "different"]
+
+_POLL_SECONDS = 0.05
+# Without a word of new work, how often idle time is looked for.
+_LOOK_SECONDS = 0.5
+_MAX_REQUESTED = 1000
+_MAX_FAILED = 1000
+# Before a failed verification is tried again; each further failure doubles it.
+_FIRST_PAUSE = 60.0
+_MAX_PAUSE = 3600.0
+#: Errors that another attempt would meet again; others are about memory, or a process that died.
+_LASTING = (InputError, ModelError, RequestError)
+_ANSWER = "answer.json"
+
+
+class _Failure(NamedTuple):
+    retry_at: float
+    pause: float
+
+
+class Prover:
+    """Verifies clips one at a time, requested ones first. Any thread may call it.
+
+    With `when_idle` clips are verified without a request, the newest first. `on_verdict` is called
+    in the prover's thread.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        folder: Path,
+        is_idle: Callable[[], bool],
+        *,
+        when_idle: bool = False,
+        on_verdict: Callable[[Verdict], None] = lambda _: None,
+    ) -> None:
+        self._queue = queue
+        self._folder = folder.absolute()
+        self._link = self._folder / ".svdpp-proof"
+        self._is_idle = is_idle
+        self._when_idle = when_idle
+        self._on_verdict = on_verdict
+        self._changed = threading.Condition()
+        self._requested: deque[str] = deque()
+        # Clips that could not be verified, so that they are not tried all the time.
+        self._failed: OrderedDict[str, _Failure] = OrderedDict()
+        self.running: str | None = None
+        """The id of the job that is being verified."""
+        self._to_stop: str | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, with the requests that an earlier server has not answered."""
+        if self._link.is_symlink():  # a killed server's folder
+            temporary = Path(os.readlink(self._link))
+            if temporary.name.startswith("svdpp-proof-"):
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._link.unlink(missing_ok=True)
+        for id in self._queue.to_prove():
+            if not self.request(id):
+                self._queue.set_proof(id, "none")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the verification at work, and the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Says that a clip is finished, or that the ranks have become idle or busy."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def request(self, id: str) -> bool:
+        """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
+
+        If a file that it needs is gone, it becomes `failed` at once. False if it is not a completed
+        clip with files, or too many are waiting.
+        """
+        job = self._queue.get(id)
+        if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
+            return False
+        if missing := self._missing(job):
+            return self._queue.set_proof(id, "failed", missing)
+        with self._changed:
+            if id in self._requested or id == self.running:
+                return True
+            if len(self._requested) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
+                return False
+            self._requested.append(id)
+            self._failed.pop(id, None)
+            self._changed.notify_all()
+        return True
+
+    def stop(self, id: str) -> None:
+        """Drops the request to verify a clip, and waits until nothing reads its files."""
+        self._forget(id)
+        with self._changed:
+            self._to_stop = id
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.running != id)
+            self._to_stop = None
+        self._queue.set_proof(id, "none")
+
+    # --- the prover's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                if self._is_idle() and (job := self._next()) is not None:
+                    self._verify(job)
+                    continue
+            except Exception:
+                logger.exception("the verification of a clip failed")
+            with self._changed:
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _next(self) -> Job | None:
+        """The next job to verify: a requested one, one to be tried again, then the newest."""
+        with self._changed:
+            requested = list(self._requested)[:1]
+        now = time.monotonic()
+        again = [id for id, failure in list(self._failed.items()) if failure.retry_at <= now]
+        for id in (*requested, *again):
+            job = self._queue.get(id)
+            is_open = job is not None and (id in requested or job.proof in ("none", "failed"))
+            if job is not None and job.state is JobState.COMPLETED and is_open:
+                return job
+            self._forget(id)
+        unproved = self._queue.unproved() if self._when_idle else []
+        newest = next((id for id in unproved if id not in self._failed), None)
+        return None if newest is None else self._queue.get(newest)
+
+    def _verify(self, job: Job) -> None:
+        with self._changed:
+            if job.proof == "running" and job.id not in self._requested:
+                return  # dropped since it was read
+            self.running = job.id
+        try:
+            self._queue.set_proof(job.id, "running")
+            answer = self._answer(job)
+            if answer is None:  # stopped
+                with self._changed:
+                    is_requested = job.id in self._requested
+                self._queue.set_proof(job.id, "running" if is_requested else "none")
+            else:
+                failure = self._failed.get(job.id)
+                self._forget(job.id)
+                self._take(job, answer, failure)
+        finally:
+            with self._changed:
+                self.running = None
+                self._changed.notify_all()
+
+    def _take(self, job: Job, answer: dict[str, Any], before: _Failure | None) -> None:
+        missing = self._missing(job)
+        if answer["equal"] is None or missing:
+            error = InputError(missing) if missing else error_from_dict(answer["error"])
+            self._fail(job, error, before)
+            return
+        verdict: Verdict = "equal" if answer["equal"] else "different"
+        if verdict == "different":
+            logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
+        self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
+        self._on_verdict(verdict)
+
+    def _fail(self, job: Job, error: SvdppError, before: _Failure | None) -> None:
+        logger.warning("{} could not be verified: {}", job.id, error)
+        pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)
+        again = f"; it is tried again in {pause:g} s, once the ranks are idle"
+        retry_at = time.monotonic() + pause
+        if isinstance(error, _LASTING):
+            again, retry_at = "", math.inf
+        self._failed[job.id] = _Failure(retry_at, pause)
+        if len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
+        self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)
+
+    def _forget(self, id: str) -> None:
+        with self._changed, contextlib.suppress(ValueError):
+            self._failed.pop(id, None)
+            self._requested.remove(id)
+
+    def _shown(self, text: str) -> str:
+        """`text` for clients, who need not know where files are."""
+        return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
+
+    def _missing(self, job: Job) -> str:
+        """Which file the verification lacks; empty if it has all."""
+        json_file, photo = self._files(job)
+        needed = {"clip": json_file.with_suffix(""), "clip's JSON": json_file}
+        needed |= {"image": photo} if photo else {}
+        gone = [name for name, path in needed.items() if not path.is_file()]
+        return f"file missing: the {' and the '.join(gone)}" if gone else ""
+
+    def _files(self, job: Job) -> tuple[Path, Path | None]:
+        """The clip's JSON, and the photograph."""
+        photo = self._folder / PHOTOS / job.photo
+        return self._folder / CLIPS / f"{job.id}.mp4.json", photo if job.photo else None
+
+    def _answer(self, job: Job) -> dict[str, Any] | None:
+        """What the process found; None if it was stopped."""
+        if missing := self._missing(job):
+            return {"equal": None, "error": error_to_dict(InputError(missing))}
+        with self._temporary() as temporary:
+            process = self._start(job, temporary)
+            try:
+                while process.poll() is None:
+                    with self._changed:
+                        self._changed.wait(_POLL_SECONDS)
+                        is_stopped = self._is_closing or self._to_stop == job.id
+                    if is_stopped or not self._is_idle():
+                        return None
+            finally:  # it, and the processes that it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            return _read_answer(temporary, process.returncode)
+
+    def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
+        json_file, photo = self._files(job)
+        arguments = [json_file, photo or "", temporary / _ANSWER, os.getpid()]
+        with (temporary / "output.txt").open("wb") as output:
+            return subprocess.Popen(
+                helper_command("svdpp.serve.prove_clip", *map(str, arguments)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**helper_environment(), "TMPDIR": str(temporary)},
+                cwd="/",
+                start_new_session=True,
+            )
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        """A folder for the process's files, which a killed process does not remove itself.
+
+        It is not in the data folder, whose path may be too long for a socket. A link there names
+        it, so that the next server finds what a killed one left.
+        """
+        temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
+        try:
+            self._link.symlink_to(temporary)
+            yield temporary
+        finally:
+            self._link.unlink(missing_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_answer(temporary: Path, code: int) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads((temporary / _ANSWER).read_bytes())
+        return answer
+    except (OSError, ValueError):
+        tail = (temporary / "output.txt").read_bytes()[-2000:].decode(errors="replace")
+        error = SvdppError(f"its process ended with code {code} without an answer: {tail}")
+        return {"equal": None, "error": error_to_dict(error)}

@@ -1,0 +1,436 @@
+"""The queue of jobs: its tables, and each change of a job's state, which is durable at once.
+
+Every change names the states that it may start from, so a late one changes nothing. All SQL is
+here. Owners take turns: the owner whose last job was taken longest ago is next. An owner's `turn`
+is 0 before the first job, and becomes the largest of all each time that one of its jobs is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from svdpp.config import SamplingConfig, sampling_from
+from svdpp.errors import RequestError, SvdppError, error_to_dict
+from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.queue_file import QueueFile
+
+#: Seconds that one step of priority is worth. A waiting job passes every job that was requested
+#: this much later for each step of priority between them, so none waits for ever.
+AGEING_SECONDS = 600.0
+
+_FINAL = tuple(state for state in JobState if state.is_final)
+
+
+def _any_of(states: tuple[JobState, ...]) -> str:
+    return f"state IN ({', '.join(repr(str(state)) for state in states)})"
+
+
+# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
+# its owner had before the job was taken.
+_SCHEMA = f"""
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    sampling TEXT NOT NULL,
+    photo TEXT NOT NULL,
+    photo_name TEXT NOT NULL,
+    photo_sha256 TEXT NOT NULL,
+    prompt TEXT,
+    negative_prompt TEXT,
+    created_at REAL NOT NULL,
+    priority INTEGER NOT NULL,
+    idempotency_key TEXT,
+    state TEXT NOT NULL CHECK ({_any_of(tuple(JobState))}),
+    started_at REAL,
+    finished_at REAL,
+    attempts INTEGER NOT NULL,
+    cancel_asked INTEGER NOT NULL,
+    promised_seconds REAL,
+    error TEXT,
+    metadata TEXT NOT NULL,
+    proof TEXT NOT NULL,
+    due REAL NOT NULL,
+    turn INTEGER NOT NULL DEFAULT 0,
+    model TEXT NOT NULL DEFAULT '',
+    weights TEXT NOT NULL DEFAULT '',
+    held TEXT,
+    proof_reason TEXT
+);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
+CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
+    WHERE idempotency_key IS NOT NULL;
+CREATE INDEX jobs_owner ON jobs (owner);
+CREATE INDEX jobs_state ON jobs (state);
+CREATE INDEX jobs_owner_state ON jobs (owner, state);
+CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
+"""
+
+_FROM_VERSION_1 = """
+ALTER TABLE jobs ADD COLUMN prompt TEXT;
+ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
+"""
+
+# The clip's JSON has the model: a hub id, or the path of a folder, of which clients know the name.
+# `rtrim` without the letters of the name leaves the folder above it.
+_FROM_VERSION_2 = """
+ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN held TEXT;
+ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
+UPDATE jobs SET
+    model = coalesce(json_extract(metadata, '$.model'), ''),
+    weights = coalesce(
+        json_extract(metadata, '$.weights_fingerprint'), json_extract(metadata, '$.revision'), '');
+UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), '')
+    WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
+"""
+
+_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
+
+#: From each version to the newest, 4; 0 is a new file.
+_MIGRATIONS = (
+    _SCHEMA,
+    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_3,
+    "",
+)
+
+_COLUMNS = tuple(column.name for column in fields(Job))
+_JOBS = f"SELECT {', '.join(_COLUMNS)} FROM jobs"
+_OPEN = f"{_any_of((JobState.QUEUED, JobState.IN_PROGRESS))} AND held IS NULL"
+_WAITING = "state = 'queued' AND held IS NULL"
+# The first jobs of all owners in the order of their turns, then the second jobs, and so on.
+_IN_TURN = f"""
+SELECT id, sampling FROM (
+    SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
+        first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
+    FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
+    WHERE {_WAITING} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
+) AS waiting ORDER BY place, turn, first_due, first_seq
+"""
+
+
+class QueueFullError(SvdppError):
+    """The queue, or one owner's share of it, has as many open jobs as it may have.
+
+    Its details are `open` and `limit`, and `owner` if the limit is the owner's.
+    """
+
+
+class FinishedJob(NamedTuple):
+    """A job in a final state, as `JobQueue.finished` lists it."""
+
+    id: str
+    finished_at: float
+
+
+class JobQueue:
+    """The jobs of a server. Any thread may call any method; each is durable before it returns.
+
+    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The folder
+    and the errors are those of `QueueFile`.
+    """
+
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+        self._file = QueueFile(folder, _MIGRATIONS, adopts=adopts)
+        self.check_there = self._file.check_there
+        self.close = self._file.close
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk has too little space for further clips; changes still fit."""
+        return self._file.is_disk_low
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
+        """Store a new job, or find the one that the same request has created before.
+
+        That one, of the same idempotency key and parameters, has another id: the caller then
+        removes the new photograph. QueueFullError: a limit is reached.
+        """
+        with self._file.change() as database:
+            if job.idempotency_key is not None:
+                query = f"{_JOBS} WHERE owner = ? AND idempotency_key = ?"
+                for row in database.execute(query, (job.owner, job.idempotency_key)):
+                    return _same_request(_job_of(row), job)
+            _check_limits(database, job.owner, max_open, max_open_of_owner)
+            insert(database, job)
+        return job
+
+    def take_next(self) -> Job | None:
+        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
+        query = (
+            "SELECT jobs.id, jobs.owner, coalesce(owners.turn, 0) AS owners_turn FROM jobs"
+            f" LEFT JOIN owners ON owners.owner = jobs.owner WHERE {_WAITING}"
+            " ORDER BY owners_turn, due, seq LIMIT 1"
+        )
+        with self._file.change() as database:
+            for id, owner, turn in database.execute(query).fetchall():
+                database.execute(
+                    "INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true"
+                    " ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn",
+                    (owner,),
+                )
+                taken = {"state": JobState.IN_PROGRESS, "started_at": time.time(), "turn": turn}
+                _change(database, id, [JobState.QUEUED], **taken)
+                return _job_of(database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone())
+        return None
+
+    def put_back(self, id: str, *, counts: bool) -> bool:
+        """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
+
+        It `counts` as an attempt if ranks died during it.
+        """
+        with self._file.change() as database:
+            return _put_back(database, id, counts=counts)
+
+    def complete(self, id: str, metadata: dict[str, Any]) -> bool:
+        """IN_PROGRESS to COMPLETED, with the clip's JSON."""
+        return self._end(id, JobState.COMPLETED, metadata=_json(metadata), error=None)
+
+    def fail(self, id: str, error: dict[str, Any] | BaseException) -> bool:
+        """IN_PROGRESS to FAILED, with an exception or what `errors.error_to_dict` makes of it."""
+        error = error_to_dict(error) if isinstance(error, BaseException) else error
+        return self._end(id, JobState.FAILED, error=_json(error))
+
+    def cancel_waiting(self, id: str) -> bool:
+        """QUEUED to CANCELLED."""
+        return self._end(id, JobState.CANCELLED, begin=JobState.QUEUED)
+
+    def ask_to_cancel(self, id: str) -> bool:
+        """Mark a job in progress, also for the next start of the server; the state stays."""
+        return self._change(id, [JobState.IN_PROGRESS], cancel_asked=1)
+
+    def cancelled(self, id: str) -> bool:
+        """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
+        return self._end(id, JobState.CANCELLED)
+
+    def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
+        """Set the proof of a completed job, and its reason."""
+        return self._change(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
+
+    def set_promise(self, id: str, seconds: float) -> bool:
+        """Set the ETA that the client was given."""
+        return self._change(id, JobState, promised_seconds=seconds)
+
+    def remove(self, id: str) -> bool:
+        """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
+        query = f"DELETE FROM jobs WHERE id = ? AND {_any_of(_FINAL)}"
+        with self._file.change() as database:
+            return database.execute(query, (id,)).rowcount == 1
+
+    def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
+        """At the start of a server: hold the queued jobs that it cannot make, and no others.
+
+        Returns the held jobs. `judge` returns a job with the right `held`, `model` and `weights`.
+        """
+        jobs = [(job, judge(job)) for job in self._jobs("WHERE state = 'queued' ORDER BY seq")]
+        with self._file.change() as database:
+            for before, job in jobs:
+                if job != before:
+                    new = {"held": job.held, "model": job.model, "weights": job.weights}
+                    _change(database, job.id, [JobState.QUEUED], **new)
+        return [job for _, job in jobs if job.held is not None]
+
+    def recover(self) -> list[Job]:
+        """At the start of a server: put back and return every job in progress, as it is now."""
+        with self._file.change() as database:
+            query = "SELECT id FROM jobs WHERE state = 'in_progress' ORDER BY seq"
+            ids = [id for (id,) in database.execute(query).fetchall()]
+            for id in ids:
+                _put_back(database, id, counts=False)
+            rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in ids]
+            return [_job_of(row) for row in rows]
+
+    def _end(
+        self, id: str, state: JobState, *, begin: JobState = JobState.IN_PROGRESS, **values: Any
+    ) -> bool:
+        return self._change(id, [begin], state=state, finished_at=time.time(), **values)
+
+    def _change(self, id: str, states: Any, **values: Any) -> bool:
+        with self._file.change() as database:
+            return _change(database, id, states, **values)
+
+    # --- reads ------------------------------------------------------------------------------------
+
+    def get(self, id: str) -> Job | None:
+        """The job of that id, in any state."""
+        return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def page(
+        self,
+        *,
+        owner: str | None,
+        limit: int,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        state: JobState | None = None,
+    ) -> list[Job]:
+        """Jobs by the time of request: of one owner, in one state, after the job of an id."""
+        conditions: dict[str, Any] = {}
+        if owner is not None:
+            conditions["owner = ?"] = owner
+        if after is not None:
+            conditions[f"seq {'>' if order == 'asc' else '<'} ?"] = self._seq_of(after, owner)
+        if state is not None:
+            conditions["state = ?"] = str(state)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        tail = f"{where} ORDER BY seq {'ASC' if order == 'asc' else 'DESC'} LIMIT ?"
+        return self._jobs(tail, *conditions.values(), limit)
+
+    def waiting(self) -> list[tuple[str, SamplingConfig]]:
+        """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
+        return [(id, _sampling_of(text)) for id, text in self._file.rows(_IN_TURN)]
+
+    def running(self) -> list[Job]:
+        """The jobs in progress, in the order in which they were taken."""
+        return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
+
+    def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
+        """The number of jobs in each state; without queued ones that this server cannot make."""
+        where = "" if with_held else "WHERE state != 'queued' OR held IS NULL"
+        numbers = dict(self._file.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
+        return {state: numbers.get(str(state), 0) for state in JobState}
+
+    def num_open(self) -> int:
+        """The number of jobs that are queued, and not held, or in progress."""
+        return int(self._file.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
+
+    def oldest_waiting(self) -> float | None:
+        """The time of the oldest request that is queued and not held; None if there is none."""
+        ((oldest,),) = self._file.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
+        return None if oldest is None else float(oldest)
+
+    def to_prove(self) -> list[str]:
+        """The ids of the jobs whose proof is `running`, or was when a server ended."""
+        return [
+            id
+            for (id,) in self._file.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
+        ]
+
+    def unproved(self) -> list[str]:
+        """The ids of the completed clips with files that are not verified, the newest first."""
+        where = (
+            "state = 'completed' AND proof IN ('none', 'failed') AND"
+            " json_extract(metadata, '$.file_sha256') IS NOT NULL"
+        )
+        rows = self._file.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")
+        return [id for (id,) in rows]
+
+    def finished(self) -> list[FinishedJob]:
+        """The jobs in final states that are not being proved, the first to finish first."""
+        where = f"{_any_of(_FINAL)} AND proof != 'running'"
+        query = f"SELECT id, finished_at FROM jobs WHERE {where} ORDER BY finished_at, seq"
+        return [FinishedJob(*row) for row in self._file.rows(query)]
+
+    def photos(self) -> dict[str, str]:
+        """The name of the photograph's file of every job, by id."""
+        return dict(self._file.rows("SELECT id, photo FROM jobs"))
+
+    def _jobs(self, tail: str, *values: Any) -> list[Job]:
+        return [_job_of(row) for row in self._file.rows(f"{_JOBS} {tail}", *values)]
+
+    def _seq_of(self, id: str, owner: str | None) -> int:
+        rows = self._file.rows("SELECT seq, owner FROM jobs WHERE id = ?", id)
+        if not rows or owner not in (None, rows[0][1]):
+            raise RequestError(f"there is no job {id[:60]!r} to list the jobs after")
+        return int(rows[0][0])
+
+
+def insert(database: sqlite3.Connection, job: Job) -> None:
+    """Insert `job` as a new row."""
+    values = {name: getattr(job, name) for name in _COLUMNS}
+    values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
+    values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
+    values["due"] = job.created_at - job.priority * AGEING_SECONDS
+    marks = ", ".join("?" * len(values))
+    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({marks})"
+    database.execute(query, tuple(values.values()))
+
+
+def _change(database: sqlite3.Connection, id: str, states: Any, **values: Any) -> bool:
+    """Set columns of a row if its state is one of `states`; whether it was."""
+    columns = ", ".join(f"{name} = ?" for name in values)
+    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(tuple(states))}"
+    return database.execute(query, (*values.values(), id)).rowcount == 1
+
+
+def _put_back(database: sqlite3.Connection, id: str, *, counts: bool) -> bool:
+    query = "SELECT owner, turn, cancel_asked, attempts FROM jobs WHERE id = ?"
+    row = database.execute(f"{query} AND state = 'in_progress'", (id,)).fetchone()
+    if row is None:
+        return False
+    owner, turn, cancel_asked, attempts = row
+    running = [JobState.IN_PROGRESS]
+    if cancel_asked:
+        return _change(database, id, running, state=JobState.CANCELLED, finished_at=time.time())
+    # The owner gets back the turn that it spent on the job.
+    database.execute("UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?", (turn, owner, turn))
+    new = {"state": JobState.QUEUED, "started_at": None, "attempts": attempts + counts}
+    return _change(database, id, running, **new)
+
+
+def _job_of(row: tuple[Any, ...]) -> Job:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    values["sampling"] = _sampling_of(values["sampling"])
+    values["state"] = JobState(values["state"])
+    values["cancel_asked"] = bool(values["cancel_asked"])
+    values["error"] = None if values["error"] is None else json.loads(values["error"])
+    values["metadata"] = json.loads(values["metadata"])
+    return Job(**values)
+
+
+def _json(value: dict[str, Any] | None) -> str | None:
+    """`value` as JSON for a column; numbers that are not finite become null."""
+    return None if value is None else json.dumps(_finite(value), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
+def _sampling_of(text: str) -> SamplingConfig:
+    return sampling_from(json.loads(text))
+
+
+def _check_limits(
+    database: sqlite3.Connection, owner: str, limit: int | None, limit_of_owner: int | None
+) -> None:
+    query = f"SELECT owner, count(*) FROM jobs WHERE {_OPEN} GROUP BY owner"
+    open_jobs = dict(database.execute(query))
+    total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
+    if limit is not None and total >= limit:
+        raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
+    if limit_of_owner is not None and own >= limit_of_owner:
+        details = {"open": own, "limit": limit_of_owner, "owner": owner}
+        raise QueueFullError(f"the queue of the key {owner!r} is full", details=details)
+
+
+def _same_request(known: Job, job: Job) -> Job:
+    """`known`, if `job` asks for the same clip."""
+    for name in ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority"):
+        if getattr(known, name) != getattr(job, name):
+            raise RequestError(
+                f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
+                f"with another {name.removesuffix('_sha256').replace('_', ' ')}",
+                "use a new key for a new request",
+                details={"id": known.id, "field": name},
+            )
+    return known

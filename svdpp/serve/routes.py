@@ -1,0 +1,447 @@
+"""The routes of clips: request, list, follow, fetch, verify, cancel, delete."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, StreamingResponse
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+
+from svdpp.errors import OutputError, error_from_dict
+from svdpp.media import output_files
+from svdpp.serve.api_errors import ApiError, documented
+from svdpp.serve.auth import Owner
+from svdpp.serve.form import VideoRequest
+from svdpp.serve.guard import JSON, JSON_BYTES, Limits
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.photos import MEDIA_TYPES
+from svdpp.serve.service import Service
+from svdpp.serve.views import DeletedVideo, Video, VideoPage
+
+#: Event streams that are open at the same time.
+MAX_STREAMS = 1000
+
+_MAX_KEY = 255
+# Threads for calls that may wait for long.
+_WAITERS = 256
+#: Proxies are not to hold events back.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+#: Keeps a silent connection open.
+_COMMENT = b": ping\n\n"
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+
+# --- what the routes share ------------------------------------------------------------------------
+
+
+async def in_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
+    """Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's."""
+    return await to_thread.run_sync(function, *arguments, limiter=_waiters())
+
+
+@functools.cache  # needs the event loop
+def _waiters() -> CapacityLimiter:
+    return CapacityLimiter(_WAITERS)
+
+
+# Coroutines, because FastAPI gives each plain function a thread.
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _owner(request: Request) -> Owner:
+    """The owner of the request's key, which the guard has checked."""
+    owner: Owner = request.scope["state"]["owner"]
+    return owner
+
+
+async def _idempotency_key(
+    key: Annotated[
+        str | None,
+        Header(
+            alias="Idempotency-Key",
+            description="A repeated request with the same key returns the first one's video.",
+        ),
+    ] = None,
+) -> str | None:
+    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
+        raise ApiError(
+            400,
+            "invalid_idempotency_key",
+            f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces",
+        )
+    return key
+
+
+async def _last_event_id(
+    text: Annotated[
+        str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
+    ] = None,
+) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+Served = Annotated[Service, Depends(_service)]
+Owned = Annotated[Owner, Depends(_owner)]
+IdempotencyKey = Annotated[str | None, Depends(_idempotency_key)]
+LastEventId = Annotated[int | None, Depends(_last_event_id)]
+
+
+def unless_known(answer: FileResponse, request: Request) -> Response:
+    """`answer`, or 304 if the client says that it has the file. `answer` needs a `stat_result`."""
+    if StaticFiles().is_not_modified(answer.headers, request.headers):
+        return NotModifiedResponse(answer.headers)
+    return answer
+
+
+# --- requests of clips, whose fields are those of the server's model ------------------------------
+
+_TEXT = {"schema": {"type": "string"}}
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_REFUSALS = documented(400, 404, 413, 415, 422, 429, 503)
+_STORED = {
+    202: {"description": "Stored durably.", "headers": {"Location": _TEXT}},
+    **_REFUSALS,
+}
+_MADE = {
+    200: {
+        "description": "The clip.",
+        "headers": {"X-Request-Id": _TEXT, "X-Model": _TEXT, "X-Inference-Time-S": _TEXT},
+        "content": {"video/mp4": _BINARY},
+    },
+    **_REFUSALS,
+    **documented(409, 500),
+}
+
+
+def create_routes(form_type: type[VideoRequest]) -> APIRouter:
+    """The routes whose body is a `form_type`."""
+    routes = APIRouter(tags=["videos"])
+    body = {"requestBody": _described(form_type)}
+
+    @routes.post("/v1/videos", status_code=202, responses=_STORED, openapi_extra=body)
+    async def create_video(
+        request: Request, response: Response, service: Served, owner: Owned, key: IdempotencyKey
+    ) -> Video:
+        """Requests a clip. It is stored durably before the answer."""
+        video = await _requested(request, service, owner, key)
+        response.headers["Location"] = f"/v1/videos/{video.id}"
+        return video
+
+    @routes.post(
+        "/v1/videos/sync", response_class=FileResponse, responses=_MADE, openapi_extra=body
+    )
+    async def make_video(
+        request: Request, service: Served, owner: Owned, key: IdempotencyKey
+    ) -> Response:
+        """Requests a clip, waits until it is made, and answers with the mp4.
+
+        A client that goes away does not cancel it; the list has it.
+        """
+        _check_streams(service)
+        video = await _requested(request, service, owner, key)
+        request.state.upload.close()  # so that others may send theirs
+        await _wait(request, service, video.id)
+        return await in_thread(_made, service, video.id, owner, request)
+
+    return routes
+
+
+def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
+    """The body for the OpenAPI document: a form, or JSON, in which a photograph is text."""
+    form = form_type.model_json_schema()
+    as_json = {**form, "properties": dict(form["properties"])}
+    if photo := as_json["properties"].get("input_reference"):
+        url = {"type": "object", "properties": {"image_url": {"type": "string"}}}
+        as_json["properties"]["input_reference"] = {
+            "description": f"{photo['description']} In base64, or as a data URL.",
+            "anyOf": [
+                {"type": "string", "contentEncoding": "base64"},
+                {**url, "required": ["image_url"], "additionalProperties": False},
+            ],
+        }
+    kinds = {"multipart/form-data": {"schema": form}, JSON: {"schema": as_json}}
+    return {"required": True, "content": kinds}
+
+
+async def _requested(request: Request, service: Service, owner: Owner, key: str | None) -> Video:
+    """The new video, or the one of an earlier request with the same key."""
+    limits: Limits = request.app.state.limits
+    try:
+        if request.headers["content-type"].lower().startswith(JSON):
+            return await in_thread(_create, service, await request.body(), limits, owner, key)
+        async with request.form(max_part_size=JSON_BYTES) as form:
+            return await in_thread(_create, service, form, limits, owner, key)
+    except ClientDisconnect:
+        raise HTTPException(400, "the client has gone") from None
+    except OSError as error:
+        text = f"cannot store the body: {output_files.reason(error)}"
+        raise OutputError(text, "the disk of the server may be full") from error
+
+
+def _checked(form_type: type[VideoRequest], body: bytes | FormData) -> VideoRequest:
+    try:
+        fields = from_json(body) if isinstance(body, bytes) else dict(body)
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
+    try:
+        return form_type.model_validate(fields)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        raise RequestValidationError(
+            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
+        ) from None
+
+
+def _create(
+    service: Service, body: bytes | FormData, limits: Limits, owner: Owner, key: str | None
+) -> Video:
+    form = _checked(service.capabilities.form, body)
+    size = 0 if form.photo is None else form.photo.size or 0
+    if size > limits.upload_bytes:
+        raise ApiError(
+            413,
+            "content_too_large",
+            f"the photograph has {size} bytes, the limit is {limits.upload_bytes}",
+            details={"limit_bytes": limits.upload_bytes},
+        )
+    return service.submit(form, owner, key)
+
+
+async def _wait(request: Request, service: Service, id: str) -> None:
+    """Returns once the video is final, or nobody waits for it any more."""
+    async with service.events.subscribe(id) as subscription:
+        job = await in_thread(service.queue.get, id)
+        if job is None or job.state.is_final:  # its event may be forgotten
+            return
+        async for event in subscription:
+            if (event is not None and event.is_final) or await request.is_disconnected():
+                return
+
+
+def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
+    job = service.job(id, owner)
+    if job.state is JobState.FAILED:
+        assert job.error is not None
+        raise error_from_dict(job.error)
+    if not job.state.is_final:
+        raise ApiError(
+            *(503, "closing", f"the server ends before {id} is made"),
+            "it goes on when the server starts again: ask for the video then",
+            details={"id": id},
+            headers={"Retry-After": "30"},
+        )
+    answer = get_content(id, service, owner, request)
+    answer.headers["X-Request-Id"] = id
+    answer.headers["X-Model"] = service.capabilities.model
+    seconds = (job.finished_at or 0.0) - (job.started_at or 0.0)
+    answer.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
+    return answer
+
+
+# --- requested clips ------------------------------------------------------------------------------
+
+routes = APIRouter(tags=["videos"])
+
+
+@routes.get("/v1/videos", responses=documented(404, 422))
+def list_videos(
+    service: Served,
+    owner: Owned,
+    limit: Annotated[int, Query(ge=1, le=100, description="Of the number of videos.")] = 20,
+    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
+    status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
+) -> VideoPage:
+    """The videos of this key, the newest first."""
+    found = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
+    videos = found[:limit]
+    return VideoPage(
+        data=videos,
+        first_id=videos[0].id if videos else None,
+        last_id=videos[-1].id if videos else None,
+        has_more=len(found) > limit,
+    )
+
+
+@routes.get("/v1/videos/{id}", responses=documented(404))
+def get_video(id: str, service: Served, owner: Owned) -> Video:
+    """A video's state, progress and ETA."""
+    return service.video(service.job(id, owner))
+
+
+@routes.delete("/v1/videos/{id}", responses=documented(404, 503))
+async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
+    """Removes a video with its files; one that is not finished is cancelled before.
+
+    The answer comes once no rank works on the video any more. A repeated request changes nothing:
+    it is answered by 404, as every other one about a removed video.
+    """
+    return await in_thread(service.delete, id, owner)
+
+
+@routes.post("/v1/videos/{id}/cancel", responses=documented(404, 503))
+async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
+    """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
+
+    The answer comes once no rank works on the video any more. A repeated request changes nothing,
+    nor does one for a video that is finished: the answer has its status.
+    """
+    return service.video(await in_thread(service.cancel, id, owner))
+
+
+def _file_answers(kind: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {"content": {kind: _BINARY}},
+        206: {"description": "The requested range."},
+        304: {"description": "The client has it: `If-None-Match` names it."},
+        **documented(*statuses),
+    }
+
+
+def _private_file(path: Path, media_type: str, request: Request) -> Response:
+    """A file that never changes, for its owner alone."""
+    answer = FileResponse(
+        path,
+        media_type=media_type,
+        filename=path.name,
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, max-age=3600, immutable"},
+        stat_result=path.stat(),
+    )
+    return unless_known(answer, request)
+
+
+@routes.head("/v1/videos/{id}/content", include_in_schema=False)
+@routes.get(
+    "/v1/videos/{id}/content",
+    response_class=FileResponse,
+    responses=_file_answers("video/mp4", 404, 409, 416),
+)
+def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
+    """The clip as mp4; takes Range requests."""
+    path = service.clip_path(service.completed(id, owner))
+    if not path.is_file():
+        raise ApiError(404, "no_content", "the video has no file")
+    return _private_file(path, "video/mp4", request)
+
+
+@routes.get(
+    "/v1/videos/{id}/input",
+    response_class=FileResponse,
+    responses=_file_answers("image/*", 404, 416),
+)
+def get_input(id: str, service: Served, owner: Owned, request: Request) -> Response:
+    """The photograph, as the client sent it."""
+    job = service.job(id, owner)
+    if not job.photo:
+        raise ApiError(404, "no_input", "the video was made from text alone")
+    path = service.photo_path(job)
+    if not path.is_file():
+        raise ApiError(404, "no_input", "the video has no photograph any more")
+    return _private_file(path, MEDIA_TYPES[path.suffix], request)
+
+
+@routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
+def get_metadata(id: str, service: Served, owner: Owned) -> dict[str, Any]:
+    """The clip's JSON: parameters, hashes, versions."""
+    return service.completed(id, owner).metadata
+
+
+@routes.post("/v1/videos/{id}/verify", status_code=202, responses=documented(404, 409, 503))
+def verify_video(id: str, service: Served, owner: Owned) -> Video:
+    """Has the clip made again on one device, when the ranks are idle, and compared bit by bit."""
+    return service.verify(id, owner)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; FastAPI's own response takes three times the processor time for each."""
+
+    media_type = "text/event-stream"
+
+
+def _check_streams(service: Service) -> None:
+    """Refuses one more client that waits for a clip."""
+    if service.events.num_subscribers >= MAX_STREAMS:
+        raise ApiError(
+            503,
+            "too_many_streams",
+            f"{MAX_STREAMS} clients follow clips already",
+            "GET /v1/videos/{id} says the same",
+            details={"limit": MAX_STREAMS},
+            headers={"Retry-After": "10"},
+        )
+
+
+def _followed(id: str, service: Served, owner: Owned) -> Job:
+    """The job, before the answer begins: afterwards no error can be answered."""
+    job = service.job(id, owner)
+    _check_streams(service)
+    return job
+
+
+@routes.get(
+    "/v1/videos/{id}/events",
+    response_class=_EventStream,
+    responses={
+        200: {
+            "description": "Events named `video`. The data of each is the video as JSON, its id is "
+            "for `Last-Event-ID`.",
+            "content": {"text/event-stream": _TEXT},
+        },
+        204: {"description": "The client has the last event: it must not come back."},
+        **documented(404, 503),
+    },
+)
+async def follow_video(
+    job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId
+) -> Response:
+    """The video's state as server-sent events, on every change; ends after a final state.
+
+    A client that comes back with `Last-Event-ID` gets the present state if it has changed.
+    """
+    if last_id is not None and job.state.is_final:
+        newest = service.events.newest(job.id)
+        if newest is None:  # it is forgotten, as by a restart
+            has_last = last_id >= 1000 * (job.finished_at or 0.0)
+        else:
+            has_last = newest.is_final and last_id >= newest.id
+        if has_last:
+            return Response(status_code=204)
+    return _EventStream(_events(job, service, last_id), headers=_STREAM_HEADERS)
+
+
+async def _events(job: Job, service: Service, last_id: int | None) -> AsyncIterator[bytes]:
+    async with service.events.subscribe(job.id, last_id) as subscription:
+        id = service.events.new_id()  # first, so that what happens from here on has a larger one
+        if service.events.newest(job.id) is None:  # nothing has happened since the server's start
+            now = await run_in_threadpool(service.queue.get, job.id)  # it may have ended since
+            if now is None:
+                return
+            video = await run_in_threadpool(service.video, now)
+            yield _event(video.model_dump(mode="json"), id)
+            if now.state.is_final:
+                return
+        async for event in subscription:
+            yield _COMMENT if event is None else _event(event.data, event.id)
+
+
+def _event(video: Mapping[str, Any], id: int) -> bytes:
+    return f"event: video\ndata: {json.dumps(video)}\nid: {id}\n\n".encode()

@@ -1,0 +1,66 @@
+"""Faults that only tests inject into a rank's work on a clip."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from svdpp.comm.header import FIELDS
+from svdpp.models.base import LATENTS, Tensors, solver_history
+from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+
+#: The offset of each header field that receivers check: all but the clip's times.
+HEADER_FIELDS: Mapping[str, int] = {
+    name: position for name, position in FIELDS.items() if name not in ("begun", "compute")
+}
+
+
+@dataclass(frozen=True)
+class Damage(InjectedFault):
+    """One fault, at one rank and clip.
+
+    Beside `InjectedFault`'s kinds: `state` changes the history of a multistep solver that leaves
+    the rank by one ULP; `prediction` does so in its first prediction for its partner; `raise`
+    raises before the rank's first step of the clip; `hang` hangs there; `nan` fills the latent that
+    enters the rank with NaN; `header` changes `field` of the header that the rank sends.
+    """
+
+    field: str = ""
+
+    def skipped_steps(self, rank: int, clip: int) -> int:
+        if self.strikes("raise", rank, clip):
+            raise RuntimeError("an injected fault")
+        while self.strikes("hang", rank, clip):
+            time.sleep(1)
+        return super().skipped_steps(rank, clip)
+
+    def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        if self.strikes("nan", rank, clip):
+            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
+        return tensors
+
+    def sent(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        if self.strikes("state", rank, clip):
+            name = next(iter(solver_history(tensors)))
+            return {**tensors, name: one_ulp_off(tensors[name])}
+        return super().sent(rank, clip, tensors)
+
+    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        if self.strikes("prediction", rank, clip):
+            return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
+        return tensors
+
+    def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
+        if self.kind != "header" or rank != self.rank:
+            return None
+        position = HEADER_FIELDS[self.field]
+
+        def change(clip: int, header: bytes) -> bytes:
+            changed = bytearray(header)
+            changed[position] ^= 8 if clip == self.clip else 0
+            return bytes(changed)
+
+        return change

@@ -1,0 +1,185 @@
+"""The ETA of a clip is that of a replay of the action lists, with measured costs of its size."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from svdpp.config import SvdSampling
+from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.forecast import Span, replay
+from svdpp.plan.layout import Layout
+from svdpp.plan.schedule import Route, build_schedule
+from svdpp.serve.eta import (
+    MAX_REPLAYED,
+    ClipAhead,
+    Estimate,
+    Layouts,
+    MeasuredCosts,
+    estimate,
+)
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+
+COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
+LAYOUTS = [
+    Layout(num_steps=28, world_size=4, split="dithered", costs=COSTS),
+    Layout(num_steps=28, world_size=7, split="uniform", costs=COSTS),
+    Layout(num_steps=28, world_size=4, split="dithered", decoders=2, costs=COSTS),
+    Layout(num_steps=28, world_size=6, split="balanced", replicas=2, costs=COSTS),
+    Layout(num_steps=28, world_size=3, replicas=3, costs=COSTS),
+]
+
+
+def _ends(spans: list[Span]) -> dict[int, float]:
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.action.clip] = max(ends.get(span.action.clip, 0.0), span.end)
+    return ends
+
+
+def _clips(routes: list[Route], costs: Costs = COSTS) -> list[ClipAhead]:
+    return [ClipAhead(id=str(route.clip), route=route, costs=costs) for route in routes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_it_equals_the_replay_of_the_action_lists(layout: Layout) -> None:
+    layouts = Layouts(layout)
+    steps = [28, 10, 14, 28, 35, 7, 28, 21, 28, 28]
+    routes = [layouts.route(clip, num_steps) for clip, num_steps in enumerate(steps)]
+    expected = _ends(replay(build_schedule(routes, layout.world_size), COSTS))
+    found = estimate(_clips(routes), delay=3.0)
+    assert [found[str(clip)].place for clip in range(len(steps))] == list(range(len(steps)))
+    for clip, end in expected.items():
+        assert found[str(clip)].eta_seconds == pytest.approx(3.0 + end)
+
+
+def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
+    layouts = Layouts(LAYOUTS[1])
+    clips = [
+        ClipAhead(id="decoding", route=layouts.route(0, 28, 28), costs=COSTS, has_begun=True),
+        ClipAhead(
+            id="half",
+            route=layouts.route(1, 28, 14),
+            costs=COSTS,
+            has_begun=True,
+            begun_seconds=0.25,
+        ),
+        ClipAhead(id="next", route=layouts.route(2, 28), costs=COSTS),
+        ClipAhead(id="resumed", route=layouts.route(3, 28, 24), costs=COSTS),
+    ]
+    found = estimate(clips)
+    assert found["decoding"] == Estimate(None, 4.0)
+    # 13.75 s of steps on four ranks, three transfers, the decode.
+    assert found["half"].place is None
+    assert found["half"].eta_seconds == pytest.approx(13.75 + 0.3 + 4)
+    assert found["next"].place == 0
+    assert found["next"].eta_seconds == pytest.approx(0.5 + 28 + 0.6 + 4)
+    assert found["resumed"].place == 1
+
+
+def test_larger_clips_take_longer() -> None:
+    layouts = Layouts(LAYOUTS[0])
+    small, large = (
+        ClipAhead(id=name, route=layouts.route(0, 28), costs=COSTS.scaled(pace))
+        for name, pace in (("small", 1.0), ("large", 4.0))
+    )
+    assert estimate([large])["large"].eta_seconds == pytest.approx(
+        4 * estimate([small])["small"].eta_seconds, rel=0.05
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_long_queue_is_extrapolated_closely(layout: Layout) -> None:
+    layouts = Layouts(layout)
+    chance = random.Random(0)
+    steps = [chance.choice([28, 14, 35]) for _ in range(2 * MAX_REPLAYED)]
+    routes = [layouts.route(clip, num_steps) for clip, num_steps in enumerate(steps)]
+    expected = _ends(replay(build_schedule(routes, layout.world_size), COSTS))
+    found = estimate(_clips(routes))
+    for clip in (MAX_REPLAYED, 2 * MAX_REPLAYED - 1):
+        assert found[str(clip)].eta_seconds == pytest.approx(expected[clip], rel=0.03)
+
+
+def test_no_clip_no_estimate() -> None:
+    assert estimate([]) == {}
+
+
+@pytest.mark.long
+def test_an_estimate_of_a_long_queue_is_quick() -> None:
+    layouts = Layouts(LAYOUTS[1])
+    seconds = []
+    for _ in range(5):
+        begun = time.thread_time()
+        estimate(_clips([layouts.route(clip, 28) for clip in range(2000)]))
+        seconds.append(time.thread_time() - begun)
+    print(f"2000 clips on 7 ranks: {1000 * min(seconds):.1f} ms")
+    assert min(seconds) < 0.05
+
+
+# --- measured costs -------------------------------------------------------------------------------
+
+SAMPLING = SvdSampling(num_frames=25)
+HALF = replace(SAMPLING, width=512)
+
+
+def _step(seconds: float) -> StepDone:
+    return StepDone(clip=0, step=1, seconds=seconds)
+
+
+def test_before_a_measurement_the_preset_is_scaled_by_size() -> None:
+    costs_of = MeasuredCosts(None, HALF)
+    preset = PRESETS["svd-xt-a100"]
+    assert costs_of.costs(SAMPLING) == preset
+    assert costs_of.costs(HALF).step_on(0) == pytest.approx(preset.step_on(0) / 2)
+
+
+def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
+    costs_of = MeasuredCosts(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
+    costs_of.add(0, _step(9.0), SAMPLING)
+    assert costs_of.costs(SAMPLING).step_on(0) == 9.0, "the only one, though the rank warms up"
+    costs_of.add(0, _step(1.0), SAMPLING)
+    costs_of.add(1, _step(9.0), SAMPLING)
+    costs = costs_of.costs(SAMPLING)
+    assert (costs.step_on(0), costs.decode_on(0)) == (1.0, 3.0)
+    for event in (
+        ActionDone(action="DECODE c0 @28", start=1.0, end=5.0, waited=0.0),
+        TransferDone(
+            direction="recv", clip=0, next_step=7, peer=0, num_bytes=1, seconds=0.5, end=1.0
+        ),
+    ):
+        costs_of.add(1, event, SAMPLING)
+    costs = costs_of.costs(SAMPLING)
+    assert (costs.decode_on(0), costs.transfer(0, 1)) == (4.0, 0.5)
+    assert costs_of.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
+
+
+def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    waits = {"photograph": 3.0, "send": 9.0}
+    encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
+    for event in (_step(1.0), encode):
+        costs_of.add(0, event, SAMPLING)
+    assert costs_of.costs(SAMPLING).encode_on(0) == 4.0
+
+
+def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    for width in range(64, 64 + 8 * 50, 8):
+        for _ in range(3):
+            costs_of.add(0, _step(float(width)), replace(SAMPLING, width=width))
+    assert costs_of.costs(replace(SAMPLING, width=448)).step_on(0) == 448
+    assert costs_of.costs(replace(SAMPLING, width=64)).step_on(0) == pytest.approx(64)
+    assert len(costs_of._samples) == 32
+
+
+def test_ranks_that_start_again_warm_up_again() -> None:
+    costs_of = MeasuredCosts(None, SAMPLING)
+    for _ in range(3):
+        costs_of.add(0, _step(1.0), SAMPLING)
+    costs_of.begin()
+    costs_of.add(0, _step(100.0), SAMPLING)
+    assert costs_of.costs(SAMPLING).step_on(0) == 1.0

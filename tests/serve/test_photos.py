@@ -1,0 +1,365 @@
+"""A hostile photograph is refused, and harms neither the server nor its folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import resource
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from svdpp.errors import InputError, OutputError
+from svdpp.media import output_files
+from svdpp.media.examples import example_photos
+from svdpp.serve import photos as photos_module
+from svdpp.serve.job import new_id
+from svdpp.serve.photos import DecodeLimits, DecoderBusyError, PhotoFolder, shown_name
+from tests.media.pictures import encoded, gradient, png
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> PhotoFolder:
+    return PhotoFolder(tmp_path / "photos")
+
+
+def refusal(photos: PhotoFolder, data: bytes, name: str = "cat.png") -> InputError:
+    """The error of an upload, of which nothing is left."""
+    with pytest.raises(InputError) as refused:
+        photos.keep(io.BytesIO(data), new_id(), name)
+    assert os.listdir(photos._folder) == []
+    return refused.value
+
+
+def slow_jpeg(num_scans: int = 20_000) -> bytes:
+    """600 kB that take minutes to decode: a progressive JPEG that repeats its last scan."""
+    data = encoded(Image.new("RGB", (4000, 4000)), "JPEG", progressive=True)
+    end = data.rindex(b"\xff\xd9")
+    return data[:end] + data[data.rindex(b"\xff\xda") : end] * num_scans + data[end:]
+
+
+# --- good photographs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [
+        ("PNG", ".png"),
+        ("JPEG", ".jpg"),
+        ("MPO", ".jpg"),
+        ("WEBP", ".webp"),
+        ("BMP", ".bmp"),
+        ("TIFF", ".tif"),
+        ("GIF", ".gif"),
+    ],
+)
+def test_a_photograph_gets_the_name_of_its_job(
+    photos: PhotoFolder, tmp_path: Path, format: str, suffix: str
+) -> None:
+    more = {"save_all": True, "append_images": [gradient()]} if format == "MPO" else {}
+    data = encoded(gradient(48, 32), format, **more)
+    id = new_id()
+    photo = photos.keep(io.BytesIO(data), id, "holiday.exe")
+    assert photo.path == tmp_path / "photos" / f"{id}{suffix}"
+    assert photo.path.read_bytes() == data
+    assert photo.path.stat().st_mode & 0o077 == 0
+    assert photo.sha256 == hashlib.sha256(data).hexdigest()
+    assert (photo.width, photo.height) == (48, 32)
+    assert os.listdir(photo.path.parent) == [photo.path.name]
+
+
+def test_the_size_is_that_of_the_upright_photograph(photos: PhotoFolder) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo = photos.keep(io.BytesIO(encoded(gradient(48, 32), "JPEG", exif=exif)), new_id(), "x")
+    assert (photo.width, photo.height) == (32, 48)
+
+
+@pytest.mark.long
+def test_many_threads_upload_at_the_same_time(photos: PhotoFolder, tmp_path: Path) -> None:
+    data = [each.read_bytes() for each in example_photos()]
+
+    def send(number: int) -> bool:
+        mine = data[number % len(data)]
+        photo = photos.keep(io.BytesIO(mine), new_id(), "x")
+        return photo.path.read_bytes() == mine
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(send, range(8)))
+    assert len(os.listdir(tmp_path / "photos")) == 8
+
+
+@pytest.mark.long
+def test_the_decoder_starts_quickly(photos: PhotoFolder) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(3):
+        photos.keep(io.BytesIO(encoded(gradient(), "PNG")), new_id(), "x")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used / 3 < 0.5  # CPU time, because other tests run beside this one
+    check = "import sys, svdpp.serve.decode_photo; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, check=True)
+    assert not {"torch", "diffusers", "fastapi", "sqlite3"} & set(loaded.stdout.decode().split())
+
+
+# --- hostile files --------------------------------------------------------------------------------
+
+
+def zip_bomb() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("cat.png", bytes(10**7))
+    return buffer.getvalue()
+
+
+def text_bomb() -> bytes:
+    """A PNG with a compressed comment of 200 MB."""
+    data = png(16, 16, 8, 2, bytes(16 * 49))
+    body = b"zTXtcomment\0\0" + zlib.compress(bytes(2 * 10**8), 9)
+    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+    return data[:33] + chunk + data[33:]
+
+
+HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "is empty"),
+    "text": (lambda: b"<svg onload=alert(1)>" * 100, "is not an image"),
+    "script": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image"),
+    "zip bomb": (zip_bomb, "is not an image"),
+    "truncated": (lambda: encoded(gradient(), "PNG")[:-40], "is damaged or truncated"),
+    "half a jpeg": (lambda: encoded(gradient(400, 300), "JPEG")[:2000], "is damaged"),
+    "a flipped bit": (
+        lambda: (d := encoded(gradient(), "PNG"))[:90] + bytes([d[90] ^ 1]) + d[91:],
+        "is damaged",
+    ),
+    "many pixels": (lambda: png(100_000, 100_000, 8, 2, bytes(10**6)), "is too large"),
+    "just too many": (lambda: png(7072, 7072, 1, 0, bytes(885 * 7072)), "is too large"),
+    "one pixel": (lambda: encoded(gradient(1, 1), "PNG"), "is too small"),
+    "a line": (lambda: encoded(gradient(4000, 16), "PNG"), "is too narrow"),
+    "text bomb": (text_bomb, "is damaged"),
+    "NaN": (
+        lambda: encoded(Image.new("F", (32, 32), float("nan")), "TIFF"),
+        "float pixels",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_refused(photos: PhotoFolder, kind: str) -> None:
+    make, reason = HOSTILE[kind]
+    error = refusal(photos, make(), "my 'cat'.png")
+    assert error.message.startswith(repr("my 'cat'.png"))
+    assert reason in error.message
+    assert ".upload" not in error.message
+
+
+@pytest.mark.long
+def test_a_huge_file_is_refused(photos: PhotoFolder, tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("w+b") as huge:
+        huge.truncate(256 * 2**20 + 1)
+        with pytest.raises(InputError, match="larger than 256 MiB"):
+            photos.keep(huge, new_id(), "x")
+    assert os.listdir(photos._folder) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
+def test_a_photograph_that_takes_much_memory_is_refused(tmp_path: Path, mebibytes: int) -> None:
+    photos = PhotoFolder(tmp_path / "photos", DecodeLimits(max_bytes=mebibytes * 2**20))
+    big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # 143 kB for 196 MB
+    assert refusal(photos, big).message == "'cat.png' does not fit in memory"
+
+
+@pytest.mark.long
+def test_the_largest_photograph_is_kept(photos: PhotoFolder) -> None:
+    photo = photos.keep(io.BytesIO(png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
+    assert photo.width * photo.height > 49_990_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "limits", [DecodeLimits(cpu_seconds=1), DecodeLimits(seconds=1.0)], ids=["CPU time", "deadline"]
+)
+def test_a_photograph_that_takes_long_is_refused(tmp_path: Path, limits: DecodeLimits) -> None:
+    begin = time.monotonic()
+    error = refusal(PhotoFolder(tmp_path / "photos", limits), slow_jpeg())
+    assert "takes too long" in error.message
+    assert time.monotonic() - begin < 15
+    assert children_of(os.getpid()) == []
+
+
+@pytest.mark.long
+def test_uploads_wait_for_a_place(tmp_path: Path) -> None:
+    limits = DecodeLimits(seconds=3.0, at_once=1, wait_seconds=0.2)
+    photos = PhotoFolder(tmp_path / "photos", limits)
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(refusal, photos, slow_jpeg())
+        while not children_of(os.getpid()):
+            time.sleep(0.01)
+        with pytest.raises(DecoderBusyError):
+            photos.keep(io.BytesIO(encoded(gradient(), "PNG")), new_id(), "x")
+        assert "takes too long" in slow.result().message
+
+
+def children_of(pid: int) -> list[int]:
+    """The running decoders of a process."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            command = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z" and b"decode_photo" in command:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.long
+def test_the_decoder_ends_with_a_killed_server(tmp_path: Path) -> None:
+    (tmp_path / "slow").write_bytes(slow_jpeg())
+    code = (
+        "import sys; from pathlib import Path; from svdpp.serve.photos import *;"
+        "from svdpp.serve.job import new_id;"
+        "PhotoFolder(Path(sys.argv[1])).keep(open(sys.argv[2], 'rb'), new_id(), 'x')"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "photos"), str(tmp_path / "slow")]
+    )
+    deadline = time.monotonic() + 30
+    while not (decoders := children_of(server.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.kill()
+    server.wait()
+    while any(is_running(pid) for pid in decoders):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- a decoder that was taken over ----------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("kill -SEGV $$", "ended with SIGSEGV"),
+        ("kill -KILL $$", "ended with SIGKILL"),
+        ("exit 3", "ended with exit code 3"),
+        ("echo '[]'", "ended with exit code 0"),
+        ("echo null", "ended with exit code 0"),
+        ("echo '{\"error\": 3}'", "ended with exit code 0"),
+        ('echo \'{"photo": {"suffix": "/../../x", "sha256": "0"}}\'', "ended with exit code 0"),
+        ("yes", "takes too long"),
+        ("exec >&-; exec sleep 100", "takes too long"),
+        ("exec sleep 100", "takes too long"),
+    ],
+)
+def test_what_the_decoder_says_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    decoder = tmp_path / "decoder"
+    decoder.write_text(f"#!/bin/sh\n{script}\n")
+    decoder.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(decoder))
+    photos = PhotoFolder(tmp_path / "photos", DecodeLimits(seconds=1.0))
+    assert reason in refusal(photos, b"any").message
+
+
+def test_the_decoder_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert "secret" not in str(photos_module._environment())
+
+
+def test_a_module_in_the_working_folder_is_not_run(
+    photos: PhotoFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    photos.keep(io.BytesIO(encoded(gradient(), "PNG")), new_id(), "x")
+
+
+def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_photograph(
+    photos: PhotoFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = io.BytesIO(encoded(gradient(), "PNG"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(OutputError, match="No such file"):
+        photos.keep(source, new_id(), "x")
+    assert os.listdir(photos._folder) == []
+
+
+# --- names and the disk ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("cat.png", "cat.png"),
+        ("../../etc/passwd", "passwd"),
+        ("C:\\Users\\ann\\cat.png", "cat.png"),
+        ("/", "photo"),
+        ("", "photo"),
+        (None, "photo"),
+        ("a\0b\n\x1b[31m.png", "ab[31m.png"),
+        ("\u202egnp.exe", "gnp.exe"),
+        ("\ud800.png", ".png"),
+        ("x" * 5000, "x" * 100),
+        ("  猫 \u00e9.png ", "猫 \u00e9.png"),
+    ],
+)
+def test_a_clients_name_is_only_shown(name: str | None, shown: str) -> None:
+    assert shown_name(name) == shown
+
+
+@pytest.mark.parametrize("id", ["", "../video", "video_" + "0" * 31, "video_" + "0" * 32 + "/x"])
+def test_only_an_id_becomes_a_path(photos: PhotoFolder, id: str) -> None:
+    with pytest.raises(ValueError, match="id"):
+        photos.keep(io.BytesIO(b""), id, "x")
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["file", "folder"])
+def test_a_disk_that_fails_is_an_error_and_keeps_nothing(
+    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls: list[Path] = []
+
+    def sync(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = io.BytesIO(encoded(gradient(), "PNG"))
+    monkeypatch.setattr(output_files, "sync", sync)
+    with pytest.raises(OutputError, match="No space left"):
+        photos.keep(source, new_id(), "x")
+    assert os.listdir(photos._folder) == []
+    assert calls[0].parent == photos._folder
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "photos").write_text("a file")
+    with pytest.raises(OutputError, match="photos"):
+        PhotoFolder(tmp_path / "photos")
+    photos = PhotoFolder(tmp_path / "others")
+    (tmp_path / "others").rmdir()
+    with pytest.raises(OutputError, match="others"):
+        photos.keep(io.BytesIO(b""), new_id(), "x")

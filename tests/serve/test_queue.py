@@ -1,0 +1,416 @@
+"""The queue stores jobs, changes a state only from the states that allow it, and orders owners."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.errors import RankError, RequestError
+from svdpp.serve import queue as queue_module
+from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
+from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
+
+
+def job_of(store: JobQueue, id: str) -> Job:
+    job = store.get(id)
+    assert job is not None
+    return job
+
+
+def waiting(store: JobQueue) -> list[str]:
+    return [id for id, _ in store.waiting()]
+
+
+def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path) -> None:
+    job = new_job(
+        owner="ann",
+        seed=2**63 - 1,
+        sampling=replace(SAMPLING, fps=9, fit="crop", min_guidance_scale=0.1 + 0.2),
+        photo_name="Füße 猫 '; DROP TABLE jobs; --.png",
+        created_at=1763812345.678901,
+        priority=9,
+        idempotency_key="a key",
+    )
+    assert store.add(job, max_open=1) == job
+    store.close()
+    with contextlib.closing(JobQueue(tmp_path / "data")) as again:
+        assert again.get(job.id) == job
+        assert again.get(new_id()) is None
+
+
+def test_a_job_from_request_to_removal(store: JobQueue) -> None:
+    before = time.time()
+    id = add(store)
+    assert store.counts() == {**dict.fromkeys(JobState, 0), JobState.QUEUED: 1}
+    assert store.set_promise(id, 12.5)
+    taken = store.take_next()
+    assert taken is not None
+    assert (taken.id, taken.state) == (id, JobState.IN_PROGRESS)
+    assert before <= (taken.started_at or 0) <= time.time()
+    assert (store.waiting(), store.running()) == ([], [taken])
+    metadata = {"file_sha256": "ab", "psnr": None}
+    assert store.complete(id, metadata)
+    done = job_of(store, id)
+    ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
+    assert done == replace(taken, **ended)
+    assert done.promised_seconds == 12.5
+    assert store.unproved() == [id]
+    assert store.set_proof(id, "equal")
+    assert store.unproved() == []
+    assert [job.id for job in store.finished()] == [id]
+    assert store.remove(id)
+    assert store.get(id) is None
+    assert store.photos() == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "stored"),
+    [
+        (
+            RankError("rank 1 died", "look", details={"rank": 1}),
+            {
+                **{"type": "RankError", "message": "rank 1 died", "hint": "look"},
+                "details": {"rank": 1},
+            },
+        ),
+        (
+            {"message": "no", "details": {"x": float("nan"), "p": Path("x"), 3: [float("inf"), 1]}},
+            {"message": "no", "details": {"x": None, "p": "x", "3": [None, 1]}},
+        ),
+    ],
+    ids=["an error", "details that are no JSON"],
+)
+def test_a_failure_is_kept_with_its_details(store: JobQueue, error: Any, stored: Any) -> None:
+    id = in_state(store, JobState.IN_PROGRESS)
+    assert store.fail(id, error)
+    assert job_of(store, id).error == stored
+
+
+def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
+    return {
+        "put_back": lambda id: store.put_back(id, counts=True),
+        "complete": lambda id: store.complete(id, {"late": True}),
+        "fail": lambda id: store.fail(id, {"message": "late"}),
+        "cancel_waiting": store.cancel_waiting,
+        "ask_to_cancel": store.ask_to_cancel,
+        "cancelled": store.cancelled,
+        "set_proof": lambda id: store.set_proof(id, "equal"),
+        "remove": store.remove,
+    }
+
+
+ALLOWED = {
+    JobState.QUEUED: {"cancel_waiting"},
+    JobState.IN_PROGRESS: {"put_back", "complete", "fail", "ask_to_cancel", "cancelled"},
+    JobState.COMPLETED: {"set_proof", "remove"},
+    JobState.FAILED: {"remove"},
+    JobState.CANCELLED: {"remove"},
+}
+
+
+def in_state(store: JobQueue, state: JobState) -> str:
+    id = add(store)
+    if state is not JobState.QUEUED:
+        store.take_next()
+    match state:
+        case JobState.COMPLETED:
+            store.complete(id, {})
+        case JobState.FAILED:
+            store.fail(id, {"message": "no"})
+        case JobState.CANCELLED:
+            store.cancelled(id)
+    assert job_of(store, id).state is state
+    return id
+
+
+@pytest.mark.parametrize("state", list(JobState))
+def test_what_a_state_does_not_allow_changes_nothing(store: JobQueue, state: JobState) -> None:
+    """Among them: a completion after a cancellation, or after a failure."""
+    for name, change in _changes(store).items():
+        id = in_state(store, state)
+        before = store.get(id)
+        assert change(id) is (name in ALLOWED[state]), name
+        assert (store.get(id) == before) is (name not in ALLOWED[state]), name
+        for other in waiting(store):
+            store.cancel_waiting(other)
+
+
+def test_nothing_brings_a_removed_job_back(store: JobQueue) -> None:
+    id = in_state(store, JobState.CANCELLED)
+    assert store.remove(id)
+    assert not any(change(id) for change in _changes(store).values())
+    assert store.set_promise(id, 1.0) is False
+    assert sum(store.counts().values()) == 0
+
+
+def test_only_one_of_many_threads_ends_a_job(store: JobQueue) -> None:
+    ends = ("complete", "fail", "cancelled", "put_back") * 2
+    for _ in range(20):
+        id = in_state(store, JobState.IN_PROGRESS)
+        store.ask_to_cancel(id)
+        assert sum(at_once(8, lambda n, id=id: _changes(store)[ends[n]](id))) == 1  # type: ignore[misc]
+        assert job_of(store, id).state.is_final
+
+
+def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
+    """What `call` returns in as many threads as it is called, which begin together."""
+    barrier = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        barrier.wait()
+        return call(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(begin, range(count)))
+
+
+def test_a_restart_puts_back_what_was_running(store: JobQueue, tmp_path: Path) -> None:
+    ids = [add(store, created_at=float(index)) for index in range(4)]
+    for _ in range(3):
+        store.take_next()
+    store.complete(ids[0], {})
+    store.set_proof(ids[0], "running")
+    store.ask_to_cancel(ids[1])
+    store.close()
+    with contextlib.closing(JobQueue(tmp_path / "data")) as again:
+        assert [(job.id, job.state) for job in again.recover()] == [
+            (ids[1], JobState.CANCELLED),
+            (ids[2], JobState.QUEUED),
+        ]
+        assert waiting(again) == ids[2:]
+        back, done = job_of(again, ids[2]), job_of(again, ids[0])
+        assert (back.started_at, back.attempts) == (None, 0)
+        assert (done.state, done.proof) == (JobState.COMPLETED, "running")
+        assert again.to_prove() == [ids[0]]
+        assert again.recover() == []
+
+
+def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store: JobQueue) -> None:
+    id = add(store)
+    for counts, attempts in ((True, 1), (False, 1), (True, 2)):
+        store.take_next()
+        assert store.put_back(id, counts=counts)
+        assert job_of(store, id).attempts == attempts
+    store.take_next()
+    assert store.ask_to_cancel(id)
+    assert store.put_back(id, counts=True)
+    assert job_of(store, id).state is JobState.CANCELLED
+    assert job_of(store, id).finished_at is not None
+    assert store.take_next() is None
+
+
+# --- limits and repeated requests -----------------------------------------------------------------
+
+
+def test_a_full_queue_refuses(store: JobQueue) -> None:
+    ids = [store.add(new_job(owner="a"), max_open=2).id for _ in range(2)]
+    store.take_next()  # a job in progress is open, too
+    with pytest.raises(QueueFullError) as full:
+        store.add(new_job(), max_open=2)
+    assert full.value.details == {"open": 2, "limit": 2}
+    with pytest.raises(QueueFullError) as full:
+        store.add(new_job(owner="a"), max_open=10, max_open_of_owner=2)
+    assert full.value.details == {"open": 2, "limit": 2, "owner": "a"}
+    store.add(new_job(owner="b"), max_open=10, max_open_of_owner=2)
+    store.complete(ids[0], {})
+    store.add(new_job(owner="a"), max_open=3)
+
+
+def test_threads_do_not_pass_the_limit_together(store: JobQueue) -> None:
+    def ask(_: int) -> bool:
+        try:
+            store.add(new_job(), max_open=5)
+        except QueueFullError:
+            return False
+        return True
+
+    assert sum(at_once(12, ask)) == 5
+
+
+def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
+    first = store.add(new_job(idempotency_key="k"), max_open=1)
+    again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
+    assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
+    store.take_next()
+    store.complete(first.id, {})
+    assert store.add(again, max_open=1).state is JobState.COMPLETED
+    assert store.add(replace(again, owner="other"), max_open=1).id == again.id
+    store.remove(first.id)
+    assert add(store, idempotency_key="k", seed=7) != first.id, "a removed job's key is free"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"seed": 2}, {"priority": 1}, {"photo_sha256": "1" * 64}),
+        {"sampling": replace(SAMPLING, fps=8)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_used_key_refuses_another_request(store: JobQueue, other: dict[str, object]) -> None:
+    first = add(store, idempotency_key="k")
+    with pytest.raises(RequestError) as refused:
+        add(store, idempotency_key="k", **other)
+    assert refused.value.details == {"id": first, "field": next(iter(other))}
+    assert sum(store.counts().values()) == 1
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_threads_with_one_key_get_one_job(store: JobQueue, are_alike: bool) -> None:
+    def ask(number: int) -> str | None:
+        try:
+            return add(store, idempotency_key="k", seed=0 if are_alike else number)
+        except RequestError:
+            return None
+
+    ids = at_once(8, ask)
+    assert len(set(ids) - {None}) == 1
+    assert (None in ids) is not are_alike
+    assert store.counts()[JobState.QUEUED] == 1
+
+
+# --- whose turn it is -----------------------------------------------------------------------------
+
+
+def test_no_job_is_taken_twice(store: JobQueue) -> None:
+    ids = {add(store, owner=f"owner{number % 7}") for number in range(200)}
+    taken = [id for ids in at_once(8, lambda _: take_all(store)) for id in ids]
+    assert len(taken) == len(ids)
+    assert set(taken) == ids
+
+
+#: Owner, time of the request and priority of jobs, and the order in which they are taken.
+ORDERS = {
+    "owners take turns": (
+        [("many", float(t), 0) for t in range(6)]
+        + [("one", 100.0, 0), ("two", 101.0, 0), ("two", 102.0, 0)],
+        [0, 6, 7, 1, 8, 2, 3, 4, 5],
+    ),
+    "higher priorities go first until others have waited": (
+        [
+            *(("a", 0.0, 0), ("a", 9 * AGEING_SECONDS - 1, 9)),
+            *(("a", 9 * AGEING_SECONDS + 1, 9), ("a", 3 * AGEING_SECONDS, 2)),
+        ],
+        [1, 0, 2, 3],
+    ),
+    "a priority does not pass other owners": (
+        [("a", 5.0, 9), ("a", 6.0, 9), ("a", 7.0, 9), ("b", 6.0, 0)],
+        [0, 3, 1, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order(store: JobQueue, name: str) -> None:
+    jobs, order = ORDERS[name]
+    ids = [add(store, owner=owner, created_at=at, priority=level) for owner, at, level in jobs]
+    expected = [ids[number] for number in order]
+    assert waiting(store) == expected
+    assert take_all(store) == expected
+
+
+def test_a_turn_is_spent_also_if_the_owner_leaves_the_queue(store: JobQueue) -> None:
+    """An owner with one job at a time does not come before one that waits."""
+    first = add(store, owner="a", created_at=1.0)
+    assert take_all(store) == [first]
+    other = add(store, owner="b", created_at=3.0)
+    second = add(store, owner="a", created_at=2.0)
+    assert take_all(store) == [other, second]
+
+
+def test_what_is_put_back_keeps_its_place(store: JobQueue) -> None:
+    for index in range(4):
+        for owner in "abc":
+            add(store, owner=owner, created_at=float(index), priority=index % 2)
+    order = waiting(store)
+    taken = [job.id for _ in range(5) if (job := store.take_next())]
+    assert taken == order[:5]
+    assert [job.id for job in store.running()] == taken
+    for id in random.sample(taken, len(taken)):
+        store.put_back(id, counts=False)
+    assert waiting(store) == order
+    assert take_all(store) == order
+
+
+def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue) -> None:
+    for seed in range(8):
+        chance = random.Random(seed)
+        for _ in range(chance.randint(1, 15)):
+            owner, age = chance.choice("abcd"), chance.uniform(0, 5000)
+            add(store, owner=owner, created_at=age, priority=chance.randint(0, 9))
+        for _ in range(chance.randint(0, 5)):
+            store.take_next()
+        for job in store.running():
+            if chance.random() < 0.5:
+                store.put_back(job.id, counts=False)
+        expected = waiting(store)
+        assert take_all(store) == expected
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def test_pages_go_through_all_jobs_of_an_owner(store: JobQueue) -> None:
+    ids = [add(store, owner="ab"[number % 2], created_at=5.0) for number in range(10)]
+    store.cancel_waiting(ids[4])
+
+    def pages(**choice: Any) -> list[str]:
+        listed: list[str] = []
+        while page := store.page(limit=3, after=listed[-1] if listed else None, **choice):
+            assert len(page) <= 3
+            listed += [job.id for job in page]
+        return listed
+
+    assert pages(owner=None) == ids[::-1]
+    assert pages(owner=None, order="asc") == ids
+    assert pages(owner="a") == ids[::2][::-1]
+    assert pages(owner="a", state=JobState.CANCELLED) == [ids[4]]
+    assert pages(owner=None, state=JobState.QUEUED, order="asc") == ids[:4] + ids[5:]
+    assert pages(owner="c") == []
+    for after in (ids[1], new_id()):  # another owner's is not told from none
+        with pytest.raises(RequestError, match="no job"):
+            store.page(owner="a", limit=3, after=after)
+
+
+@pytest.mark.long
+def test_ten_thousand_jobs_are_no_burden(store: JobQueue) -> None:
+    with store._file.change() as database:  # in one transaction, because each waits for the disk
+        for number in range(10_000):
+            job = new_job(owner=f"owner{number % 10}", created_at=float(number))
+            state = JobState.COMPLETED if number % 2 else JobState.QUEUED
+            queue_module.insert(database, replace(job, state=state, finished_at=0.0))
+    middle = store.page(owner="owner3", limit=500)[-1].id
+
+    def seconds(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert seconds(lambda: store.get(middle)) < 0.005
+    assert seconds(lambda: store.page(owner="owner3", limit=20, after=middle)) < 0.01
+    assert seconds(lambda: store.page(owner=None, limit=20, state=JobState.QUEUED)) < 0.01
+    assert seconds(store.counts) < 0.02
+    assert seconds(store.take_next) < 0.1
+    assert seconds(store.waiting) < 1.0
+    for query in (
+        "SELECT * FROM jobs WHERE owner = 'a' AND seq < 9 ORDER BY seq DESC LIMIT 5",
+        "SELECT * FROM jobs WHERE state = 'queued' AND seq < 9 ORDER BY seq DESC LIMIT 5",
+        "SELECT * FROM jobs WHERE owner = 'a' AND state = 'queued' ORDER BY seq DESC LIMIT 5",
+        "SELECT state, count(*) FROM jobs GROUP BY state",
+    ):
+        plan = " ".join(row[3] for row in store._file.rows(f"EXPLAIN QUERY PLAN {query}"))
+        assert "INDEX" in plan, query
+        assert "TEMP B-TREE" not in plan, query

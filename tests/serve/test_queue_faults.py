@@ -1,0 +1,295 @@
+"""The queue loses nothing if the server is killed or the disk fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.serve import queue_file
+from svdpp.serve.queue import JobQueue
+from tests.serve.store_jobs import add, new_job
+from tests.small_disk import small_disk
+
+_WORK = """
+import os, sys, threading
+from pathlib import Path
+from svdpp.serve.queue import JobQueue
+from tests.serve.store_jobs import new_job
+
+store = JobQueue(Path(sys.argv[1]))
+store.recover()
+
+def tell(*words):
+    os.write(1, (" ".join(words) + "\\n").encode())
+
+def add(thread):
+    for number in range(10**6):
+        key = f"{sys.argv[2]}-{thread}-{number}"
+        job = store.add(new_job(owner=f"owner{thread}", idempotency_key=key), max_open=None)
+        tell("queued", job.id, key)
+
+def work(thread):
+    for number in range(10**6):
+        job = store.take_next()
+        if job is None:
+            continue
+        tell("in_progress", job.id)
+        if number % 4 == 0:
+            store.complete(job.id, {"number": number}) and tell("completed", job.id)
+        elif number % 4 == 1:
+            store.cancelled(job.id) and tell("cancelled", job.id)
+        elif number % 4 == 2:
+            store.put_back(job.id, counts=True) and tell("back", job.id)
+        elif store.fail(job.id, {"message": "x"}):
+            tell("failed", job.id)
+            store.remove(job.id) and tell("removed", job.id)
+
+threads = [threading.Thread(target=each, args=(n,)) for n in range(2) for each in (add, work)]
+[thread.start() for thread in threads]
+"""
+
+
+@pytest.mark.long
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    """Three servers in turn, each killed while two threads add and two work."""
+    told: dict[str, list[str]] = {}
+    keys: dict[str, str] = {}
+    for life in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WORK, str(tmp_path), str(life)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            lines = list(itertools.islice(process.stdout, random.randint(100, 300)))
+            process.kill()
+            lines += process.stdout.readlines()
+        for line in lines:
+            if line.endswith("\n"):
+                state, id, *key = line.split()
+                told.setdefault(id, []).append(state)
+                keys |= dict.fromkeys(key, id)
+        store = JobQueue(tmp_path)
+        try:
+            check_told(store, told, num_in_flight=4)
+            for used, id in keys.items():  # the client asks again: no second job
+                if store.get(id) is not None:
+                    again = new_job(owner=f"owner{used.split('-')[1]}", idempotency_key=used)
+                    assert store.add(again, max_open=0).id == id
+        finally:
+            store.close()
+    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    database.close()
+
+
+def check_told(store: JobQueue, told: dict[str, list[str]], *, num_in_flight: int) -> None:
+    """At most one change of each thread happened without being told."""
+    num_ahead = 0
+    for id, states in told.items():
+        job = store.get(id)
+        if "removed" in states:
+            assert job is None
+        elif job is None:
+            assert {"failed", "in_progress"} & set(states)
+            num_ahead += 1
+        elif final := {"completed", "cancelled", "failed"} & set(states):
+            assert {str(job.state)} == final
+        else:
+            num_ahead += job.state.is_final
+    stored = {job.id for job in store.page(owner=None, limit=10**6)}
+    assert num_ahead + len(stored - set(told)) <= num_in_flight
+
+
+def test_every_commit_waits_for_the_disk(store: JobQueue) -> None:
+    with store._file.change() as database:
+        assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="another server") as refused:
+        JobQueue(tmp_path / "data")
+    assert repr(str(tmp_path / "data")) in refused.value.message
+    store.close()
+    JobQueue(tmp_path / "data").close()
+
+
+def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORK, str(tmp_path), "0"], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(RequestError):
+            JobQueue(tmp_path)
+        process.kill()
+    JobQueue(tmp_path).close()
+
+
+def test_a_closed_store_says_so(store: JobQueue) -> None:
+    store.close()
+    store.close()
+    for call in (store.counts, store.take_next, lambda: add(store), store.waiting):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def spoil_folder(folder: Path) -> None:
+    folder.write_text("a file")
+
+
+def spoil_with_folder(folder: Path) -> None:
+    (folder / "queue.sqlite3").mkdir(parents=True)
+
+
+def spoil_with_text(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "queue.sqlite3").write_bytes(b"no database " * 1000)
+
+
+def spoil_lock(folder: Path) -> None:
+    (folder / "lock").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("spoil", [spoil_folder, spoil_with_folder, spoil_with_text, spoil_lock])
+def test_a_folder_that_cannot_be_used_is_named(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(tmp_path / "data")
+    with pytest.raises(OutputError, match="data"):
+        JobQueue(tmp_path / "data")
+
+
+def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) -> None:
+    store._file.rows("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(RequestError, match="version 99"):
+        JobQueue(tmp_path / "data")
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
+        database.execute("CREATE TABLE theirs (value TEXT)")
+    database.close()
+    with pytest.raises(RequestError, match="another program"):
+        JobQueue(tmp_path)
+
+
+def test_a_queue_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
+    path, away = tmp_path / "queue.sqlite3", tmp_path / "away"
+    with contextlib.closing(JobQueue(tmp_path)) as store:
+        first = add(store)
+        path.rename(away)
+        with pytest.raises(OutputError, match="removed or replaced"):
+            add(store)
+        path.write_bytes(away.read_bytes())
+        with pytest.raises(OutputError, match="removed or replaced"):
+            store.cancel_waiting(first)
+        away.rename(path)
+        second = add(store)
+        assert [id for id, _ in store.waiting()] == [first, second]
+
+
+def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path) -> None:
+    """Those that no query of the start reads."""
+    for _ in range(200):
+        add(store, photo_name="x" * 1000)
+    store.close()
+    path = tmp_path / "data" / "queue.sqlite3"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2 // 4096 * 4096
+    content[middle : middle + 4096] = bytes(4096)
+    path.write_bytes(content)
+    with pytest.raises(OutputError, match="queue") as refused:
+        JobQueue(tmp_path / "data")
+    assert "damaged" in refused.value.hint
+    assert "\n" not in refused.value.message
+
+
+def test_a_queue_that_another_program_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_file, "_BUSY_SECONDS", 0.1)
+    store = JobQueue(tmp_path)
+    other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(OutputError, match="locked"):
+        add(store)
+    assert store.waiting() == []  # reads go on
+    other.execute("ROLLBACK")
+    other.close()
+    assert add(store) == store.waiting()[0][0]
+    store.close()
+
+
+def fill(folder: Path) -> None:
+    """Add jobs until the disk is full; what was acknowledged is there, and the rest is not."""
+    store = JobQueue(folder)
+    ids: list[str] = []
+    with pytest.raises(OutputError, match="queue"):
+        while len(ids) < 10_000:
+            ids.append(add(store, photo_name="x" * 1000))
+    assert {id for id, _ in store.waiting()} == set(ids)
+    store.close()
+    # A full disk may refuse the second opening, but what is acknowledged is on it.
+    assert ids
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        fill(disk)
+
+
+def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "size=1m") as disk,
+        contextlib.closing(JobQueue(disk / "data")) as store,
+    ):
+        first = add(store)
+        with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb") as ballast:
+            while True:
+                ballast.write(bytes(4096))
+                ballast.flush()
+        with pytest.raises(OutputError, match="full"):
+            for _ in range(100):
+                add(store, photo_name="x" * 10_000)
+        num_jobs = len(store.waiting())
+        (disk / "ballast").unlink()
+        second = add(store)
+        assert len(store.waiting()) == num_jobs + 1
+        assert {first, second} <= set(store.photos())
+
+
+def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "ro") as disk,
+        pytest.raises(OutputError, match="Read-only"),
+    ):
+        JobQueue(disk / "data")
+
+
+def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.serve.test_queue_faults import fill;"
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
+        "fill(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], check=True)
+
+
+def test_a_folder_is_created_for_this_user_only(tmp_path: Path) -> None:
+    JobQueue(tmp_path / "data").close()
+    assert os.stat(tmp_path / "data").st_mode & 0o077 == 0
