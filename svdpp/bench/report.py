@@ -168,7 +168,7 @@ def _bench_again(folder: Path, figures: RunFigures) -> Again:
         section = "workload" if name == "decode_chunk_size" else "pipeline"
         return f"--{section}.{name}={value}"
 
-    layout = ("split", "replicas", "decoders", "cfg_parallel")
+    layout = ("split", "replicas", "decoders")
     return Again(
         costs=str(folder / COSTS),
         command=f"svdpp bench {shlex.quote(str(folder / CONFIG))}",
@@ -183,13 +183,9 @@ def _with_measured(
     """The advice, in which the measured rate of data parallel takes the place of a forecast."""
     figures = diagnosis.figures
     again = _bench_again(folder, figures)
-    apart = {
-        "split": "uniform",
-        "replicas": str(figures.world_size),
-        "decoders": "1",
-        "cfg_parallel": "1",
-    }
-    command = again(**{name: apart[name] for name in apart if again.given[name] != apart[name]})
+    apart = {"split": "uniform", "replicas": str(figures.world_size), "decoders": "1"}
+    changes = {name: apart[name] for name in apart if again.given[name] != apart[name]}
+    command = again(**changes, **({"cfg_parallel": 1} if figures.cfg_parallel > 1 else {}))
     others = tuple(advice for advice in diagnosis.advice if advice.command != command)
     times = 1 / float(speedup["over_rounds"])
     if times < WORTH_A_CHANGE or max(speedup["rounds"]) >= 1:

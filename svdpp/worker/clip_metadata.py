@@ -76,9 +76,10 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
+    lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
         return (*common, *_sampling_fields(family))
-    return (*common, "family", *_PROMPTS, *_sampling_fields(family))
+    return (*common, *lora, "family", *_PROMPTS, *_sampling_fields(family))
 
 
 @cache
@@ -112,6 +113,9 @@ def clip_metadata(
         "revision": checkpoint.revision,
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
+        **(
+            {"lora": [dict(file.metadata) for file in checkpoint.loras]} if checkpoint.loras else {}
+        ),
         "dtype": config.model.dtype,
         "memory_opt": config.model.memory_opt,
         "channels_last": config.model.channels_last,
@@ -127,7 +131,7 @@ def clip_metadata(
         **{name: getattr(sampling, name) for name in _sampling_fields(sampling.family)},
         "format": output.format,
         "crf": output.crf,
-        "versions": versions(),
+        "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
@@ -164,6 +168,16 @@ def versions() -> dict[str, str]:
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _LoraMetadata(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+    weight: float
+    expert: Literal["high", "low"] | None
+    revision: str | None
+    sha256: _Sha256
+
+
 class _ClipMetadata(BaseModel):
     """What a clip's JSON must hold; strict, because the file is untrusted input.
 
@@ -183,6 +197,7 @@ class _ClipMetadata(BaseModel):
     revision: str | None
     weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default
     variant: str | None
+    lora: list[_LoraMetadata] = Field(default_factory=list)
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False
@@ -267,7 +282,7 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
         found = model.model_validate(values)
-        return found.model_dump(exclude={"audio_sha256"} - found.model_fields_set)
+        return found.model_dump(exclude={"audio_sha256", "lora"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -298,7 +313,9 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     return _sha256(
         {
             **{name: metadata[name] for name in _latent_identity(metadata)},
-            "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
+            "versions": {
+                name: each for name, each in metadata["versions"].items() if name != "svdpp"
+            },
             "weights": weights,
         }
     )

@@ -63,7 +63,7 @@ class InjectedFault:
         return tensors
 
     def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:  # noqa: ARG002
-        """The first prediction that a rank of a pair sends, given what it has computed."""
+        """The prediction that a rank of a pair sends, given what it has computed."""
         return tensors
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:  # noqa: ARG002

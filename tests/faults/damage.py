@@ -23,7 +23,7 @@ class Damage(InjectedFault):
     """One fault, at one rank and clip.
 
     Beside `InjectedFault`'s kinds: `state` changes the history of a multistep solver that leaves
-    the rank by one ULP; `prediction` does so in its first prediction for its partner; `raise`
+    the rank by one ULP, `prediction` the first prediction that a rank of a pair sends; `raise`
     raises before the rank's first step of the clip; `hang` hangs there; `nan` fills the latent that
     enters the rank with NaN; `header` changes `field` of the header that the rank sends.
     """
@@ -49,9 +49,9 @@ class Damage(InjectedFault):
         return super().sent(rank, clip, tensors)
 
     def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
-        if self.strikes("prediction", rank, clip):
-            return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
-        return tensors
+        if not self.strikes("prediction", rank, clip):
+            return tensors
+        return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
         if self.kind != "header" or rank != self.rank:
