@@ -25,6 +25,7 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
+from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
@@ -260,12 +261,8 @@ class Pipeline(PipelineRanks):
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """A clip's metadata; marked unproven if devices differ, or pairs divide a batch of two."""
-        in_halves = (
-            self.config.cfg_parallel > 1 and getattr(self.checkpoint, "branches", "") == "batch"
-        )
-        return (
-            {**metadata, "exact": "unproven"} if self._devices.is_mixed or in_halves else metadata
-        )
+        is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)
+        return {**metadata, "exact": "unproven"} if is_unproven else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
 

@@ -118,7 +118,10 @@ class DummyModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """See `VideoModel`; each rank of a pair gives half of the elements in half of the time."""
+        """The same network for each step; it carries nothing from step to step.
+
+        Each rank of a pair gives half of the elements, in half of the time.
+        """
         latent = tensors[LATENTS]
         for step in range(start, end):
             if partner is None:

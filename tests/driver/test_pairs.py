@@ -22,9 +22,9 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker.fault_injection import InjectedFault
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
+from tests.faults.damage import Damage
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +98,7 @@ def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> N
     config = config_of("5b", tmp_path / "model", world_size=4)
     folder = tmp_path / "kept"
     folder.mkdir()
-    run_pipelined(config, REQUESTS[:1], folder, fault=InjectedFault("prediction", rank, 0))
+    run_pipelined(config, REQUESTS[:1], folder, fault=Damage("prediction", rank, 0))
     run_sequential(config, REQUESTS[:1], folder)
     first = compare(config, 1, folder).first_difference
     assert first is not None
@@ -124,7 +124,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, first: int) -> None:
     with Pipeline(whole) as pipeline:
         expected = pipeline.run(REQUESTS[0]).metadata
     last = config.world_size - 1
-    fault = InjectedFault("nan", last - (first - 1), 0)
+    fault = Damage("nan", last - (first - 1), 0)
     with Pipeline(config, latents_folder=str(latents), fault=fault) as pipeline:
         assert pipeline.submit(asked).exception() is not None
     (kept,) = latents.iterdir()
@@ -160,7 +160,7 @@ def test_cancelled_and_lost_clips_leave_the_pair_in_step(world_size: int) -> Non
     with Pipeline(dummy(1, steps=8)) as pipeline:
         expected = [each.metadata["latents_sha256"] for each in pipeline.run(clips(*seeds))]
     for rank in range(world_size):
-        with Pipeline(config, fault=InjectedFault("nan", rank, 1)) as pipeline:
+        with Pipeline(config, fault=Damage("nan", rank, 1)) as pipeline:
             handles = pipeline.submit(clips(*seeds))
             handles[2].cancel()
             found = [

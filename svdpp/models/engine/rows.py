@@ -161,6 +161,7 @@ class Row:
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
+        branches="batch",
         image="StableVideoDiffusionPipeline",
         components={
             "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
@@ -205,6 +206,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "wan_vace": Row(
         title="Wan VACE, whose image is a reference",
+        branches="calls",
         text="WanVACEPipeline",
         image="WanVACEPipeline",
         components={
