@@ -151,7 +151,7 @@ class ComponentLoader:
         try:
             yield
         except (AssertionError, RuntimeError) as error:
-            raise RequestError(f"{self.device} cannot be used: {_first_line(error)}") from error
+            raise RequestError(f"{self.device} cannot be used: {first_line(error)}") from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -223,7 +223,7 @@ def library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iter
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"{label}{component} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
 
 
 def _can_read_spiece() -> bool:
@@ -234,6 +234,7 @@ def _is_diffusers(cls: Any) -> bool:
     return bool(cls.__module__.split(".")[0] == "diffusers")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a library's error says, on one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(char if char.isprintable() else "?" for char in lines[0][:300])

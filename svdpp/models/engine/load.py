@@ -14,6 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.loading import (
     ComponentLoader,
@@ -95,8 +96,10 @@ def load_parts(
         else:
             with library_errors(part, checkpoint):
                 parts[part] = skeleton(cls, checkpoint, part, weights, load.device)
+    pipe = new_pipeline(checkpoint, sampling.from_image, parts, load.device)
+    load_loras(pipe, checkpoint)
     return Parts(
-        pipe=new_pipeline(checkpoint, sampling.from_image, parts, load.device),
+        pipe=pipe,
         checkpoint=checkpoint,
         device=load.device,
         dtype=model.dtype,

@@ -114,6 +114,8 @@ class Row:
     """Arguments of `__call__` by the sampling parameter they have; others have its name."""
     texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
+    loras: bool = True
+    """Whether diffusers' pipeline loads LoRAs."""
     unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
     """Records that steps and decode do not use."""
     noise: str = "prepare_latents"
@@ -175,6 +177,7 @@ ROWS: Mapping[str, Row] = {
         prepare=svd.prepare,
         prepared=svd.prepared,
         old_packet=svd.old_packet,
+        loras=False,
     ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
@@ -337,6 +340,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        loras=False,
         size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
@@ -429,6 +433,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        loras=False,
         results_in_latents=1,
         facts=_latte,
     ),
@@ -440,4 +445,20 @@ FAMILIES: Mapping[str, str] = {
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
     if pipeline is not None
+}
+
+_VIDEO = "takes a video, and svdpp reads images only"
+_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+
+#: Pipelines that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    "WanVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEO,
+    "CogVideoXVideoToVideoPipeline": _VIDEO,
+    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
+    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
+    "CosmosTextToWorldPipeline": _GUARDRAIL,
+    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }
