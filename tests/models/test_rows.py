@@ -22,16 +22,15 @@ from diffusers.pipelines.hunyuan_video1_5.image_processor import (
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.engine.hunyuan import image_sizes
-from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import REFUSED
 from svdpp.models.memory import estimate, num_bytes
-from svdpp.plan.layout import Roles
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import (
     check_every_cut,
     loaded,
     model_of,
     photograph,
+    ranks,
     read_folder,
     request_of,
 )
@@ -112,25 +111,6 @@ OTHERS = {
     "ltx": Case("ltx", LTX),
     "ltx-image": Case("ltx", LTX, image=True),
 }
-
-
-def ranks(checkpoint: Any, sampling: SamplingConfig) -> Callable[[int, int], EngineModel]:
-    """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
-    models: dict[Roles, EngineModel] = {}
-    steps = sampling.num_inference_steps
-
-    def rank_for(start: int, end: int) -> EngineModel:
-        roles = Roles(
-            encode=(start, end) == (0, 0),
-            denoise=start < end,
-            decode=(start, end) == (steps, steps),
-        )
-        if roles not in models:
-            named = model_of(checkpoint)
-            models[roles] = load_model(checkpoint, named, sampling, "cpu", roles)
-        return models[roles]
-
-    return rank_for
 
 
 @pytest.fixture(scope="module")
