@@ -11,8 +11,13 @@ from collections.abc import Iterator
 from multiprocessing import util
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from svdpp.launch import environment, fork_server
+
+# Property tests measure no time, because the machine may be loaded.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0

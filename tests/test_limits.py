@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from svdpp.config import limits
-from svdpp.plan.small_file import MAX_BYTES
+from svdpp.config.files import MAX_BYTES
 from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
 from tests.cli.shell import ROOT
 

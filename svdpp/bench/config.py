@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import (
@@ -19,17 +19,19 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
-from svdpp.config import DEFAULT_MODEL, Fit, PipelineConfig
+from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS
+from svdpp.config.params import params_of
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import recorded_name, redact_all
 
 _MAX_ROUNDS = 1000
@@ -89,35 +91,32 @@ class Ranks(Section):
     start_timeout: Number = 600.0
 
 
-class Workload(Section):
-    """The clips to be made."""
+def _parameters() -> dict[str, Any]:
+    """The sampling parameters of every family; None: the model's default."""
+    short = {"num_inference_steps": "steps", "num_frames": "frames"}
+    kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
+    return {
+        short.get(name, name): (kinds[param.kind] | None, None)
+        for family in SAMPLING_CLASSES
+        for name, param in params_of(cast("Any", SAMPLING_CLASSES[family])).items()
+    }
+
+
+_Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
+
+
+class Workload(_Sampled):  # type: ignore[misc]
+    """The clips to be made, with the sampling parameters of their model."""
 
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
-    images: list[str] = []
+    images: list[str] = Field(default=[])
     """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
     model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
     """For a model that takes prompts: each is combined with each image. None: an example, with
     another number for each clip."""
     negative_prompt: str | None = None
-    steps: Positive | None = None
-    """None: 28 or 50, as `svdpp run`."""
-    height: Positive | None = None
-    width: Positive | None = None
-    frames: Positive | None = None
-    fps: Positive | None = None
-    motion_bucket_id: int | None = None
-    noise_aug_strength: Number | None = None
-    min_guidance_scale: Number | None = None
-    max_guidance_scale: Number | None = None
-    guidance_scale: Number | None = None
-    guidance_scale_2: Number | None = None
-    guidance_rescale: Number | None = None
-    flow_shift: Number | None = None
-    decode_timestep: Number | None = None
-    decode_noise_scale: Number | None = None
-    max_sequence_length: Positive | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
 
@@ -310,8 +309,9 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
             yield above + name, field.annotation
 
 
-_ALL = dict(_fields(BenchConfig))
-_LISTS = {name for name, annotation in _ALL.items() if str(annotation).startswith("list")}
+#: The type of each field, by its dotted name.
+FIELDS = dict(_fields(BenchConfig))
+_LISTS = {name for name, annotation in FIELDS.items() if str(annotation).startswith("list")}
 
 
 def _validated(content: dict[str, Any], name: str) -> BenchConfig:
@@ -331,11 +331,11 @@ def _validated(content: dict[str, Any], name: str) -> BenchConfig:
 def _known(where: str) -> str:
     """A hint: a key of the same name elsewhere, a similar key, or all keys of the section."""
     section, _, last = where.rpartition(".")
-    elsewhere = [name for name in _ALL if name.rpartition(".")[2] == last]
+    elsewhere = [name for name in FIELDS if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}?"
-    beside = {n.rpartition(".")[2]: n for n in _ALL if section and n.startswith(f"{section}.")}
-    top = {name: name for name in sorted({name.partition(".")[0] for name in _ALL})}
+    beside = {n.rpartition(".")[2]: n for n in FIELDS if section and n.startswith(f"{section}.")}
+    top = {name: name for name in sorted({name.partition(".")[0] for name in FIELDS})}
     known = beside or top
     found = difflib.get_close_matches(last if beside else where.partition(".")[0], known, n=1)
     if found:

@@ -22,11 +22,11 @@ from svdpp.bench.names import (
     SUMMARY,
 )
 from svdpp.bench.targets import missed
+from svdpp.config.files import read_small_file
 from svdpp.diagnostics.figures import RunFigures, figures_of
 from svdpp.diagnostics.findings import FindingKind
 from svdpp.diagnostics.report import WORTH_A_CHANGE, Advice, Again, Diagnosis, diagnose
 from svdpp.errors import InputError
-from svdpp.plan.small_file import read_small_file
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 2**28

@@ -5,27 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, flag, option
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, setting, switch
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.rank_count import joined_world
 from svdpp.cli.request import PipelineOptions, needs_image, resolve
-from svdpp.config import (
-    DUMMY_MODEL,
-    LtxSampling,
-    PipelineConfig,
-    PromptedSampling,
-    WanSampling,
-    own_params,
-)
+from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World
 
@@ -47,85 +40,45 @@ class BenchOptions:
             show_default=False,
         ),
     ] = None
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            panel=LAYOUT,
-            metavar="SECTION.FIELD=VALUE",
-            help="Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be "
-            "repeated.",
-        ),
-    ] = None
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        option(
-            "--compare",
-            panel=DIAGNOSTICS,
-            metavar="A B",
-            help="Compare the results in folder B with those in folder A; measure nothing.",
-        ),
-    ] = None
-    baseline: Annotated[
-        Path | None,
-        option(
-            "--baseline",
-            panel=DIAGNOSTICS,
-            metavar="DIR",
-            help="After measuring, compare with the earlier results in DIR. The exit code is 10 if "
-            "svdpp became slower by more than noise.",
-        ),
-    ] = None
-    results: Annotated[
-        Path,
-        option(
-            "--results",
-            panel=DIAGNOSTICS,
-            metavar="DIR",
-            help="Write results to DIR/EXPERIMENT/RUN/.",
-        ),
-    ] = Path("results")
-    torch_profile: Annotated[
-        bool,
-        flag(
-            "--profile",
-            panel=DIAGNOSTICS,
-            help="As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
-        ),
-    ] = False
+    settings: list[str] | None = setting(
+        LAYOUT,
+        "SECTION.FIELD=VALUE",
+        "Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be repeated.",
+        "--set",
+    )
+    compare: tuple[Path, Path] | None = setting(
+        DIAGNOSTICS,
+        "A B",
+        "Compare the results in folder B with those in folder A; measure nothing.",
+    )
+    baseline: Path | None = setting(
+        DIAGNOSTICS,
+        "DIR",
+        "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
+        "became slower by more than noise.",
+    )
+    results: Path = setting(
+        DIAGNOSTICS, "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
+    )
+    torch_profile: bool = switch(
+        DIAGNOSTICS,
+        "As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
+        "--profile",
+    )
 
 
-# Fields of a workload that `--param` sets.
-_OWN = (*own_params(WanSampling), *own_params(LtxSampling))
-# Fields of a configuration, by the equivalent option of `svdpp run`.
-_FIELDS = {
-    **dict.fromkeys(("world", "gpus"), "pipeline.world"),
-    **{name: f"pipeline.{name}" for name in ("device", "split", "replicas", "decoders", "costs")},
-    **{name: f"pipeline.{name}" for name in ("threads", "timeout", "checksum")},
-    **{name: f"workload.{name}" for name in ("steps", "frames", "height", "width", "fps", "fit")},
-    **{"start-timeout": "pipeline.start_timeout"},
-    **{"decode-chunk-size": "workload.decode_chunk_size", "memory-opt": "model.memory_opt"},
-    **{"motion-bucket-id": "workload.motion_bucket_id", "clips": "workload.clips"},
-    **{"min-guidance-scale": "workload.min_guidance_scale", "dtype": "precision"},
-    **{"max-guidance-scale": "workload.max_guidance_scale", "model": "model.name"},
-    **{"noise-aug-strength": "workload.noise_aug_strength", "variant": "model.variant"},
-    **{"latent-shape": "model.latent_shape", "revision": "model.revision"},
-    **{"channels-last": "model.channels_last", "deterministic": "pipeline.deterministic"},
-    **{"allow-mixed-devices": "pipeline.allow_mixed_devices"},
-    **{"share-experts": "pipeline.share_experts", "prompt": "workload.prompts"},
-    **{"negative-prompt": "workload.negative_prompt"},
-    **{name.replace("_", "-"): f"workload.{name}" for name in ("guidance_scale", *_OWN)},
-    **{"max-prompt-tokens": "workload.max_sequence_length"},
+#: Options of `svdpp run` with another name than the field.
+_OTHER_NAMES = {
+    "gpus": "pipeline.world",
+    "dtype": "precision",
+    "model": "model.name",
+    "prompt": "workload.prompts",
+    "max-prompt-tokens": "workload.max_sequence_length",
 }
 # Fields of a workload that are no sampling parameters, or have another name or type there.
 _NOT_SAMPLING = {
     *("clips", "images", "prompts", "negative_prompt", "frames", "decode_chunk_size"),
 }
-_SWITCHES = (
-    *("pipeline.checksum", "pipeline.deterministic"),
-    *("pipeline.allow_mixed_devices", "model.memory_opt", "model.channels_last"),
-    "pipeline.share_experts",
-)
 
 
 def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
@@ -171,13 +124,15 @@ def _model(point: BenchConfig) -> ModelOptions:
 
 
 def _sampling(point: BenchConfig) -> SamplingOptions:
-    workload = point.workload
-    chunk, own = workload.decode_chunk_size, workload.model_dump(include={*_OWN})
+    values = point.workload.model_dump(exclude=_NOT_SAMPLING)
+    shared = {field.name for field in fields(SamplingOptions)} & values.keys()
+    own = {name: values[name] for name in values.keys() - shared if values[name] is not None}
+    chunk = point.workload.decode_chunk_size
     return SamplingOptions(
-        num_frames=workload.frames,
+        num_frames=point.workload.frames,
         decode_chunk_size=None if chunk is None else str(chunk),
-        param=[f"{name}={value}" for name, value in own.items() if value is not None],
-        **workload.model_dump(exclude={*_NOT_SAMPLING, *_OWN}),
+        param=[f"{name}={value}" for name, value in own.items()],
+        **{name: values[name] for name in shared},
     )
 
 
@@ -194,13 +149,18 @@ def named() -> Iterator[None]:
 
 
 def _as_fields(text: str) -> str:
+    """`text` with fields in the place of options, and with `=` before their values."""
+    from svdpp.bench.config import FIELDS
+
+    names = {name.rpartition(".")[2].replace("_", "-"): name for name in FIELDS} | _OTHER_NAMES
+
     def field(match: re.Match[str]) -> str:
-        name, value = _FIELDS.get(match[1]), match[2]
+        name, value = names.get(match[1]), match[2]
         if name is None:
             return match[0]
-        if value is not None:
-            return f"--{name}={value}"
-        return f"--{name}=true" if name in _SWITCHES else f"--{name}"
+        if value is None and FIELDS[name] is bool:
+            value = "true"
+        return f"--{name}" if value is None else f"--{name}={value}"
 
     text = re.sub(r"--param (\w+)", lambda name: f"--{name[1].replace('_', '-')}", text)
     option = r"--([a-z][a-z-]*[a-z](?:-2)?)"

@@ -33,6 +33,7 @@ _OF_MEMORY = {
     **{"device": "device", "height": "height", "width": "width", "num_frames": "frames"},
     "decode_chunk_size": "decode-chunk-size",
     "memory_opt": "memory-opt",
+    "lora": "lora",
 }
 
 
@@ -171,7 +172,7 @@ def _with_memory(
 
     if sampling.measures_chunk:
         raise RequestError(
-            "--decode-chunk-size auto needs a device to measure on, and a plan has none",
+            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
             "give a number, such as --decode-chunk-size 4",
         )
     asked = PipelineConfig(

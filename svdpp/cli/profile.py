@@ -6,14 +6,14 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from svdpp.cli import rank_count
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
@@ -35,24 +35,13 @@ if TYPE_CHECKING:
 class MeasureOptions(OverwriteOptions):
     """Inputs, number of repeats, and output file of a measurement."""
 
-    out: Annotated[
-        Path,
-        option(
-            *("--out", "-o"),
-            panel=COSTS,
-            metavar="FILE",
-            help="Output file.",
-        ),
-    ] = Path("costs.json")
-    repeats: Annotated[
-        int,
-        option(
-            "--repeats",
-            panel=COSTS,
-            metavar="N",
-            help="Number of clips to measure after the warm-up; the result is their median.",
-        ),
-    ] = 3
+    out: Path = setting(COSTS, "FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
+    repeats: int = setting(
+        COSTS,
+        "N",
+        "Number of clips to measure after the warm-up; the result is their median.",
+        default=3,
+    )
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -94,9 +83,10 @@ def profile(
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and the memory of each
-    part. All ranks work at the same time, as in a run. On the CPU they share its cores, so the
-    costs hold for this number of ranks and threads. Other commands read the file by --costs.
+    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
+    cores, so the costs hold for this number of ranks and threads. Other commands read the file by
+    --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
     config = _measured(launched, ranks, model, sampling)
@@ -174,10 +164,6 @@ def _measure(
         console.json(costs.to_json())
     else:
         _print(console, costs, expert_steps)
-    if config.device == "cpu":
-        console.info(
-            "work on the CPU: growth of the process's resident memory, including what malloc keeps"
-        )
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")

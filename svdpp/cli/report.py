@@ -11,7 +11,7 @@ import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, option
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
@@ -33,23 +33,9 @@ class ReportOptions:
             show_default=False,
         ),
     ]
-    html: Annotated[
-        Path | None,
-        option(
-            "--html",
-            panel=DIAGNOSTICS,
-            metavar="FILE.html",
-            help="Also write the report as one page.",
-            default="write none",
-        ),
-    ] = None
-
-
-_FORECASTS = {
-    "before": "before the start",
-    "after_first_clip": "after the first clip",
-    "afterwards": "by all measured costs",
-}
+    html: Path | None = setting(
+        DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
+    )
 
 
 @command(
@@ -146,9 +132,9 @@ def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
     console.result()
     for line in [*found.device_lines, *filter(None, [str(found.speeds)])]:
         console.result(line)
-    errors = [f"{_FORECASTS[name]} {error:+.0%}" for name, error in found.forecast_errors.items()]
-    if errors:
-        console.result(f"the {what} took, against its forecast: {', '.join(errors)}")
+    if found.forecast_error is not None:
+        error = f"{found.forecast_error:+.0%}"
+        console.result(f"the {what} took, against the forecast by all measured costs: {error}")
 
 
 def _row(rank: RankFigures) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ def pipeline_config(
     """One checked configuration of all options."""
     if launched is not None and sampling.measures_chunk:  # another host's rank may decode
         raise RequestError(
-            "--decode-chunk-size auto measures before ranks start, and torchrun has started them",
+            "--decode-chunk-size auto is chosen before ranks start, and torchrun has started them",
             "give a number of frames",
         )
     family = family or model.family

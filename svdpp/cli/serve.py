@@ -131,7 +131,7 @@ def _settings(
     config: PipelineConfig,
     layout: LayoutOptions,
 ) -> ServerSettings:
-    from svdpp.plan.costs import find_costs
+    from svdpp.config.files import find_costs
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import check_config
     from svdpp.serve.service import ServerSettings

@@ -54,7 +54,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
     without=(
         *("revision", "variant", "local_files_only", "memory_opt", "prompts", "negative_prompt"),
         *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "channels_last"),
+        *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
@@ -114,7 +114,7 @@ def simulate(
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, outputs)
     _show(console, pipeline, recorder)

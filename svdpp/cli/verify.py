@@ -12,7 +12,7 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, option
+from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
@@ -28,7 +28,6 @@ from svdpp.launch import temp_folders
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.media.inputs import ClipInput
     from svdpp.verification.clip_proof import ClipProof, Settings
 
 # Parameters of `verify` that have an effect on finished clips.
@@ -53,45 +52,28 @@ class ProofOptions(ClipOptions):
             show_default="a photograph that comes with svdpp",
         ),
     ] = None
-    tolerance: Annotated[
-        float,
-        option(
-            "--tolerance",
-            panel=DIAGNOSTICS,
-            metavar="ATOL",
-            help="Largest difference that counts as equal; 0 requires equal bits.",
-        ),
-    ] = 0.0
-    inject_fault: Annotated[
-        str | None,
-        option(
-            "--inject-fault",
-            panel=DIAGNOSTICS,
-            metavar="FAULT",
-            help="Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 "
-            "changes one number by one ULP (the next float), skip@rank1.clip0 skips a step. The "
-            "first rank and clip are 0.",
-        ),
-    ] = None
-    picture: Annotated[
-        Path | None,
-        option(
-            "--picture",
-            panel=DIAGNOSTICS,
-            metavar="FILE.png",
-            help="Draw frames of both runs and their difference.",
-        ),
-    ] = None
-    image: Annotated[
-        Path | None,
-        option(
-            "--image",
-            panel=DIAGNOSTICS,
-            metavar="PATH",
-            help="For finished clips: their photograph, or the folder that contains it.",
-            default="the path in the clip's metadata, or beside the clip",
-        ),
-    ] = None
+    tolerance: float = setting(
+        DIAGNOSTICS,
+        "ATOL",
+        "Largest difference that counts as equal; 0 requires equal bits.",
+        default=0.0,
+    )
+    inject_fault: str | None = setting(
+        DIAGNOSTICS,
+        "FAULT",
+        "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
+        "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
+        "clip are 0.",
+    )
+    picture: Path | None = setting(
+        DIAGNOSTICS, "FILE.png", "Draw frames of both runs and their difference."
+    )
+    image: Path | None = setting(
+        DIAGNOSTICS,
+        "PATH",
+        "For finished clips: their photograph, or the folder that contains it.",
+        shown="the path in the clip's metadata, or beside the clip",
+    )
 
     def __post_init__(self) -> None:
         if not self.tolerance >= 0:
@@ -193,30 +175,20 @@ def _requests(
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
-    if model.is_dummy:
-        if inputs:
-            raise RequestError("the dummy model takes no images", "use --model demo")
-        return [ClipRequest(seed=seed + clip) for clip in range(proof.at_least_one(2))]
-    found = _inputs(inputs, prompts, takes_prompts=model.family != "svd", from_image=from_image)
-    num_clips = proof.at_least_one(max(2, len(found)))
-    return [
-        found[clip % len(found)].request(seed + clip // len(found)) for clip in range(num_clips)
-    ]
-
-
-def _inputs(
-    inputs: Sequence[str], prompts: PromptOptions, *, takes_prompts: bool, from_image: bool
-) -> list[ClipInput]:
-    """Each photograph with each prompt; an example of what the model needs and is not given."""
     from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
-    from svdpp.media.inputs import ClipInput, check_inputs
+    from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 
-    photographs = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
-    given: list[str | None] = [*prompts.all_prompts()]
-    texts = given or ([EXAMPLE_PROMPT] if takes_prompts else [None])
-    return [
-        ClipInput(photo, text, prompts.negative_prompt) for photo in photographs for text in texts
+    if model.is_dummy and inputs:
+        raise RequestError("the dummy model takes no images", "use --model demo")
+    images = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
+    # An example of what the model needs and is not given.
+    example = None if model.family == "svd" else EXAMPLE_PROMPT
+    texts: list[str | None] = [*prompts.all_prompts()] or [example]
+    combined = [
+        ClipInput(image, text, prompts.negative_prompt) for image in images for text in texts
     ]
+    num_clips = proof.at_least_one(max(2, len(combined)))
+    return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _serve(

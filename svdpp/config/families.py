@@ -11,6 +11,7 @@ from svdpp.config.sampling import (
     LtxSampling,
     PromptedSampling,
     SvdSampling,
+    VaceSampling,
     WanSampling,
     new_family,
 )
@@ -129,6 +130,7 @@ Sampling_latte = new_family(
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {
     "svd": SvdSampling,
     "wan": WanSampling,
+    "wan_vace": VaceSampling,
     "ltx": LtxSampling,
     "ltx_condition": Sampling_ltx_condition,
     "ltx2": Sampling_ltx2,

@@ -313,6 +313,14 @@ class WanSampling(PromptedSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VaceSampling(WanSampling):
+    """The parameters of diffusers' `WanVACEPipeline`, with defaults."""
+
+    family: Literal["wan_vace"] = "wan_vace"  # type: ignore[assignment]
+    conditioning_scale: Annotated[float, within(0, 10, "Weight of the reference image.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LtxSampling(PromptedSampling):
     """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
 

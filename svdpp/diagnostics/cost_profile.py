@@ -1,4 +1,4 @@
-"""The measurement of costs: seconds and memory of each kind of work, on real ranks."""
+"""The measurement of costs: seconds of each kind of work, on real ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics import rank_probe
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -25,13 +24,11 @@ from svdpp.launch.world import World
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.examples import example_photos, example_requests
-from svdpp.models import memory as model_memory
 from svdpp.models.base import Frames
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.memory import estimate
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 
-_GIB = 2**30
 _STEPS_PER_RANK = 2
 #: GPUs whose step times differ by more than this factor get separate costs.
 _SAME_SPEED = 1.1
@@ -49,7 +46,7 @@ def profile(
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
     CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
-    Memory is measured separately, one part after the other.
+    Memory is estimated from the model's configs.
 
     Args:
         config: of the run; its number of steps does not matter, and it need not be resolved.
@@ -72,8 +69,14 @@ def profile(
     costs = median_costs(config, pipeline.world, [trace], source=source, first_clip=1)
     if config.decodes:
         costs = replace(costs, write_seconds=_measure_write(config, repeats))
-    log("memory of each part")
-    memory = _measure_memory(config, checkpoint)
+    log("estimate of the memory of each part")
+    memory: dict[str, Any] = estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    ).as_costs()
     return replace(costs, **memory), _expert_steps(config, trace)
 
 
@@ -238,23 +241,3 @@ def _moving_image(config: PipelineConfig) -> Frames:
     fitted = photos.fit_photo(image, sampling.width, sampling.height, "crop")
     still = np.asarray(fitted.resize((sampling.width, sampling.height)))
     return np.stack([np.roll(still, frame, axis=1) for frame in range(sampling.frames)])
-
-
-def _measure_memory(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Takes the weights from the model's configs, and measures the work on rank 0's device."""
-    device = "cuda:0" if config.device == "cuda" else config.device
-    alone = replace(config, world_size=1, device=device)
-    estimate = model_memory.estimate(
-        checkpoint,
-        config.model,
-        config.sampling,
-        device=config.device,
-        num_threads=config.num_threads,
-    )
-    memory = {}
-    for part in rank_probe.PARTS:
-        if (needs := getattr(estimate, part)) is not None:
-            memory[f"{part}_weights_gib"] = needs.weight_bytes / _GIB
-            work = rank_probe.measure_work(alone, checkpoint, part)
-            memory[f"{part}_work_gib"] = work / _GIB
-    return memory

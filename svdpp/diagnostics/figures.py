@@ -121,18 +121,6 @@ class RankFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastFigures:
-    """What the run was expected to take, in seconds from the first action; None if unknown."""
-
-    before: Amount | None = None
-    """By the costs that the run assumed at its start."""
-    after_first_clip: Amount | None = None
-    """By the costs measured until the first clip was done."""
-    afterwards: Amount | None = None
-    """By each rank's own mean costs of the whole run."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFigures:
     """What a run measured."""
 
@@ -162,7 +150,8 @@ class RunFigures:
     """Between the last action of a rank and the last written clip."""
     transfer_seconds: Amount = 0.0
     """Mean of one transfer, at its receiver."""
-    forecast: ForecastFigures = ForecastFigures()
+    forecast_seconds: Amount | None = None
+    """What the same actions take at each rank's own mean costs; None if that is unknown."""
     model: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The fields of `ModelConfig` and `SamplingConfig`, to count FLOPs."""

@@ -1,20 +1,25 @@
-"""The estimate of each rank's memory, before any rank starts."""
+"""The estimate of each rank's memory, before any rank starts, and what fits into it."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.resolve import Weights, resolve
+from svdpp.errors import OutOfMemoryError
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
+from svdpp.models.free_memory import available_bytes, gib_text
 from svdpp.models.memory import bare_process_bytes, estimate
 
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
 CUDA_PROCESS_BYTES = 600_000_000
 _NCCL_PAIR_BYTES = 100_000_000
+#: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
+_SHARE_OF_FREE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,36 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
             )
         )
     return result
+
+
+def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
+    """The most frames that can be decoded at a time, and why.
+
+    By the estimate they take at most 80% of the free memory, or else it is one frame.
+    """
+    frames = resolve(config, weights="none")[0].sampling.frames
+    last = config.world_size - 1  # it decodes
+    device = f"cuda:{last}" if config.device == "cuda" else config.device
+    free = available_bytes() if device == "cpu" else free_bytes(device)
+
+    def needed(chunk: int) -> int:
+        sampling = replace(config.sampling, decode_chunk_size=chunk)
+        ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
+        sharing = ranks[last:] if config.device == "cuda" else ranks
+        return sum(rank.total_bytes for rank in sharing)
+
+    if (least := needed(1)) > free:
+        raise OutOfMemoryError(
+            "out of memory before the run: with one frame decoded at a time it needs "
+            f"{gib_text(least)}, {gib_text(free)} free",
+            "a smaller --height and --width, or --dtype fp16, lower it",
+        )
+    fitting = bisect.bisect_right(range(2, frames + 1), _SHARE_OF_FREE * free, key=needed)
+    chunk = 1 + fitting
+    return chunk, (
+        f"{chunk} of {frames} frames at a time: {gib_text(needed(chunk))} by estimate, "
+        f"{gib_text(free)} free"
+    )
 
 
 def memory_of_devices(

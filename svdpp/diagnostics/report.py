@@ -153,17 +153,13 @@ class Diagnosis:
         ]
 
     @property
-    def forecast_errors(self) -> dict[str, float]:
-        """By how much each forecast was off: 0.1 if the run took a tenth longer than forecast.
+    def forecast_error(self) -> float | None:
+        """0.1 if the run took a tenth longer than forecast by all measured costs.
 
-        Empty for so few clips that the first one, which warms up, decides.
+        None for so few clips that the first one, which warms up, decides.
         """
-        forecasts = asdict(self.figures.forecast) if self._is_measured else {}
-        return {
-            name: self.figures.makespan / seconds - 1
-            for name, seconds in forecasts.items()
-            if seconds
-        }
+        seconds = self.figures.forecast_seconds
+        return self.figures.makespan / seconds - 1 if seconds and self._is_measured else None
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as plain values."""
@@ -175,7 +171,7 @@ class Diagnosis:
             "memory": [{**asdict(room), "free_share": room.free_share} for room in rooms],
             "utilisation": asdict(self.speeds),
             "joules_per_clip": self.figures.joules_per_clip,
-            "forecast_errors": self.forecast_errors,
+            "forecast_error": self.forecast_error,
             "measured": self.figures.to_json(),
         }
 
@@ -206,7 +202,7 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
 
     Both sides are forecasts, so that what no forecast knows of is in neither.
     """
-    if not figures.forecast.afterwards:
+    if not figures.forecast_seconds:
         return
     clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
     try:
@@ -217,7 +213,7 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
             costs=figures.costs,
             decodes=figures.decodes,
         ).layout
-        now = figures.forecast.afterwards * clips / figures.clips
+        now = figures.forecast_seconds * clips / figures.clips
         times = now / forecast_layout(layout, clips).makespan
     except (RequestError, ZeroDivisionError):
         return
@@ -326,13 +322,14 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
-    diagnosis = None if figures is None else diagnose(figures, _run_again(manifest, options))
+    diagnosis = None if figures is None else diagnose(figures, run_again(manifest, options))
     if diagnosis is not None and counts_flops:
         diagnosis = replace(diagnosis, speeds=speeds_of(diagnosis.figures))
     return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
 
 
-def _run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
+def run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
+    """How to type the run again whose manifest has these options."""
     given = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
     return Again(
         costs=str(manifest),

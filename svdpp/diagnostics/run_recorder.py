@@ -10,20 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.diagnostics.figures import (
-    ForecastFigures,
-    GpuFigures,
-    RankFigures,
-    RunFigures,
-    WorkFigures,
-)
+from svdpp.diagnostics.figures import GpuFigures, RankFigures, RunFigures, WorkFigures
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.driver.trace import MeanCosts, RankStats, Trace
+from svdpp.driver.trace import RankStats, Trace
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
@@ -127,8 +120,7 @@ class FigureRecorder:
 
     Args:
         config: of the ranks, resolved.
-        schedule: what the ranks do to make this many clips, for forecasts; None if it is unknown.
-        assumed: costs for a forecast before the first step; None if none fit the model.
+        schedule: what the ranks do to make this many clips, for a forecast; None if it is unknown.
         trace: gets the events; None: one that keeps the last clips.
     """
 
@@ -136,22 +128,17 @@ class FigureRecorder:
         self,
         config: PipelineConfig,
         schedule: Callable[[int], Schedule | None],
-        assumed: Costs | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.trace = trace or Trace(config.world_size, _KEPT_CLIPS)
         self._config = config
         self._schedule = schedule
-        self._assumed = assumed
         self._begun = self._ready = time.monotonic()
         self._last_written: float | None = None
-        self._means = MeanCosts()
-        self._early_costs: Costs | None = None
         self._reported: dict[int, _Reported] = defaultdict(_Reported)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
-        self._means.add(event)
         self.trace.add(rank, event)
         reported = self._reported[rank]
         match event:
@@ -172,8 +159,6 @@ class FigureRecorder:
                 mean = (seconds + event.write_seconds) / count
                 reported.write = WorkFigures(count=count, mean_seconds=mean)
                 self._last_written = time.monotonic()
-                if self._early_costs is None and self._means.has_stepped:
-                    self._early_costs = self._means.costs_like(self._config.costs)
             case Finished():
                 reported.allocated_bytes = event.allocated_bytes
                 reported.reserved_bytes = event.reserved_bytes
@@ -185,6 +170,8 @@ class FigureRecorder:
         if not self.trace.spans:
             return None
         config, measured = self._config, self.trace.summary()
+        received = (packet for packet in self.trace.transfers if packet.direction == "recv")
+        packets = [packet.end - packet.start for packet in received]
         end = max(span.end for span in self.trace.spans)
         gpus = _gpus(config.device)
         figures = RunFigures(
@@ -207,11 +194,11 @@ class FigureRecorder:
             seconds_per_clip=measured.seconds_per_clip,
             bubble=measured.bubble,
             write_tail=max(0.0, (self._last_written or end) - end),
-            transfer_seconds=self._means.transfer_seconds,
+            transfer_seconds=_mean(packets).mean_seconds,
             model=asdict(config.model),
             sampling=asdict(config.sampling),
         )
-        return replace(figures, forecast=self._forecast(figures))
+        return replace(figures, forecast_seconds=self._forecast(figures))
 
     def _rank(self, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
         rank = stats.rank
@@ -255,26 +242,15 @@ class FigureRecorder:
         return next((gpu for gpu in gpus if device == f"cuda:{gpu.index}"), None)
 
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
-        spans = [s for s in self.trace.spans if s.rank == rank and s.action.kind is kind]
-        seconds = sum(span.end - span.start for span in spans)
-        return WorkFigures(count=len(spans), mean_seconds=seconds / max(1, len(spans)))
+        spans = (s for s in self.trace.spans if s.rank == rank and s.action.kind is kind)
+        return _mean([span.end - span.start for span in spans])
 
-    def _forecast(self, figures: RunFigures) -> ForecastFigures:
+    def _forecast(self, figures: RunFigures) -> float | None:
         schedule = self._schedule(figures.clips)
-        if schedule is None:
-            return ForecastFigures()
-        has_stepped = any(rank.step.count for rank in figures.ranks)
-        return ForecastFigures(
-            before=self._makespan(schedule, self._assumed),
-            after_first_clip=self._makespan(schedule, self._early_costs),
-            afterwards=self._makespan(schedule, figures.costs if has_stepped else None),
-        )
-
-    def _makespan(self, schedule: Schedule, costs: Costs | None) -> float | None:
-        if costs is None:
+        if schedule is None or not any(rank.step.count for rank in figures.ranks):
             return None
         try:
-            spans = replay(schedule, costs)
+            spans = replay(schedule, figures.costs)
         except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
             return None
         return summarise(spans, self._config.world_size).makespan
@@ -286,18 +262,15 @@ class RunRecorder(FigureRecorder):
     Args:
         pipeline: not entered yet.
         requests: the clips that it will make.
-        assumed: costs for a forecast before the first step; None if none fit the model.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, requests: Sequence[ClipRequest], assumed: Costs | None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, requests: Sequence[ClipRequest]) -> None:
         def schedule(clips: int) -> Schedule | None:
             kept = list(requests)[-_KEPT_CLIPS:]
             is_whole = clips == len(kept) and not pipeline.failures
             return pipeline.schedule(kept) if is_whole else None
 
-        super().__init__(pipeline.config, schedule, assumed)
+        super().__init__(pipeline.config, schedule)
 
 
 @contextlib.contextmanager
@@ -332,6 +305,10 @@ def _parts_of_time(trace: Trace, rank: int) -> dict[str, float]:
         "transfer": transfer,
         "idle": head + tail,
     }
+
+
+def _mean(seconds: Sequence[float]) -> WorkFigures:
+    return WorkFigures(count=len(seconds), mean_seconds=sum(seconds) / max(1, len(seconds)))
 
 
 def _length(intervals: Iterable[Interval]) -> float:

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from svdpp.config.files import read_small_file
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.small_file import is_version, read_small_file
 from svdpp.redaction import redact_all
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
@@ -42,7 +42,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
         hint = f"name a folder that svdpp run wrote, or its {NAME}"
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
-    if not is_version(content["schema_version"], SCHEMA_VERSION):
+    if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
     return content
 

@@ -43,11 +43,7 @@ def estimated_bytes(
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes for this user on the file system of `folder`, which need not exist yet.
-
-    Raises:
-        OutputError: the file system cannot be read.
-    """
+    """Free bytes for this user on the file system of `folder`, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         status = os.statvfs(there)
@@ -69,9 +65,6 @@ def check_space(
     """Check by an estimate that `num_clips` clips fit into `folder`.
 
     A clip that is replaced exists until the new one is complete, so its space does not count.
-
-    Raises:
-        OutputError: the clips need more than is free.
     """
     one = estimated_bytes(format, crf, num_frames=num_frames, height=height, width=width)
     free = free_bytes(folder)

@@ -53,11 +53,7 @@ class Distance:
 
 
 def distance(ours: _Frames, theirs: _Frames) -> Distance:
-    """Compare two clips, uint8 of shape (F, H, W, 3).
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Compare two clips, uint8 of shape (F, H, W, 3)."""
     if ours.shape != theirs.shape:
         raise ValueError(f"frames {ours.shape} against {theirs.shape}")
     pairs = zip(ours, theirs, strict=True)  # by frame, because int16 takes twice the memory

@@ -34,9 +34,6 @@ def example_requests(
         num_clips: each has its own seed and, if the model takes prompts, its own prompt.
         seed: of the first clip.
         prompt: instead of the example; None for a model that takes none.
-
-    Raises:
-        RequestError: the model takes no prompt.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)

@@ -74,20 +74,12 @@ def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, P
     Args:
         path: of the file.
         max_pixels: `--max-megapixels`, in pixels.
-
-    Raises:
-        InputError: the file cannot be read, is damaged, is not in one of `FORMATS`, or its size in
-            pixels or bytes is outside the limits.
     """
     return photo_of(read_bytes(path), path, max_pixels)
 
 
 def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
-    """As `read_photo`, from bytes in memory; `path` names them in messages.
-
-    Raises:
-        InputError: as `read_photo`.
-    """
+    """As `read_photo`, from bytes in memory; `path` names them in messages."""
     try:
         with warnings.catch_warnings(), _libtiff_silenced(data):
             # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
@@ -123,9 +115,6 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
         height: of the clip, pixels.
         fit: `stretch` returns the image unchanged, and diffusers stretches it; `crop` keeps the
             largest centred part with that ratio; `pad` adds black bars on both sides.
-
-    Raises:
-        InputError: the padded image would be too large.
     """
     if fit == "stretch":
         return image
@@ -163,11 +152,7 @@ def file_problem(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content.
-
-    Raises:
-        InputError: the file cannot be read, is empty, or is larger than `MAX_FILE_BYTES`.
-    """
+    """The file's content."""
     if problem := file_problem(path):
         raise InputError(f"{_name(path)} {problem}")
     try:

@@ -53,6 +53,14 @@ class ClipInput:
         return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
+def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
+    """All inputs with the first seed, then all with the second, and so on, in a cycle."""
+    return [
+        inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
+        for clip in range(count)
+    ]
+
+
 def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]:
     """The image files that `inputs` name, in their order, each once.
 
@@ -61,10 +69,6 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
             name, without hidden ones) or, if no file has that literal name, a glob pattern with
             `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
         recursive: whether to search subfolders, except hidden ones and links.
-
-    Raises:
-        InputError: a path does not exist, a folder or pattern has no images, or a path is not a
-            regular file; one error lists all of them.
     """
     problems: list[InputError] = []
     found = _find(inputs, problems, recursive=recursive)
@@ -73,11 +77,7 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
 
 
 def check_photos(paths: Sequence[Path]) -> list[Photo]:
-    """Decode each photograph completely, without keeping the pixels.
-
-    Raises:
-        InputError: one error that lists every photograph that `read_photo` refuses.
-    """
+    """Decode each photograph completely, without keeping the pixels."""
     problems: list[InputError] = []
     photos = _check(paths, problems)
     raise_all(problems)
@@ -85,11 +85,7 @@ def check_photos(paths: Sequence[Path]) -> list[Photo]:
 
 
 def check_inputs(inputs: Sequence[str]) -> list[Photo]:
-    """`find_images` and `check_photos`, with all problems of both in one error.
-
-    Raises:
-        InputError: one error that lists all inputs that are missing, unreadable or hostile.
-    """
+    """`find_images` and `check_photos`, with all problems of both in one error."""
     photos, problems = sift_inputs(inputs)
     raise_all(problems)
     return photos
@@ -104,9 +100,6 @@ def sift_inputs(
         inputs: as for `find_images`.
         recursive: the same.
         max_pixels: of a photograph.
-
-    Raises:
-        InputError: no input can be used.
     """
     problems: list[InputError] = []
     photos = _check(_find(inputs, problems, recursive=recursive), problems, max_pixels)

@@ -36,9 +36,6 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
         suffix: of the temporary name, for writers that choose the format by it.
         files: None for a file. For a folder, a pattern of its file names: an existing folder with
             other files is not replaced.
-
-    Raises:
-        OutputError: an OSError, ValueError, RuntimeError or SvdppError, here or in the block.
     """
     temporary, lock = None, -1
     try:
@@ -71,10 +68,6 @@ def locked(folder: Path, clip: str = "") -> Iterator[str]:
 
     Yields:
         Why the file system cannot lock; "" if it can.
-
-    Raises:
-        RequestError: another process is in the block.
-        OutputError: the folder cannot be written.
     """
     check_writable(folder)
     is_new = not folder.exists()
@@ -102,13 +95,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write `record` as indented JSON, completely or not at all.
-
-    Raises:
-        OutputError: the file cannot be written.
-        ValueError: a number is not finite.
-        TypeError: a value is not JSON.
-    """
+    """Write `record` as indented JSON, completely or not at all."""
     text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
     json.dump(dict(record), text, indent=2, allow_nan=False)
     text.write("\n")
@@ -130,9 +117,6 @@ def check_writable(folder: Path) -> None:
 
     It does not create `folder`, because another run could find it before it is removed again. It
     removes the files that killed writers left in it.
-
-    Raises:
-        OutputError: the folder cannot be created, is not a folder, or is not writable.
     """
     try:
         _probe(Path(os.path.realpath(folder)))
@@ -145,12 +129,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Check that `atomic_output` can replace what exists at `name`.
-
-    Raises:
-        OutputError: a folder is in place of a file, a file in place of a folder, or the folder has
-            other files.
-    """
+    """Check that `atomic_output` can replace what exists at `name`."""
     try:
         _check_place(Path(os.path.realpath(name)), files)
     except OSError as error:

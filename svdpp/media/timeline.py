@@ -43,11 +43,7 @@ class Panel(NamedTuple):
 
 
 def check_can_draw() -> None:
-    """Check that matplotlib is installed, without importing it.
-
-    Raises:
-        RequestError: it is not installed.
-    """
+    """Check that matplotlib is installed, without importing it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RequestError(
             "a timeline is drawn with matplotlib, which is not installed",
@@ -62,9 +58,6 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
         panels: from top to bottom; at least one, each with at least one span.
         world_size: number of lanes in each panel.
         path: `.svg` or `.png`; an existing file is replaced.
-
-    Raises:
-        OutputError: the file cannot be written.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -76,10 +76,6 @@ def write_clip(
 
     Returns:
         `file_sha256` of the clip.
-
-    Raises:
-        OutputError: the clip cannot be encoded, written, or read back completely.
-        ValueError: `frames` has a wrong shape or dtype, or `metadata` is not JSON.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
@@ -99,11 +95,7 @@ def write_clip(
 
 
 def check_output(output: OutputConfig) -> None:
-    """Check that `write_clip` can replace what exists at the output's path.
-
-    Raises:
-        OutputError: it cannot, as in `check_free`.
-    """
+    """Check that `write_clip` can replace what exists at the output's path."""
     check_free(output.path, _FRAME_NAME if output.format == "frames" else None)
 
 
@@ -113,10 +105,6 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     gif and webp store successive equal frames as one longer frame. It is repeated as often as its
     duration contains the greatest common divisor of all durations. If all frames are equal, only
     one is returned.
-
-    Raises:
-        InputError: the file is missing, damaged, in another format, or larger than the limits of a
-            clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -131,11 +119,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 
 
 def read_metadata(path: Path) -> dict[str, object]:
-    """The `metadata` that `write_clip` stored in the clip, in any format.
-
-    Raises:
-        InputError: the file cannot be read, or has no metadata of svdpp.
-    """
+    """The `metadata` that `write_clip` stored in the clip, in any format."""
     with _reading(path, "a clip"):
         record = json.loads(_metadata_text(path) or "null")
     if not isinstance(record, dict):
@@ -176,11 +160,7 @@ def clip_path(
 
 
 def find_ffmpeg() -> str:
-    """Path of the ffmpeg that imageio-ffmpeg contains or finds.
-
-    Raises:
-        OutputError: ffmpeg is not installed.
-    """
+    """Path of the ffmpeg that imageio-ffmpeg contains or finds."""
     try:
         import imageio_ffmpeg
 
@@ -193,11 +173,7 @@ def find_ffmpeg() -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
-
-    Raises:
-        InputError: it is missing, or is or contains something other than a regular file.
-    """
+    """SHA-256 of a clip's file; for a folder, of the names and hashes of its files."""
     with _reading(path, "a clip"):
         if not path.is_dir():
             return _sha256_of(path)
@@ -325,11 +301,7 @@ def _encode_mp4(
 
 
 def read_sound(path: Path) -> Sound:
-    """The sound of an mp4, in the two channels of a loudspeaker pair.
-
-    Raises:
-        InputError: the file is missing or damaged, or has no sound.
-    """
+    """The sound of an mp4, in the two channels of a loudspeaker pair."""
     rate = 48000
     output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]
     with _reading(path, "mp4"):

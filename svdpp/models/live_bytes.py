@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 # Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
-# a condition holds.
+# a condition holds and a length is longer than any tensor.
 
 
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,14 +85,17 @@ def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torc
     return tensor.new_empty((first.numel(), *tensor.shape[first.dim() :]))
 
 
-def _condition(tensor: torch.Tensor) -> bool | None:
-    return True if tensor.dtype == torch.bool else None
+def _number(tensor: Any) -> bool | int | None:
+    if tensor.dtype == torch.bool:
+        return True
+    is_known = tensor.is_floating_point() or tensor.constant is not None
+    return None if is_known else torch.iinfo(torch.int32).max
 
 
 _WITHOUT_DATA: Mapping[Any, Any] = {
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.index.Tensor: _index,
-    torch.ops.aten._local_scalar_dense.default: _condition,
+    torch.ops.aten._local_scalar_dense.default: _number,
 }
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.small_file import is_version, read_small_file
 
 SCHEMA_VERSION = 1
 
@@ -21,8 +18,6 @@ PerRank = float | tuple[float, ...]
 # Within these limits sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
-# A run's manifest, which holds the run's costs, grows with its clips.
-_MAX_BYTES = 2**26
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
 _ABOVE_ZERO = (
@@ -210,7 +205,7 @@ class Costs:
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
         values = dict(content)
         version = values.pop("schema_version", None)
-        if not is_version(version, SCHEMA_VERSION):
+        if version != SCHEMA_VERSION:
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
         values.pop("offload_gib_per_second", None)  # of earlier versions
         known = [field.name for field in fields(Costs)]
@@ -223,20 +218,6 @@ class Costs:
             if fault := _fault(name, values[name]):
                 raise RequestError(f"{where}: {name} {fault}")
         return Costs(**values)
-
-    @staticmethod
-    def load(path: str | Path) -> Costs:
-        """The costs in a costs file, or those that a run measured, in its `run.json`."""
-        try:
-            content = json.loads(read_small_file(Path(path), "costs file", _MAX_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"costs file {str(path)!r} is not JSON: {error}") from error
-        if isinstance(content, Mapping) and "clips" in content:
-            measured = content.get("measured")
-            content = measured.get("costs") if isinstance(measured, Mapping) else None
-            if content is None:
-                raise RequestError(f"{path}: the run has measured no costs")
-        return Costs.from_json(content, str(path))
 
 
 def _on(value: PerRank, rank: int) -> float:
@@ -313,15 +294,3 @@ PRESETS = {
     "svd-xt-a100-pcie": _published("A100 80GB PCIe", 30_367.73, 105.41, 66.70, 4_663.63),
     "svd-xt-h100-pcie": _published("H100 80GB PCIe", 19_102.98, 91.32, 49.07, 3_382.62),
 }
-
-
-def find_costs(name_or_path: str) -> Costs:
-    """The preset of that name, else the costs file at that path."""
-    if name_or_path in PRESETS:
-        return PRESETS[name_or_path]
-    if not Path(name_or_path).exists():
-        raise RequestError(
-            f"--costs {name_or_path!r} is neither a file nor a preset",
-            f"presets: {', '.join(PRESETS)}",
-        )
-    return Costs.load(name_or_path)

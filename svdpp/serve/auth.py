@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from svdpp.config.files import read_small_file
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.plan.small_file import read_small_file
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")

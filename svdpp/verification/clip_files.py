@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import OutputConfig
+from svdpp.config.files import read_small_file
 from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.launch import temp_folders
@@ -23,7 +24,6 @@ from svdpp.media import video
 from svdpp.media.distance import distance
 from svdpp.media.inputs import SUFFIXES
 from svdpp.models.base import Frames
-from svdpp.plan.small_file import read_small_file
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 

@@ -64,11 +64,6 @@ def run_reference(
 
     Returns:
         For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
-
-    Raises:
-        RequestError: a request has sampling parameters; the reference uses those of `config`.
-        OutOfMemoryError: it needs more memory than is free.
-        SvdppError: the reference failed.
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")

@@ -143,11 +143,7 @@ def compare_latents(
     tolerance: float = 0.0,
     axes: str = _SVD_AXES,
 ) -> Check:
-    """Compares two latents of one shape and dtype.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
-    """
+    """Compares two latents of one shape and dtype."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise ValueError(f"{ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
     differs = _bits(ours) != _bits(theirs)
@@ -174,11 +170,7 @@ def compare_latents(
 def compare_frames(
     ours: Frames, theirs: Frames, *, clip: int, step: int, rank: int, tolerance: float = 0.0
 ) -> Check:
-    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1."""
     if ours.shape != theirs.shape:
         raise ValueError(f"frames {ours.shape} against {theirs.shape}")
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
@@ -189,11 +181,7 @@ def compare_frames(
 def compare_audio(
     ours: torch.Tensor, theirs: torch.Tensor, *, clip: int, step: int, rank: int, tolerance: float
 ) -> Check:
-    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest."""
     if ours.shape != theirs.shape:
         raise ValueError(f"samples {ours.shape} against {theirs.shape}")
     difference = (ours.int() - theirs.int()).abs().numpy()

@@ -39,9 +39,6 @@ def verify(
         requests: of the clips; their outputs are not written.
         tolerance: the largest difference that counts as equal; 0 requires equal bits.
 
-    Raises:
-        SvdppError: one of the two sides failed.
-
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
         >>> config = PipelineConfig(
@@ -70,9 +67,6 @@ def run_pipelined(
 
     Returns:
         The conditions in the first clip's metadata, see `worker.device.conditions_of`.
-
-    Raises:
-        SvdppError: the run failed.
     """
     kept = new_side(folder / _PIPELINED, config)
     pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
@@ -95,11 +89,7 @@ def run_sequential(
     *,
     observers: Sequence[Observer] = (),
 ) -> None:
-    """Runs `requests` through the reference and keeps the same latents under `folder`.
-
-    Raises:
-        SvdppError: the reference failed.
-    """
+    """Runs `requests` through the reference and keeps the same latents under `folder`."""
     kept = new_side(folder / _SEQUENTIAL, config)
     steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
     run_reference(config, requests, steps=steps, tensor_folder=kept, observers=observers)
@@ -108,12 +98,7 @@ def run_sequential(
 def compare(
     config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
 ) -> VerificationResult:
-    """Compares what `run_pipelined` and `run_sequential` kept under `folder`.
-
-    Raises:
-        RequestError: the two sides have different settings, which alone change the bits; a
-            tolerance does not allow for that.
-    """
+    """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
     _check_settings(folder)
     (ours, theirs), clips = both_sides(folder), range(num_clips)
     return VerificationResult(tuple(_compare_all(config, clips, ours, theirs, tolerance)))

@@ -36,7 +36,10 @@ from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.launch import environment
 environment.set_defaults()
 from svdpp.models import determinism
-from svdpp.diagnostics import rank_probe
+import torch
+from PIL import Image
+from svdpp.media.examples import example_requests
+from svdpp.plan.layout import Roles
 from svdpp.worker.memory import status_bytes
 from svdpp.driver.resolve import resolve
 from svdpp.worker.rank import load_model
@@ -46,10 +49,17 @@ sampling = SvdSampling(num_inference_steps=1, height=side, width=side, num_frame
 config, checkpoint = resolve(
     PipelineConfig(world_size=1, model=ModelConfig(name=name, dtype=dtype), sampling=sampling)
 )
-model = load_model(config, checkpoint, "cpu", rank_probe.PARTS[part])
-tensors = rank_probe._random_packet(model)
-for _ in range(2):
-    rank_probe._work(model, part, tensors, config)
+roles = Roles(**{each: each == part for each in ("encode", "denoise", "decode")})
+model = load_model(config, checkpoint, "cpu", roles)
+tensors = model.probe_packet(has_stepped=part == "decode")
+for request in example_requests(config, 2):
+    if part == "encode":
+        model.encode(model.prepare(Image.new("RGB", (side, side))), request)
+    elif part == "denoise":
+        with torch.no_grad():
+            model.denoise(tensors, 0, 1, lambda *_: None)
+    else:
+        model.decode(tensors)
 print(status_bytes("VmHWM"))
 """
 

@@ -83,8 +83,8 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
     )
     wait_until((out / "run.json").exists, HANG_SECONDS, "the first run's manifest")
     os.kill(first.pid, signal.SIGSTOP)  # so that it does not end before the second has looked
-    for options in ([], ["--overwrite"], ["--resume"]):
-        second = _run(PHOTOS[0], "--world", 1, "--out", out, *options)
+    for options in ([out], [out, "--overwrite"], [out, "--resume"], [out / "single.mp4"]):
+        second = _run(PHOTOS[0], "--world", 1, "--out", *options)
         assert_error(second, 2, f"another svdpp run is writing into {str(out)!r}")
     os.kill(first.pid, signal.SIGCONT)
     assert first.communicate()[0].decode().split() == [str(out / "astronaut_0.mp4")]

@@ -23,7 +23,7 @@ ALLOWED = {
     "models/engine/model.py": {
         "all",
         "numpy",
-    },  # finite frames? image and structure are on the host
+    },  # finite? image, structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},

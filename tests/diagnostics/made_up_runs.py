@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.diagnostics.figures import ForecastFigures, RankFigures, RunFigures, WorkFigures
+from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Span, replay, summarise
@@ -61,7 +61,7 @@ def replayed(
             "transfer_seconds": costs.transfer_seconds,
             "frames": 14,
             "decode_chunk_size": 14,
-            "forecast": ForecastFigures(afterwards=summary.makespan),
+            "forecast_seconds": summary.makespan,
             **changes,
         }
     )

@@ -27,7 +27,7 @@ def _config() -> PipelineConfig:
 
 
 def _recorder(num_clips: int) -> RunRecorder:
-    return RunRecorder(Pipeline(_config()), [ClipRequest(seed=s) for s in range(num_clips)], None)
+    return RunRecorder(Pipeline(_config()), [ClipRequest(seed=s) for s in range(num_clips)])
 
 
 def _make_clip(recorder: FigureRecorder, clip: int, *, wait: float = 0.0) -> None:
@@ -59,8 +59,7 @@ def test_figures_are_sums_of_the_events() -> None:
     assert rank.photograph_wait == pytest.approx(0.6)
     assert (rank.write.count, rank.write.mean_seconds) == (3, pytest.approx(0.2))
     assert rank.gpu is not None
-    assert figures.forecast.afterwards == pytest.approx(1.5)
-    assert figures.forecast.before is None
+    assert figures.forecast_seconds == pytest.approx(1.5)
 
 
 def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +73,7 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.Mon
     # Waits and CPU time are of the same clips.
     assert figures.ranks[0].photograph_wait == pytest.approx(1.0)
     assert figures.ranks[0].cpu_seconds == pytest.approx(2.0)
-    assert figures.forecast.afterwards == pytest.approx(2.5)
+    assert figures.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(figures.to_json())) < 10_000
 
 
@@ -103,7 +102,7 @@ def test_a_rank_has_the_name_of_its_gpu(
     figures = recorder.figures()
     assert figures is not None
     assert figures.ranks[0].device_name == name
-    assert figures.forecast.afterwards is None
+    assert figures.forecast_seconds is None
 
 
 def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:
     report = read_report(tmp_path)
     assert report.diagnosis is not None
     assert report.diagnosis.figures.clips == 1
-    assert report.diagnosis.figures.forecast.afterwards is None  # not all clips were made
+    assert report.diagnosis.figures.forecast_seconds is None  # not all clips were made
     assert report.diagnosis.findings
 
 

@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
+from svdpp.models.engine.model import load_model
+from svdpp.plan.layout import Roles
+from svdpp.verification.verify import verify
+from svdpp.worker.device import conditions_of
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
 from tests.models.diffusers_pipeline import whole_clip
+from tests.models.range_checks import nothing
 from tests.models.test_rows import CASES
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
 
 PHOTO = example_photos()[0]
-THREE = ("ltx2-image", "cogvideox-dpm")
+
+
+def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
+    case = CASES[name]
+    save_tiny(case.family, folder, image=case.image, **case.changes)
+    model = ModelConfig(name=str(folder))
+    request = ClipRequest(seed=3, prompt="the sea", image=str(PHOTO) if case.image else None)
+    config = PipelineConfig(world_size=2, model=model, sampling=case.config(), split="balanced")
+    return config, request
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_give_the_bits_of_diffusers(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    save_tiny(case.family, tmp_path, image=case.image, **case.changes)
-    model, sampling = ModelConfig(name=str(tmp_path)), case.config()
-    request = ClipRequest(seed=3, prompt="the sea", image=str(PHOTO) if case.image else None)
-    image = None
-    if case.image:
+def test_two_ranks_are_verified(tmp_path: Path, name: str) -> None:
+    config, request = _config(name, tmp_path)
+    result = verify(config, [request])
+    assert result.bitwise
+    kinds = {check.what for check in result.checks}
+    assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -> None:
+    config, request = _config(name, tmp_path / "model")
+    config, checkpoint = resolve(config)
+    assert checkpoint is not None
+    sampling, image = config.sampling, None
+    if request.image is not None:
         image = fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
-    latents, frames, audio = whole_clip(model, sampling, request, image)
-    config = PipelineConfig(
-        world_size=3 if name in THREE else 2, model=model, sampling=sampling, split="balanced"
-    )
-    with Pipeline(config) as pipeline:
-        metadata = pipeline.run([request])[0].metadata
+    latents, frames, audio = whole_clip(config.model, sampling, request, image)
+    roles = Roles(encode=True, denoise=True, decode=False)
+    model = load_model(checkpoint, config.model, sampling, "cpu", roles)
+    prepared = {} if image is None else model.prepare(image)
+    tensors = model.denoise(model.encode(prepared, request), 0, 1, nothing)
+    key = hashlib.sha256(b"clip").hexdigest()
+    kept = LatentCheckpoints(tmp_path, conditions_of(config, checkpoint, "cpu"))
+    kept.save(key, Packet(0, 1, 0.0, tensors))
+    with Pipeline(replace(config, world_size=3), latents_folder=str(tmp_path)) as pipeline:
+        again = replace(request, latents_key=key, done_steps=1)
+        metadata = pipeline.run([again])[0].metadata
     assert metadata["latents_sha256"] == tensor_sha256(latents[-1])
     assert metadata["frames_sha256"] == frames_sha256(frames)
     hashes = audio_hashes(audio)

@@ -206,7 +206,7 @@ def test_a_run_samples_its_gpu(machine: Machine, report: Report) -> None:
     config = machine.config(1)
     requests = machine.requests(4)
     pipeline = Pipeline(config)
-    recorder = RunRecorder(pipeline, requests, None)
+    recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     with pipeline:
         pipeline.run(requests)

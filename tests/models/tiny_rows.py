@@ -74,6 +74,31 @@ def _wan_vae() -> Any:
     )
 
 
+def _wan_vace(_: bool) -> tuple[str, dict[str, Any]]:
+    transformer = diffusers.WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=TEXT,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=2,
+        rope_max_seq_len=32,
+        vace_layers=[0, 1],
+        vace_in_channels=96,
+    )
+    for block in transformer.vace_blocks:
+        torch.nn.init.normal_(block.proj_out.weight, std=0.1)
+    parts = {
+        **_t5(),
+        "vae": _wan_vae(),
+        "transformer": transformer,
+        "scheduler": UniPCMultistepScheduler(**WAN_UNIPC),
+    }
+    return "WanVACEPipeline", parts
+
+
 def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
     text = {
         **{"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "head_dim": 8},
@@ -490,6 +515,7 @@ _BLOCKS_2D = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
+    "wan_vace": _wan_vace,
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
     "framepack": _framepack,

@@ -19,7 +19,6 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import rank_probe
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
@@ -85,7 +84,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "beside", beside)
-    for module in (streams, reference, latent_checkpoints, rank_probe):
+    for module in (streams, reference, latent_checkpoints):
         monkeypatch.setattr(module, "mark", lambda _: marked)
     yield
     assert all(after is marked for after in waited)
@@ -157,11 +156,3 @@ def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.M
     link.drain()
     assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
     link.close()
-
-
-def test_a_comparison_of_two_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = _model().encode({}, ClipRequest(seed=0))
-    monkeypatch.setattr(DummyModel, "probe_packet", lambda *_, **__: noise)
-    monkeypatch.setattr(rank_probe, "_device", lambda *_: CPU)
-    answer = rank_probe._step_twice(Mock(), CONFIG, None)
-    assert len(set(answer["sha256"])) == 1

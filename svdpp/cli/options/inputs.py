@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, setting, switch
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import (
     MAX_MEGAPIXELS,
     MAX_PROMPT_CHARACTERS,
@@ -14,7 +15,6 @@ from svdpp.config.limits import (
     check_whole,
 )
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.small_file import read_small_file
 
 
 def _take_from(context: typer.Context, path: Path | None) -> Path | None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, setting, switch
+from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.plan.costs import PRESETS, Costs, find_costs
+from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.

@@ -22,7 +22,7 @@ from svdpp.config import (
 )
 from svdpp.errors import RequestError
 
-#: The value of --decode-chunk-size that measures how many frames fit.
+#: The value of --decode-chunk-size that takes as many frames as fit.
 AUTO_CHUNK = "auto"
 #: The value of --seed that draws a seed.
 RANDOM_SEED = "random"
@@ -69,7 +69,7 @@ class SamplingOptions:
     steps: int | None = _of("num_inference_steps", "N", "--total-steps")
     num_frames: int | None = _of("num_frames", "F")
     decode_chunk_size: str | None = _of(
-        "decode_chunk_size", "F|auto", shown="all", more="auto measures how many fit."
+        "decode_chunk_size", "F|auto", shown="all", more="auto estimates how many fit."
     )
     seed: str | None = setting(
         VIDEO,
@@ -226,9 +226,8 @@ def fit_chunk(
     """`config` with the number of frames that can be decoded at a time, if it is to be measured."""
     if not (sampling.measures_chunk and config.decodes):
         return config
-    from svdpp.diagnostics.decode_chunk import measure_decode
+    from svdpp.diagnostics.memory_estimate import fit_decode_chunk
 
-    memory = measure_decode(config)
-    fitting = replace(config.sampling, decode_chunk_size=memory.largest_chunk())
-    console.info(f"decode: {memory}")
-    return replace(config, sampling=fitting)
+    chunk, why = fit_decode_chunk(config)
+    console.info(f"decode: {why}")
+    return replace(config, sampling=replace(config.sampling, decode_chunk_size=chunk))

@@ -72,7 +72,7 @@ class EngineModel:
                 patches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
-                | request_arguments(request, image, generator)
+                | request_arguments(self._row, self._sampling, request, image, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -171,7 +171,8 @@ class EngineModel:
         negative = "" if structure["given"]["negative_prompt"] else None
         prompt = "" if self._row.takes_prompt else None
         request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
-        return arguments | request_arguments(request, self._stand_in(), generator)
+        given = request_arguments(self._row, self._sampling, request, self._stand_in(), generator)
+        return arguments | given
 
     def _stand_in(self) -> Image.Image | None:
         """An image that is not used, for clips from an image."""
@@ -241,13 +242,19 @@ def call_arguments(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> dict[str
 
 
 def request_arguments(
-    request: ClipRequest, image: Image.Image | None, generator: torch.Generator
+    row: Row,
+    sampling: Any,
+    request: ClipRequest,
+    image: Image.Image | None,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
+    if image is not None and row.size_from_image:
+        image = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     given = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
-        "image": image,
+        row.image_argument: image,
         "generator": generator,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -83,6 +83,10 @@ class Row:
     """The pipeline's class for clips from text alone."""
     image: str | None = None
     """The pipeline's class for clips from an image."""
+    image_argument: str = "image"
+    """Of `__call__`, for that image."""
+    size_from_image: bool = False
+    """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
     components: Mapping[str, tuple[str, ...]]
@@ -110,6 +114,8 @@ class Row:
     """Arguments of `__call__` by the sampling parameter they have; others have its name."""
     texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
+    loras: bool = True
+    """Whether diffusers' pipeline loads LoRAs."""
     unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
     """Records that steps and decode do not use."""
     noise: str = "prepare_latents"
@@ -122,6 +128,8 @@ class Row:
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
+    memory_options: bool = False
+    """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -164,10 +172,12 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
+        memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
         old_packet=svd.old_packet,
+        loras=False,
     ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
@@ -187,6 +197,26 @@ ROWS: Mapping[str, Row] = {
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
         facts=wan.facts,
+        check=wan.check,
+    ),
+    "wan_vace": Row(
+        title="Wan VACE, whose image is a reference",
+        text="WanVACEPipeline",
+        image="WanVACEPipeline",
+        components={
+            "tokenizer": _T5,
+            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            "vae": ("AutoencoderKLWan",),
+            "transformer": ("WanVACETransformer3DModel",),
+            "transformer_2": ("WanVACETransformer3DModel",),
+        },
+        optional=frozenset({"transformer_2"}),
+        denoisers=("transformer", "transformer_2"),
+        encode=("tokenizer", "text_encoder", "vae"),
+        image_argument="reference_images",
+        fp32=frozenset({"vae"}),
+        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+        facts=wan.vace_facts,
         check=wan.check,
     ),
     "ltx": Row(
@@ -310,6 +340,8 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        loras=False,
+        size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
     ),
@@ -401,6 +433,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        loras=False,
         results_in_latents=1,
         facts=_latte,
     ),
@@ -412,4 +445,20 @@ FAMILIES: Mapping[str, str] = {
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
     if pipeline is not None
+}
+
+_VIDEO = "takes a video, and svdpp reads images only"
+_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+
+#: Pipelines that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    "WanVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEO,
+    "CogVideoXVideoToVideoPipeline": _VIDEO,
+    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
+    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
+    "CosmosTextToWorldPipeline": _GUARDRAIL,
+    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }

@@ -56,6 +56,11 @@ def facts(configs: Configs) -> Facts:
     }
 
 
+def vace_facts(configs: Configs) -> Facts:
+    """As `facts`; the image is a reference, not a part of the latent."""
+    return {**facts(configs), "image_use": "optional"}
+
+
 def check(checkpoint: Any, sampling: WanSampling) -> None:
     """Refuses parameters that have no effect, or that diffusers cannot run."""
     if sampling.guidance_scale_2 is not None:
