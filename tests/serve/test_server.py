@@ -202,10 +202,7 @@ def test_a_new_key_leaves_a_wrong_file_alone(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.txt"
-    alice, bob = (
-        svdpp_here("serve", "--new-key", name, "--api-key-file", str(key_file)).out.strip()
-        for name in ("alice", "bob")
-    )
+    alice, bob = (add_key(key_file, name) for name in ("alice", "bob"))
     options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(key_file))
     with HttpServer(tmp_path / "data", *options, key=alice) as server:
         (id,) = server.add(steps=20)
