@@ -11,7 +11,7 @@ __version__ = "0.3.0"
 
 _MODULES = {
     "svdpp.config": (
-        *("ClipRequest", "ModelConfig", "OutputConfig"),
+        *("ClipRequest", "Lora", "ModelConfig", "OutputConfig"),
         *("LtxSampling", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),

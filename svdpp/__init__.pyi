@@ -1,4 +1,5 @@
 from svdpp.config import ClipRequest as ClipRequest
+from svdpp.config import Lora as Lora
 from svdpp.config import LtxSampling as LtxSampling
 from svdpp.config import ModelConfig as ModelConfig
 from svdpp.config import OutputConfig as OutputConfig

@@ -35,6 +35,7 @@ NOT_RUN = {
     "svdpp report results/": "of a bench; tests/cli/test_report_command.py",
     "svdpp verify --model path/to/checkpoint": "any checkpoint",
     "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
+    "svdpp run --model Wan-AI/": "downloads weights from the hub",
     "svdpp plan --memory --model Wan-AI/": "downloads configs from the hub",
     "svdpp plan --costs tight.json": "the file is on the page; tests/cli/test_cli_plan.py",
     "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",

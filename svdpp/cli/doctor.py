@@ -34,7 +34,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     without=(
         *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
         *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
-        *("max_guidance_scale", "allow_mixed_devices"),
+        *("max_guidance_scale", "allow_mixed_devices", "lora"),
         *PROMPT_FIELDS,
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
@@ -57,7 +57,8 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The checks are devices, transfers, ffmpeg, model, memory and determinism. Nothing is downloaded.
+    The checks are devices, transfers, ffmpeg, model, memory and determinism, and the cut test: a
+    tiny copy of the model's configs, cut at every step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
@@ -79,7 +80,11 @@ def doctor(
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
     ranks_examined = counted(config.world_size, f"{config.device} rank")
-    console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
+    if model.is_dummy:
+        what = f"svdpp simulate on {ranks_examined} has what it needs; svdpp run takes no dummy"
+        console.info(what)
+    else:
+        console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
     if not is_given(context, "model"):
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 

@@ -1,41 +1,65 @@
-"""`svdpp models`: the families of models, and what one of them takes."""
+"""`svdpp models`: the families of models, and what one of them, or one checkpoint, takes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.talk import AnswerOptions
-from svdpp.config import SAMPLING_CLASSES, own_params
-from svdpp.errors import RequestError
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    ModelConfig,
+    SamplingConfig,
+    own_params,
+    sampling_defaults,
+)
+from svdpp.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Checkpoint
+
+_COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
+# The same for all families so far; tests/models and tests/driver hold it.
+_VERIFIED = (
+    "every cut, latents and frames, on the CPU, with small random models of these classes and "
+    "these schedulers: bitwise equal to diffusers' whole call"
+)
+_NEVER_RAN = "the published weights; a GPU"
+_GIB = 2**30
 
 
-@command(examples=("svdpp models", "svdpp models ltx2"))
+@command(examples=("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
 def models(
     console: Console,
     answer: AnswerOptions,
-    family: Annotated[
-        str | None, typer.Argument(metavar="[FAMILY]", help="A family that the list names.")
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FAMILY|MODEL]",
+            help="A family that the list names, or a diffusers folder or hub id.",
+        ),
     ] = None,
 ) -> None:
-    """List the families of models, and the parameters of one.
+    """List the families of models, and what one family or checkpoint takes.
 
-    A model is of the family whose pipeline its model_index.json names.
+    A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
+    configs are read; the memory is that of its default clip on CUDA.
     """
-    names = list(SAMPLING_CLASSES)
-    if family is not None and family not in names:
-        raise RequestError(f"there is no family {family!r}", f"one of {', '.join(names)}")
-    found = [describe(each) for each in (names if family is None else [family])]
+    if name is None:
+        found = [describe(family) for family in SAMPLING_CLASSES]
+    else:
+        found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
     if answer.as_json:
         console.json({"schema_version": 1, "families": found})
-    elif family is None:
-        width = max(map(len, names))
-        for each in found:
-            takes = " or ".join(each["inputs"])
-            console.result(f"{each['family']:<{width}}  {each['title']}, from {takes}")
+    elif name is None:
+        width = max(map(len, SAMPLING_CLASSES))
+        for about in found:
+            takes = " or ".join(about["inputs"])
+            console.result(f"{about['family']:<{width}}  {about['title']}, from {takes}")
     else:
         _print_one(console, found[0])
 
@@ -45,15 +69,17 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    common = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
     classes = {"text": row.text, "an image": row.image}
     return {
         "family": family,
         "title": row.title,
-        "pipelines": [name for name in classes.values() if name is not None],
+        "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
-        "defaults": {name: getattr(sampling, name) for name in common if hasattr(sampling, name)},
+        "lora": row.loras,
+        "verified": _VERIFIED,
+        "never_ran": _NEVER_RAN,
+        "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {
                 **{"default": param.default, "default_in_words": param.shown_default},
@@ -64,13 +90,95 @@ def describe(family: str) -> dict[str, Any]:
     }
 
 
+def _describe_checkpoint(name: str) -> dict[str, Any]:
+    """The family of a checkpoint, as this one has it."""
+    from svdpp.models.checkpoint import find_checkpoint
+
+    try:
+        checkpoint = find_checkpoint(ModelConfig(name=name), weights=False)
+    except ModelError as error:
+        if "/" in name:
+            raise
+        known = ", ".join(SAMPLING_CLASSES)
+        raise RequestError(f"there is no family or model {name!r}", f"one of {known}") from error
+    about = describe(checkpoint.family)
+    sampling = _default_clip(checkpoint)
+    about["defaults"] = {key: getattr(sampling, key) for key in about["defaults"]}
+    takes = {"needed": ["an image"], "optional": ["text", "an image"], "refused": ["text"]}
+    of_model = {
+        "model": name,
+        "inputs": takes[checkpoint.image_use],
+        "components": list(checkpoint.weighted),
+        "experts": checkpoint.num_experts,
+        "schedulers": [checkpoint.scheduler.name],
+        **_memory(checkpoint, sampling),
+    }
+    for unused in checkpoint.unused_parameters:
+        about["parameters"].pop(unused, None)
+    return {**about, **of_model}
+
+
+def _default_clip(checkpoint: Checkpoint) -> SamplingConfig:
+    kind: Any = SAMPLING_CLASSES[checkpoint.family]
+    values = dict(sampling_defaults(checkpoint.name))
+    if checkpoint.row.takes_prompt:
+        values["from_image"] = checkpoint.image_use == "needed"
+    asked: SamplingConfig = kind(**values)
+    with contextlib.suppress(RequestError):  # of a model that makes other sizes; see `_memory`
+        return checkpoint.resolve(asked)
+    return asked
+
+
+def _memory(checkpoint: Checkpoint, sampling: SamplingConfig) -> dict[str, Any]:
+    """GiB of each role, for a clip of the default size in the default precision on CUDA."""
+    from svdpp.models.memory import estimate
+
+    dtype: Any = "fp16" if checkpoint.family == "svd" else "bf16"
+    try:
+        model = ModelConfig(name=checkpoint.name, dtype=dtype)
+        found = estimate(checkpoint, model, checkpoint.resolve(sampling), device="cuda")
+    except RequestError as error:  # another size may do
+        return {"memory": None, "why_no_memory": error.message}
+    parts = {"encode": found.encode, "denoise": found.denoise, "decode": found.decode}
+    roles = {
+        role: {
+            "weights_gib": round(part.weight_bytes / _GIB, 2),
+            "work_gib": round(part.activation_bytes / _GIB, 2),
+        }
+        for role, part in parts.items()
+        if part is not None
+    }
+    return {"memory": {"dtype": dtype, **roles}}
+
+
 def _print_one(console: Console, about: dict[str, Any]) -> None:
-    for name in ("title", "pipelines", "inputs", "schedulers"):
-        value = about[name]
-        console.result(f"{name}: {value if isinstance(value, str) else ', '.join(value)}")
+    for name in ("model", "title", "pipelines", "inputs", "schedulers", "components"):
+        if name in about:
+            value = about[name]
+            console.result(f"{name}: {value if isinstance(value, str) else ', '.join(value)}")
+    console.result(f"LoRA: {'by --lora' if about['lora'] else 'none'}")
+    if about.get("experts", 1) > 1:
+        console.result(f"experts: {about['experts']}, each for a part of the steps")
     defaults = ", ".join(f"{name} {value}" for name, value in about["defaults"].items())
     console.result(f"defaults: {defaults}")
     for name, each in about["parameters"].items():
         default = each["default_in_words"] or each["default"]
         limits = f"{each['lowest']:g} to {each['highest']:g}, by default {default}"
         console.result(f"--param {name}: {each['help']} ({limits})")
+    _print_memory(console, about)
+    console.result(f"verified: {about['verified']}")
+    console.result(f"never run: {about['never_ran']}")
+
+
+def _print_memory(console: Console, about: dict[str, Any]) -> None:
+    if "model" not in about:
+        console.result("memory: svdpp models MODEL estimates that of a checkpoint")
+    elif about["memory"] is None:
+        console.result(f"memory: unknown, because {about['why_no_memory']}")
+    else:
+        dtype = about["memory"]["dtype"]
+        for role, size in about["memory"].items():
+            if role != "dtype":
+                weights, work = size["weights_gib"], size["work_gib"]
+                console.result(f"memory to {role}: {weights} GiB of weights, {work} GiB of work")
+        console.result(f"  of a clip with the defaults in {dtype} on CUDA")

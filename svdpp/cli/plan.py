@@ -33,6 +33,7 @@ _OF_MEMORY = {
     **{"device": "device", "height": "height", "width": "width", "num_frames": "frames"},
     "decode_chunk_size": "decode-chunk-size",
     "memory_opt": "memory-opt",
+    "lora": "lora",
 }
 
 

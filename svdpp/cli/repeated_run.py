@@ -46,7 +46,8 @@ def recorded_options(path: Path) -> dict[str, Any]:
     try:
         options = {name: _text(value, folder) for name, value in content["options"].items()}
         clips = [clip for clip in content["clips"] if "input" in clip]
-        inputs = dict.fromkeys(str(located_path(clip["input"], folder)) for clip in clips)
+        photos = filter(None, (clip["input"] for clip in clips))  # a clip from text has none
+        inputs = dict.fromkeys(str(located_path(photo, folder)) for photo in photos)
         seeds = dict.fromkeys(str(clip["seed"]) for clip in clips)
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(path)!r} does not say how its clips were made") from error
@@ -57,4 +58,6 @@ def _text(value: Any, folder: Path) -> Any:
     """A recorded value as on a command line."""
     if isinstance(value, Mapping):
         return str(located_path(value["path"], folder))
+    if isinstance(value, list):
+        return [str(each) for each in value]
     return value if isinstance(value, bool) else str(value)

@@ -54,7 +54,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
     without=(
         *("revision", "variant", "local_files_only", "memory_opt", "prompts", "negative_prompt"),
         *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "channels_last"),
+        *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "

@@ -13,6 +13,7 @@ from svdpp.config.model import (
     DUMMY_MODEL,
     Dtype,
     LatentSpec,
+    Lora,
     ModelConfig,
 )
 from svdpp.config.params import Param, params_of
@@ -43,6 +44,7 @@ __all__ = [
     "Dtype",
     "Fit",
     "LatentSpec",
+    "Lora",
     "LtxSampling",
     "ModelConfig",
     "OutputConfig",

@@ -26,6 +26,8 @@ MAX_GUIDANCE_SCALE = 100.0
 MAX_NOISE_AUG_STRENGTH = 10.0
 #: Shift of a flow-matching scheduler; Wan's is 3 to 12.
 MAX_FLOW_SHIFT = 100.0
+#: Weight of a LoRA, whose sign may be negative; usual are 0.5 to 1.
+MAX_LORA_WEIGHT = 100.0
 #: Tokens of a prompt, and characters of its text; Wan uses 512 tokens.
 MAX_PROMPT_TOKENS = 4096
 MAX_PROMPT_CHARACTERS = 20_000

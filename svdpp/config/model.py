@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from svdpp.config.limits import MAX_LATENT_ELEMENTS, check_type, require, shown
+from svdpp.config.limits import (
+    MAX_LATENT_ELEMENTS,
+    MAX_LORA_WEIGHT,
+    check_type,
+    is_number,
+    require,
+    shown,
+)
 
 Dtype = Literal["fp32", "fp16", "bf16"]
+#: One of two experts: of the steps with high noise, which come first, or with low noise.
+Expert = Literal["high", "low"]
 
 DEFAULT_MODEL = "stabilityai/stable-video-diffusion-img2vid-xt"
 DEMO_MODEL = "demo"
@@ -59,6 +68,32 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """A LoRA, and the weight with which it is added to the denoiser."""
+
+    name: str
+    """A safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
+    weight: float = 1.0
+    expert: Expert | None = None
+    """Which of two experts it is for; None if the model has one."""
+    revision: str | None = None
+    """Commit of a file on the hub; None: its main branch."""
+    sha256: str | None = None
+    """Of the file, if another one is to be refused."""
+
+    def __post_init__(self) -> None:
+        check_type("--lora", self.name, str)
+        require(bool(self.name.strip()), "--lora is empty", "name a safetensors file")
+        is_weight = is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT
+        require(
+            is_weight,
+            f"the weight of a --lora must be a finite number, {-MAX_LORA_WEIGHT:g} to "
+            f"{MAX_LORA_WEIGHT:g}, got {shown(self.weight)}",
+        )
+        require(self.expert in (None, "high", "low"), "the expert of a --lora is high or low")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The weights and their precision."""
 
@@ -72,6 +107,8 @@ class ModelConfig:
     """Feed-forward chunking in the UNet: needs less memory, is slower and changes the bits."""
     channels_last: bool = False
     """Weights of UNet and VAE in this memory format: changes the bits."""
+    loras: tuple[Lora, ...] = ()
+    """Added to the denoiser, in this order."""
     dummy_latent_shape: tuple[int, ...] | None = None
     """Latent shape of the dummy model, B C F H W. None: that of SVD at 512 pixels. If the dummy
     sleeps, None is a tiny latent, because its real computation must fit in the time of its sleep.
@@ -87,6 +124,7 @@ class ModelConfig:
             check_type(f"--{name}", getattr(self, name), str, type(None))
         for name in ("local_files_only", "memory_opt", "channels_last", "dummy_sleeps"):
             check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
+        require(not (self.loras and self.is_dummy), "the dummy model takes no --lora")
         self.dummy_latent  # noqa: B018  checks the shape
 
     @property

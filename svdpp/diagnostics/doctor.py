@@ -21,6 +21,7 @@ from svdpp.config import (
     SvdSampling,
     sampling_defaults,
 )
+from svdpp.diagnostics import cut_test
 from svdpp.diagnostics.memory_estimate import estimate_ranks
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -31,6 +32,7 @@ from svdpp.media import disk_space, output_files, video
 from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import available_bytes
+from svdpp.models.tiny_copy import NUM_STEPS
 
 _GIB = 2**30
 #: Enough for about a hundred clips and the log.
@@ -192,9 +194,9 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    from svdpp.models.engine.load import check_weights  # imports diffusers: seconds
+    from svdpp.models.engine.load import count_weights  # imports diffusers: seconds
 
-    num_weights = check_weights(examination.checkpoint)
+    num_weights = count_weights(examination.checkpoint)
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 
@@ -246,6 +248,26 @@ def _determinism(examination: Examination) -> str:
     return f"one clip of the {name} model twice, bitwise equal ({config.model.dtype})"
 
 
+def _cut_test(examination: Examination) -> str:
+    """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
+    _needs(examination, "devices")
+    _needs(examination, "temporary folder")
+    config = examination.config
+    if config.model.is_dummy:
+        raise _Skipped("the dummy model is no pipeline of diffusers")
+    _needs(examination, "model")
+    assert examination.checkpoint is not None
+    device = "cuda:0" if config.device == "cuda" else config.device
+    found = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
+    return (
+        f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
+        f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    )
+
+
 #: Hints by check, for errors without one.
 _FIXES = {
     "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
@@ -256,6 +278,7 @@ _FIXES = {
     "memory": "fewer ranks, or a smaller clip",
     "transfers": "on GPUs try PIPELINE_BACKEND=gloo; report it with the output of svdpp env",
     "determinism": "report it with the output of svdpp env",
+    "cut test": "report it with the output of svdpp env",
 }
 
 _CHECKS: dict[str, Callable[[Examination], str]] = {
@@ -267,4 +290,5 @@ _CHECKS: dict[str, Callable[[Examination], str]] = {
     "memory": _memory,
     "transfers": _transfers,
     "determinism": _determinism,
+    "cut test": _cut_test,
 }

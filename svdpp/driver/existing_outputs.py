@@ -49,12 +49,13 @@ def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, A
 def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
     if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
-    names = identity(metadata)
-    name = next(name for name in names if existing.get(name) != metadata[name])
+    names = (*identity(metadata), *identity(existing))
+    name = next(name for name in names if existing.get(name) != metadata.get(name))
     # The default number of threads depends on the number of ranks.
-    same = f"--threads {existing[name]} keeps it; " if name == "num_threads" else ""
+    before, now = existing.get(name), metadata.get(name)
+    same = f"--threads {before} keeps it; " if name == "num_threads" else ""
     raise RequestError(
-        f"{path.name!r} exists with another {name}: {existing[name]!r}, now {metadata[name]!r}",
+        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
         same + "--overwrite replaces it; another --out folder keeps both",
     )
 

@@ -30,7 +30,7 @@ _SHARED_FIELDS = frozenset(
         for kind in (PipelineConfig, ModelConfig, *SAMPLING_CLASSES.values())
         for field in fields(kind)
     }
-    - {"sampling", "local_files_only", "start_timeout_seconds"}
+    - {"sampling", "loras", "local_files_only", "start_timeout_seconds"}
 )
 
 
@@ -177,6 +177,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     # A commit identifies the weights of a hub model, a fingerprint those of a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
+    options["LoRA"] = ", ".join(file.identity for file in checkpoint.loras) if checkpoint else ""
     return {**options, **{name: str(version) for name, version in versions().items()}}
 
 

@@ -35,9 +35,10 @@ from svdpp.models.engine.configs import (
     check_no_code,
     class_of,
 )
-from svdpp.models.engine.rows import FAMILIES, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
 from svdpp.models.engine.wan import boundary_step
 from svdpp.models.json_file import JsonFile, read_json, short_repr
+from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import fingerprint, weight_headers
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
@@ -58,6 +59,8 @@ class Checkpoint:
     fingerprint: str | None = None
     """Of the weights in a user's folder, which may change; None for hub models and the demo."""
     variant: str | None
+    loras: tuple[LoraFile, ...] = ()
+    """Those of the model, if it was found with its weights."""
     family: str
     """As in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
@@ -246,6 +249,8 @@ def with_weights(
     Raises:
         ModelError: a file is missing, incomplete or damaged, or cannot be downloaded.
     """
+    loras = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
+    checkpoint = replace(checkpoint, loras=tuple(loras))
     local = _local_folder(model.name)
     if local is not None:
         with _model_named(model, local):
@@ -256,7 +261,7 @@ def with_weights(
         # The default model's configs have not been downloaded before.
         checkpoint = _check_configs(model, folder, hub.commit_of(folder))
         _weight_files(checkpoint, components)
-        return checkpoint
+        return replace(checkpoint, loras=tuple(loras))
 
 
 def _find_configs(model: ModelConfig) -> Checkpoint:
@@ -349,7 +354,7 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
         "size_multiple": (kind.side_unit, kind.side_unit),
         "frames_multiple": kind.frames_unit,
     }
-    return Checkpoint(
+    checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
         revision=revision,
@@ -359,14 +364,22 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
         scheduler=configs.scheduler,
         **{**facts, **row.facts(configs)},
     )
+    check_loras(
+        model,
+        checkpoint.label,
+        takes_loras=row.loras,
+        num_experts=checkpoint.num_experts,
+    )
+    return checkpoint
 
 
 def family_of_pipeline(index: JsonFile) -> str:
     """The family of the pipeline that `model_index.json` names."""
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
+        reason = REFUSED.get(str(name), "svdpp does not run")
         raise index.error(
-            f"the pipeline is {short_repr(name)}, which svdpp does not run",
+            f"the pipeline is {short_repr(name)}, which {reason}",
             "svdpp models lists those that it runs",
         )
     return FAMILIES[name]

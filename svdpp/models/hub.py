@@ -62,7 +62,7 @@ def _configs(model: ModelConfig) -> Path:
     found = _snapshots.get((constants.HF_HUB_CACHE, model.name, model.revision))
     if found is not None and found.is_dir():
         return found
-    with _typed_errors(model):
+    with typed_errors(model):
         folder = Path(
             snapshot_download(
                 model.name,
@@ -84,7 +84,7 @@ def _download_weights(model: ModelConfig, folder: Path, components: Collection[s
     if model.local_files_only or HF_HUB_OFFLINE:
         raise _not_cached(model, components)
     pinned = commit_of(folder) or model.revision
-    with _typed_errors(model, components):
+    with typed_errors(model, components):
         sizes = _file_sizes(model.name, pinned)
     try:
         files = [
@@ -96,7 +96,7 @@ def _download_weights(model: ModelConfig, folder: Path, components: Collection[s
     if not missing:  # `checkpoint` says what is wrong with a file in the cache
         return
     _announce(model, components, missing)
-    with _typed_errors(model, components):
+    with typed_errors(model, components):
         snapshot_download(
             model.name,
             revision=pinned,
@@ -151,7 +151,7 @@ def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
 
 
 @contextmanager
-def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+def typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
     """Converts the errors of the hub's library to ModelError.
 
     The messages do not quote the library's, which contain URLs and advice for other programs.
@@ -172,6 +172,8 @@ def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Itera
         hint = "check the spelling; for a private model: hf auth login"
         message = f"{name} is neither a local folder nor a model on the hub"
         raise ModelError(message, hint) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise ModelError(f"{name} on the hub has no such file") from error
     except errors.RevisionNotFoundError as error:
         hint = "omit --revision to use the newest one"
         raise ModelError(f"{name} has no revision {short_repr(model.revision)}", hint) from error

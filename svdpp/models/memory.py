@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.errors import RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
@@ -41,8 +42,16 @@ from svdpp.models.engine.load import (
 )
 from svdpp.models.engine.model import EngineModel
 from svdpp.models.engine.values import Node, describe, zeros
+from svdpp.models.hub import show_name
 from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.loading import fp32_parameters, new_module, silence_libraries, torch_dtype
+from svdpp.models.loading import (
+    first_line,
+    fp32_parameters,
+    new_module,
+    silence_libraries,
+    torch_dtype,
+)
+from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
 
 
@@ -124,7 +133,18 @@ def estimate(
         hollow = _Hollow(checkpoint, model, sampling, on_cpu=on_cpu)
         packet, encode = hollow.encode()
         packet, denoise = hollow.denoise(packet)
+        denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
         return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+    except (
+        IndexError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # such as a table of positions that ends
+        size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
+        raise RequestError(
+            f"model {show_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
+            "use another --height, --width or --frames",
+        ) from error
     finally:
         torch.set_num_threads(before)
 
@@ -235,9 +255,9 @@ class _Hollow:
         try:
             with self._fake:
                 module = new_module(cls, self._checkpoint.folder / part)
-                for name in fp32_parameters(module):
-                    parameter = module.get_parameter(name)
-                    parameter.data = parameter.data.float()
+                kept = set(fp32_parameters(module))
+                for name, parameter in module.named_parameters():  # some are made in float32
+                    parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         finally:
             torch.set_default_dtype(default)
         return module.eval()

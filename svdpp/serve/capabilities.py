@@ -55,9 +55,10 @@ class Capabilities:
             model, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
         elif checkpoint.revision is not None:
             weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
+        loras = (file.identity for file in checkpoint.loras)
         return cls(
             model=model,
-            weights=weights,
+            weights=".".join(filter(None, (weights, *loras))),
             photo=checkpoint.image_use,
             prompt=checkpoint.prompt_use,
             unused=checkpoint.unused_parameters,

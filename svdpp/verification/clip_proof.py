@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import DUMMY_MODEL, ClipRequest, ModelConfig, PipelineConfig
+from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import (
     ModelError,
@@ -236,6 +236,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
             dtype=metadata["dtype"],
             memory_opt=metadata["memory_opt"],
             channels_last=metadata["channels_last"],
+            loras=tuple(Lora(**each) for each in metadata.get("lora", ())),
         ),
         sampling=recorded_sampling(dict(metadata)),
         device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
@@ -270,7 +271,9 @@ def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
     """Detects weights that were replaced under the recorded name."""
     recorded = clip.metadata["weights_fingerprint"]
-    if recorded is not None and find_checkpoint(config.model).fingerprint != recorded:
+    if recorded is None and not config.model.loras:
+        return
+    if find_checkpoint(config.model).fingerprint != recorded:
         raise ModelError(
             f"the weights of model {show_name(clip.metadata['model'])} have changed since "
             f"{clip.path.name!r} was made",

@@ -67,9 +67,10 @@ def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     family = metadata["family"]
+    lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
         return (*_LATENT_IDENTITY, *_sampling_fields(family))
-    return (*_LATENT_IDENTITY, "family", *_PROMPTS, *_sampling_fields(family))
+    return (*_LATENT_IDENTITY, *lora, "family", *_PROMPTS, *_sampling_fields(family))
 
 
 @cache
@@ -103,6 +104,9 @@ def clip_metadata(
         "revision": checkpoint.revision,
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
+        **(
+            {"lora": [dict(file.metadata) for file in checkpoint.loras]} if checkpoint.loras else {}
+        ),
         "dtype": config.model.dtype,
         "memory_opt": config.model.memory_opt,
         "channels_last": config.model.channels_last,
@@ -117,7 +121,7 @@ def clip_metadata(
         **{name: getattr(sampling, name) for name in _sampling_fields(sampling.family)},
         "format": output.format,
         "crf": output.crf,
-        "versions": versions(),
+        "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
         "exact": True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
@@ -154,6 +158,16 @@ def versions() -> dict[str, str]:
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _LoraMetadata(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+    weight: float
+    expert: Literal["high", "low"] | None
+    revision: str | None
+    sha256: _Sha256
+
+
 class _ClipMetadata(BaseModel):
     """What a clip's JSON must hold; strict, because the file is untrusted input.
 
@@ -173,6 +187,7 @@ class _ClipMetadata(BaseModel):
     revision: str | None
     weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default
     variant: str | None
+    lora: list[_LoraMetadata] = Field(default_factory=list)
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False
@@ -257,7 +272,7 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
         found = model.model_validate(values)
-        return found.model_dump(exclude={"audio_sha256"} - found.model_fields_set)
+        return found.model_dump(exclude={"audio_sha256", "lora"} - found.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -288,7 +303,9 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
     return _sha256(
         {
             **{name: metadata[name] for name in _latent_identity(metadata)},
-            "versions": {name: metadata["versions"][name] for name in _LIBRARIES},
+            "versions": {
+                name: each for name, each in metadata["versions"].items() if name != "svdpp"
+            },
             "weights": weights,
         }
     )

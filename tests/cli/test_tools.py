@@ -51,7 +51,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
-    names += ["model", "memory", "transfers", "determinism"]
+    names += ["model", "memory", "transfers", "determinism", "cut test"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     assert not (tmp_path / "out").exists()
 
@@ -76,6 +76,20 @@ def test_doctor_says_what_it_has_examined(
     assert remarks == ([remark] if remark else [])
 
 
+def test_doctor_of_the_dummy_promises_no_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = {check: doctor._CHECKS[check] for check in ("devices", "cut test")}
+    monkeypatch.setattr(doctor, "_CHECKS", checks)
+    common = ("--device", "cpu", "--world", "2", "--out", str(tmp_path))
+    answer = svdpp_here("doctor", "--model", "dummy", *common)
+    assert answer.code == 0
+    assert "skipped cut test" in answer.out
+    assert answer.err.splitlines()[-1] == (
+        "svdpp simulate on 2 cpu ranks has what it needs; svdpp run takes no dummy"
+    )
+
+
 @NO_GPU
 def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -96,12 +110,13 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert codes == {
         **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
         **{"temporary folder": 0, "memory": 0, "transfers": 0, "determinism": 0},
+        "cut test": 0,
     }
     assert "--device cpu" in checks["devices"]["fix"]
     assert checks["ffmpeg"]["fix"] == "pip install imageio-ffmpeg"
     assert "--out" in checks["output folder"]["fix"]
     assert "--model" in checks["model"]["fix"]
-    for name in ("memory", "transfers", "determinism"):
+    for name in ("memory", "transfers", "determinism", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
 
 
@@ -111,7 +126,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     answer = svdpp_here(*common, env=NO_FFMPEG)
 
     assert answer.code == 2
-    assert answer.err == f"{BEGIN}\n2 of 8 checks failed\n"
+    assert answer.err == f"{BEGIN}\n2 of 9 checks failed\n"
     assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 

@@ -1,6 +1,8 @@
 """The options for the model: its weights, their source and their precision."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import typer
 
@@ -11,6 +13,7 @@ from svdpp.config import (
     DTYPE_BYTES,
     DUMMY_MODEL,
     Dtype,
+    Lora,
     ModelConfig,
 )
 from svdpp.errors import RequestError
@@ -46,6 +49,12 @@ class ModelOptions:
         MODEL, "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
     )
     variant: str | None = setting(MODEL, "NAME", "Variant of the weights, such as fp16.")
+    lora: list[str] | None = setting(
+        MODEL,
+        "FILE[:WEIGHT][:high|:low]",
+        "A LoRA, repeatable: a safetensors file, or OWNER/NAME/FILE on the hub; of two experts, "
+        "the one for high or low noise. Needs svdpp[lora].",
+    )
     local_files_only: bool = switch(MODEL, "Use only the hub cache; never download.")
     dtype: str | None = setting(
         MODEL,
@@ -97,6 +106,7 @@ class ModelOptions:
             dtype=self._dtype_on(device, family),
             memory_opt=self.memory_opt,
             channels_last=self.channels_last,
+            loras=tuple(map(_parse_lora, self.lora or ())),
             dummy_latent_shape=self.latent_shape,
             **more,
         )
@@ -112,3 +122,17 @@ class ModelOptions:
                 f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
             )
         return _DTYPES[self.dtype]
+
+
+_LORA = re.compile(
+    r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
+)
+
+
+def _parse_lora(text: str) -> Lora:
+    """The LoRA of `FILE[:WEIGHT][:high|:low]`."""
+    match = _LORA.fullmatch(text)
+    if match is None:
+        raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")
+    expert: Any = match["expert"]
+    return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)

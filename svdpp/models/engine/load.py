@@ -14,6 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.loading import (
     ComponentLoader,
@@ -95,8 +96,10 @@ def load_parts(
         else:
             with library_errors(part, checkpoint):
                 parts[part] = skeleton(cls, checkpoint, part, weights, load.device)
+    pipe = new_pipeline(checkpoint, sampling.from_image, parts, load.device)
+    load_loras(pipe, checkpoint)
     return Parts(
-        pipe=new_pipeline(checkpoint, sampling.from_image, parts, load.device),
+        pipe=pipe,
         checkpoint=checkpoint,
         device=load.device,
         dtype=model.dtype,
@@ -104,18 +107,10 @@ def load_parts(
     )
 
 
-def check_weights(checkpoint: Checkpoint) -> int:
-    """Compares the name and shape of every weight with the model's classes; reads no weight.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
-    """
+def count_weights(checkpoint: Checkpoint) -> int:
+    """The number of weights, all of whose files are there and complete; reads no weight."""
     load = ComponentLoader(checkpoint, torch.device("cpu"))
-    classes = {part: component_class(part, name) for part, name in checkpoint.classes}
-    return sum(load.check(classes[part], part) for part in checkpoint.weighted)
+    return sum(map(load.count, checkpoint.weighted))
 
 
 def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -179,6 +174,8 @@ def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
     """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    if not checkpoint.row.memory_options:
+        return
     is_denoiser = part in checkpoint.row.denoisers
     if model.memory_opt and is_denoiser:
         module.enable_forward_chunking()

@@ -18,6 +18,7 @@ from svdpp.models.base import LATENTS, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
+from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
 from svdpp.models.engine.values import Packer
 from svdpp.models.loading import library_errors, silence_libraries
@@ -118,6 +119,7 @@ class Reference:
             )
         pipe.set_progress_bar_config(disable=True)
         pipe.to(self._device)
+        load_loras(pipe, checkpoint)
         for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
         return pipe

@@ -114,6 +114,8 @@ class Row:
     """Arguments of `__call__` by the sampling parameter they have; others have its name."""
     texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
+    loras: bool = True
+    """Whether diffusers' pipeline loads LoRAs."""
     unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
     """Records that steps and decode do not use."""
     noise: str = "prepare_latents"
@@ -126,6 +128,8 @@ class Row:
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
+    memory_options: bool = False
+    """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -168,10 +172,12 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
+        memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
         old_packet=svd.old_packet,
+        loras=False,
     ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
@@ -334,6 +340,7 @@ ROWS: Mapping[str, Row] = {
         only_encode=("encoder",),
         only_decode=("decoder",),
         texts=(),
+        loras=False,
         size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
@@ -426,6 +433,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),
+        loras=False,
         results_in_latents=1,
         facts=_latte,
     ),
@@ -437,4 +445,20 @@ FAMILIES: Mapping[str, str] = {
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
     if pipeline is not None
+}
+
+_VIDEO = "takes a video, and svdpp reads images only"
+_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+
+#: Pipelines that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    "WanVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEO,
+    "CogVideoXVideoToVideoPipeline": _VIDEO,
+    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
+    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
+    "CosmosTextToWorldPipeline": _GUARDRAIL,
+    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }

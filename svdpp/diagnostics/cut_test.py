@@ -1,0 +1,150 @@
+"""The cut test: a tiny copy of a model, cut at every step, against diffusers' whole call."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from svdpp.comm.packet import assemble, describe, flatten
+from svdpp.comm.streams import SideStream, mark
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
+from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.resolve import resolve
+from svdpp.launch.group import RankContext
+from svdpp.media.examples import example_requests
+from svdpp.media.image import fit_photo, read_photo
+from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.engine.reference import Reference
+from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
+from svdpp.plan.layout import Roles
+from svdpp.worker.messages import ClipDone, Event, Joined
+from svdpp.worker.rank import load_model
+from svdpp.worker.reporter import Reporter
+from svdpp.worker.tensor_store import tensor_sha256
+
+
+def differences(config: PipelineConfig, checkpoint: Checkpoint) -> list[str]:
+    """What differs between ranks that share a clip, at any cut, and diffusers' whole call.
+
+    It is computed in a process of its own, on the first device of `config`.
+
+    Args:
+        config: of one rank; its dtype, device and threads apply.
+        checkpoint: whose configs are copied.
+    """
+    found: list[list[str]] = []
+
+    def collect(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            found.append(event.metadata["differences"])
+
+    with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
+        run_rank_task(
+            _report, config, (checkpoint, folder), until=lambda: bool(found), observers=(collect,)
+        )
+    return found[0]
+
+
+def _report(
+    context: RankContext,  # noqa: ARG001
+    device: str,
+    reporter: Reporter,
+    config: PipelineConfig,
+    asked: tuple[Checkpoint, str],
+) -> None:
+    reporter.send(Joined(device=device, load_seconds=0.0))
+    original, folder = asked
+    found = compare(original, Path(folder), config, device)
+    reporter.send(ClipDone(clip=0, metadata={"differences": found}))
+
+
+def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> list[str]:
+    """See `differences`; writes the tiny copy to the empty `folder`."""
+    write_tiny_copy(original, folder)
+    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
+    config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
+    assert checkpoint is not None
+    test = _CutTest(config, checkpoint, torch.device(device))
+    with torch.no_grad():
+        test.run()
+    return test.differences
+
+
+class _CutTest:
+    def __init__(
+        self, config: PipelineConfig, checkpoint: Checkpoint, device: torch.device
+    ) -> None:
+        self.differences: list[str] = []
+        self._config, self._checkpoint, self._device = config, checkpoint, device
+        self._copies = SideStream(device)
+        (self._request,) = example_requests(config, 1)
+        self._image = _fitted(self._request, config)
+        self._models: dict[tuple[int, Roles], VideoModel] = {}
+        self._latents: list[str] = []
+
+    def run(self) -> None:
+        frames = self._whole_call()
+        encoder = self._model(0, encode=True)
+        prepared = {} if self._image is None else encoder.prepare(self._image)
+        first = self._sent(encoder.encode(prepared, self._request))
+        for cut in range(1, NUM_STEPS):
+            packet = first
+            for start, end in ((0, cut), (cut, NUM_STEPS)):
+                packet = self._sent(self._denoise(packet, start, end))
+            decoded = self._model(NUM_STEPS, decode=True).decode(packet)
+            if self._sha256(decoded) != frames:
+                self.differences.append(f"the frames, cut after step {cut}")
+
+    def _whole_call(self) -> str:
+        """Keeps the hash of the latent after each step; returns that of the frames."""
+        reference = Reference(self._checkpoint, self._config.model, str(self._device))
+        _, frames = reference.run(
+            self._request,
+            self._image,
+            self._config.sampling,
+            before_steps=lambda: None,
+            after_step=lambda _, tensors: self._latents.append(self._sha256(tensors[LATENTS])),
+        )
+        return tensor_sha256(torch.from_numpy(frames))
+
+    def _denoise(self, packet: Tensors, start: int, end: int) -> Tensors:
+        boundary = self._config.expert_boundary
+        steps = range(start, end)
+        experts = frozenset(int(boundary is not None and step >= boundary) for step in steps)
+
+        def compare(step: int, latent: torch.Tensor) -> None:
+            if self._sha256(latent) != self._latents[step]:
+                self.differences.append(f"the latent after step {step}, of steps {start} to {end}")
+
+        model = self._model(start, denoise=True, experts=experts)
+        return model.denoise(packet, start, end, compare)
+
+    def _model(self, place: int, **roles: Any) -> VideoModel:
+        """The model with one role alone; a second half has another one than the first."""
+        wanted = Roles(**{"encode": False, "denoise": False, "decode": False, **roles})
+        if (place, wanted) not in self._models:
+            loaded = load_model(self._config, self._checkpoint, str(self._device), wanted)
+            self._models[place, wanted] = loaded
+        return self._models[place, wanted]
+
+    def _sent(self, tensors: Tensors) -> Tensors:
+        """The tensors as bytes, and back, as a transfer does it."""
+        return assemble(describe(tensors, self._device), flatten(tensors, self._device))
+
+    def _sha256(self, tensor: torch.Tensor) -> str:
+        return tensor_sha256(self._copies.to_host(tensor.detach(), mark(self._device)))
+
+
+def _fitted(request: ClipRequest, config: PipelineConfig) -> Image.Image | None:
+    if request.image is None:
+        return None
+    sampling = config.sampling
+    image, _ = read_photo(Path(request.image))
+    return fit_photo(image, sampling.width, sampling.height, sampling.fit)

@@ -1,0 +1,145 @@
+"""LoRA files: finding them, checking them, and what identifies them; knows no torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import Lora, ModelConfig
+from svdpp.errors import ModelError, RequestError
+from svdpp.models import hub
+from svdpp.models.safetensors_header import read_safetensors_header
+from svdpp.redaction import recorded_name
+
+#: What diffusers writes: the file of a folder, or of a repository, that is named alone.
+_DEFAULT_FILE = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """A LoRA whose file has been found and checked."""
+
+    lora: Lora
+    """With the file's hash, and its absolute path or its commit on the hub."""
+    path: Path
+
+    @property
+    def part(self) -> str:
+        """The denoiser that it changes."""
+        return "transformer_2" if self.lora.expert == "low" else "transformer"
+
+    @property
+    def identity(self) -> str:
+        """What its effect depends on, wherever the file is."""
+        assert self.lora.sha256 is not None
+        return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What a clip's JSON says of it."""
+        return {**asdict(self.lora), "name": recorded_name(self.lora.name)}
+
+
+def check_loras(model: ModelConfig, label: str, *, takes_loras: bool, num_experts: int) -> None:
+    """Refuses LoRAs that a model cannot load, before any file is looked for.
+
+    Args:
+        model: with its LoRAs.
+        label: the model's name in messages.
+        takes_loras: whether diffusers' pipeline can load one.
+        num_experts: of the model, 1 or 2.
+    """
+    if not model.loras:
+        return
+    if not takes_loras:
+        raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
+    for lora in model.loras:
+        name = hub.show_name(lora.name)
+        if num_experts == 2 and lora.expert is None:
+            message = f"{label} has two experts, and --lora {name} does not say which"
+            raise RequestError(message, "end it with :high or :low; each has its own file")
+        if num_experts == 1 and lora.expert is not None:
+            message = f"{label} has one expert, and --lora {name} is for {lora.expert} noise"
+            raise RequestError(message, f"leave out :{lora.expert}")
+
+
+def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
+    """The file of a LoRA, downloaded if it is on the hub.
+
+    Raises:
+        ModelError: it is missing or damaged, is no LoRA, or is not the one with the given hash.
+    """
+    name, local = hub.show_name(lora.name), Path(os.path.expanduser(lora.name))
+    try:
+        if local.exists():
+            path = (local / _DEFAULT_FILE if local.is_dir() else local).resolve()
+            where: dict[str, Any] = {"name": str(path)}
+        else:
+            path, commit = _download(lora, local_files_only)
+            where = {"revision": commit}
+        if path.suffix != ".safetensors":
+            raise ModelError("only safetensors files are read", "convert it")
+        if not any("lora" in key for key in read_safetensors_header(path)):
+            raise ModelError("its tensors are not those of a LoRA")
+        status = path.stat()
+        sha256 = _sha256(path, status.st_size, status.st_mtime_ns)
+    except ModelError as error:
+        raise ModelError(f"--lora {name}: {error.message}", error.hint) from error
+    except OSError as error:
+        raise ModelError(f"--lora {name} cannot be read ({error.strerror})") from error
+    if lora.sha256 not in (None, sha256):
+        raise ModelError(
+            f"the LoRA {name} has changed since the clip was made",
+            "restore it, or make the clip again: svdpp run --overwrite",
+        )
+    return LoraFile(lora=replace(lora, sha256=sha256, **where), path=path)
+
+
+def lora_bytes(model: ModelConfig) -> int:
+    """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
+    files = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
+    sizes = dict.fromkeys((file.part for file in files), 0)
+    for file in files:
+        sizes[file.part] += file.path.stat().st_size
+    return max(sizes.values(), default=0)
+
+
+@functools.cache
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """The hash of a file, computed once; `size` and `modified` are new if it is another one."""
+    del size, modified
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(lora: Lora, local_files_only: bool) -> tuple[Path, str | None]:
+    """The file in the hub's cache, and its commit."""
+    from huggingface_hub import hf_hub_download
+
+    owner, _, rest = lora.name.partition("/")
+    repository, _, file = rest.partition("/")
+    is_id = bool(owner.strip("~.") and repository) and not repository.endswith(".safetensors")
+    if not is_id:
+        raise ModelError(
+            "there is no such file", "name a safetensors file, or OWNER/NAME/FILE on the hub"
+        )
+    source = ModelConfig(
+        name=f"{owner}/{repository}", revision=lora.revision, local_files_only=local_files_only
+    )
+    with hub.typed_errors(source):
+        path = hf_hub_download(
+            source.name,
+            file or _DEFAULT_FILE,
+            revision=lora.revision,
+            local_files_only=local_files_only,
+        )
+    commits = (hub.commit_of(parent) for parent in Path(path).parents)
+    return Path(path), next(filter(None, commits), lora.revision)

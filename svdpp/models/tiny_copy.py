@@ -1,0 +1,151 @@
+"""A tiny copy of a checkpoint: its configs with small sizes, and random weights.
+
+The classes, the scheduler, the tokenizers and all switches are the checkpoint's own. Sizes that are
+equal in two components stay equal, because a key has the same limit in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from svdpp.config import SamplingConfig
+from svdpp.errors import RequestError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.loading import silence_libraries
+
+#: Steps of the tiny copy's clips.
+NUM_STEPS = 4
+_SIDE, _FRAMES = 64, 16
+_LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
+
+_WIDTH = 64
+_LIMITS: Mapping[str, Any] = {
+    **dict.fromkeys(("num_layers", "n_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_single_layers", "num_refiner_layers", "num_res_blocks"), 1),
+    **dict.fromkeys(("video_connector_num_layers", "audio_connector_num_layers"), 1),
+    # Encoders of prompts give the third last of their hidden states, or all of them at once.
+    "num_hidden_layers": 3,
+    "text_proj_in_factor": 4,
+    **dict.fromkeys(("num_attention_heads", "num_heads", "audio_num_attention_heads"), 2),
+    **{f"{name}_connector_num_attention_heads": 2 for name in ("video", "audio")},
+    **{f"{name}_connector_attention_head_dim": _WIDTH // 2 for name in ("video", "audio")},
+    **{"num_key_value_heads": 1, "head_dim": _WIDTH // 2, "mrope_section": [4, 6, 6]},
+    **dict.fromkeys(("hidden_size", "d_model", "text_dim", "caption_channels"), _WIDTH),
+    **dict.fromkeys(("text_embed_dim", "text_embed_2_dim", "pooled_projection_dim"), _WIDTH),
+    **dict.fromkeys(("projection_dim", "image_dim", "cross_attention_dim"), _WIDTH),
+    **dict.fromkeys(("in_text_dim", "in_text_dim2", "out_hidden_size"), _WIDTH),
+    **{"model_dim": 2 * _WIDTH, "num_text_blocks": 1, "num_visual_blocks": 2, "depth": 1},
+    **dict.fromkeys(("ff_dim", "d_ff", "intermediate_size", "ffn_dim"), _WIDTH),
+    **{"base_dim": 8, "decoder_base_dim": 8, "hidden_channels": _WIDTH},
+    **{"sample_height": _SIDE // 8, "sample_width": _SIDE // 8, "sample_frames": 9},
+    "target_size": _SIDE,
+}
+_ALL_ONE = ("layers_per_block", "decoder_layers_per_block", "ch_mult")
+# Most normalise groups of channels, of which there are 32.
+_WITHOUT_GROUPS = ("AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video")
+_WIDTHS_OF_HEADS = ("cross_attention_dim", "added_kv_proj_dim")
+
+
+def write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
+    """Writes the tiny copy of a checked checkpoint to an empty folder, a few megabytes.
+
+    Raises:
+        ModelError: a library cannot build a component of such a size.
+    """
+    silence_libraries()
+    index = json.loads((checkpoint.folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for part in checkpoint.folder.iterdir():
+            if part.name in checkpoint.weighted and index.get(part.name, [None])[0]:
+                config = json.loads((part / "config.json").read_text())
+                _new(index[part.name][1], tiny(config)).save_pretrained(folder / part.name)
+            elif part.is_dir() and part.name in index:
+                shutil.copytree(part, folder / part.name)
+
+
+def tiny_sampling(checkpoint: Checkpoint, sampling: SamplingConfig) -> SamplingConfig:
+    """The first small clip of the kind of `sampling` that the tiny copy `checkpoint` can make.
+
+    Raises:
+        RequestError: it makes no such clip.
+    """
+    unit, frames = sampling.side_unit, sampling.frames_unit
+    known = {each.name for each in fields(sampling) if each.init}
+    kind: Any = type(sampling)
+    for side, number in itertools.product((_SIDE, _SIDE // 2, _SIDE // 4), range(1, 1 + _FRAMES)):
+        rounded = unit * -(-side // unit)
+        wanted = {
+            **{"num_inference_steps": NUM_STEPS, "height": rounded, "width": rounded},
+            **{"num_frames": frames * number + 1, "stg_block": 1},
+            "from_image": getattr(sampling, "from_image", None),
+        }
+        with contextlib.suppress(RequestError):
+            found: SamplingConfig = kind(**{key: wanted[key] for key in wanted if key in known})
+            return checkpoint.resolve(found)
+    raise RequestError(f"{checkpoint.label} makes no small clip")
+
+
+def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A component's config with small sizes."""
+    small = {key: _limited(key, value) for key, value in config.items()}
+    unit = 8 if config.get("_class_name") in _WITHOUT_GROUPS else 32
+    for key, value in config.items():
+        if key.endswith("block_out_channels"):
+            small[key] = _with_smallest(unit, value)
+    if isinstance(types := small.get("layer_types"), list):
+        small["layer_types"] = types[: small["num_hidden_layers"]]
+    for prefix in ("", "audio_"):
+        names = f"{prefix}num_attention_heads", f"{prefix}attention_head_dim"
+        heads, size = (config.get(name) for name in names)
+        if not (isinstance(heads, int) and isinstance(size, int)):
+            continue
+        for key in (prefix + name for name in _WIDTHS_OF_HEADS):
+            if config.get(key) == heads * size:
+                small[key] = small[names[0]] * small[names[1]]
+    return small
+
+
+def _limited(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return tiny(value)
+    if isinstance(value, list):
+        return _limited_list(key, value)
+    limit = _LIMITS.get(key, 1 if key in _ALL_ONE else None)
+    return min(value, limit) if isinstance(limit, int) and isinstance(value, int) else value
+
+
+def _limited_list(key: str, value: list[Any]) -> list[Any]:
+    if key in _ALL_ONE:
+        return [1] * len(value)
+    if key == "num_attention_heads":
+        return _with_smallest(1, value)
+    limits = _LIMITS.get(key)
+    if isinstance(limits, list):
+        return [min(pair) for pair in zip(value, limits, strict=True)]
+    return value
+
+
+def _with_smallest(unit: int, value: list[int]) -> list[int]:
+    """Multiples of `unit` with about the ratios of `value`, whose smallest one becomes `unit`."""
+    divisor = max(1, min(value) // unit)
+    return value if divisor == 1 else [max(unit, v // divisor // unit * unit) for v in value]
+
+
+def _new(name: str, config: Mapping[str, Any]) -> Any:
+    found = (importlib.import_module(library) for library in _LIBRARIES)
+    cls: Any = next(getattr(library, name) for library in found if hasattr(library, name))
+    if hasattr(cls, "from_config") and cls.__module__.startswith("diffusers"):
+        return cls.from_config(config)
+    return cls(cls.config_class.from_dict(config))

@@ -1,0 +1,77 @@
+"""`--lora` of `run` and `verify`: clips, their JSON, and what another LoRA changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from svdpp.cli.options.model import ModelOptions
+from svdpp.config import DUMMY_MODEL, Lora
+from svdpp.errors import RequestError
+from tests.cli.shell import assert_error, svdpp_here
+from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_loras import save_tiny_lora
+
+SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
+ASKED = ("--prompt", "the sea", "--steps", "4", "--world", "2", "--split", "balanced")
+
+
+@pytest.mark.parametrize(
+    ("text", "lora"),
+    [
+        ("fast.safetensors", Lora(name="fast.safetensors")),
+        ("a/b/c:0.5", Lora(name="a/b/c", weight=0.5)),
+        ("a:-1.5e-1:high", Lora(name="a", weight=-0.15, expert="high")),
+        ("a:low", Lora(name="a", expert="low")),
+        ("a:b:.5", Lora(name="a:b", weight=0.5)),
+    ],
+)
+def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
+    assert ModelOptions(lora=[text]).to_config("cpu", "wan").loras == (lora,)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a:1000", "a:inf:low:1e999"])
+def test_what_is_no_lora_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="--lora"):
+        ModelOptions(lora=[text]).to_config("cpu", "wan")
+
+
+def test_the_dummy_model_takes_none() -> None:
+    with pytest.raises(RequestError, match="the dummy model takes no --lora"):
+        ModelOptions(model=DUMMY_MODEL, lora=["a"]).to_config("cpu", "svd")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_with_loras_are_made_verified_and_told_apart(tmp_path: Path) -> None:
+    folder, out = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875), tmp_path / "out"
+    high = save_tiny_lora(folder, tmp_path / "high.safetensors", seed=1)
+    low = save_tiny_lora(folder, tmp_path / "low.safetensors", part="transformer_2", seed=2)
+    model = ("--model", str(folder), "--device", "cpu", "--threads", "1", *SIZES, *ASKED)
+    loras = ("--lora", f"{high}:0.5:high", "--lora", f"{low}:low")
+
+    made = svdpp_here("run", *model, *loras, "--out", str(out))
+    assert made.code == 0, made
+    (clip,) = out.glob("*.mp4")
+    metadata = json.loads(Path(f"{clip}.json").read_text())
+    assert [(each["weight"], each["expert"]) for each in metadata["lora"]] == [
+        (0.5, "high"),
+        (1.0, "low"),
+    ]
+    proof = svdpp_here("verify", str(clip))
+    assert (proof.code, "bitwise equal" in proof.out) == (0, True), proof
+
+    again = svdpp_here("run", *model, *loras, "--out", str(out), "--resume")
+    assert (again.code, "was finished" in again.out) == (0, True), again
+    repeated = svdpp_here("run", "--from", str(out / "run.json"), "--resume")
+    assert (repeated.code, "was finished" in repeated.out) == (0, True), repeated
+    for others in ((), (*loras[:2], "--lora", f"{low}:0.9:low")):
+        other = svdpp_here("run", *model, *others, "--out", str(out), "--resume")
+        assert_error(other, 2, "exists with another lora")
+
+    save_tiny_lora(folder, high, seed=3)
+    changed = svdpp_here("verify", str(clip))
+    assert "has changed since the clip was made" in changed.out + changed.err
+    assert changed.code != 0

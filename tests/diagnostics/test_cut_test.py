@@ -1,0 +1,160 @@
+"""The cut test of `doctor`, for every row: copies of published sizes are tiny, all cuts equal."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.diagnostics import cut_test, doctor
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.engine.load import component_class
+from tests.models.test_rows import CASES
+from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_rows import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: What published configs have besides the defaults of diffusers' classes.
+_T5 = {"d_model": 4096, "num_heads": 64, "d_kv": 64, "d_ff": 10240, "num_layers": 24}
+PUBLISHED: Mapping[str, dict[str, Any]] = {
+    "T5EncoderModel": _T5,
+    "UMT5EncoderModel": _T5,
+    "LlamaModel": {
+        **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "head_dim": 128},
+    },
+    "CLIPTextModel": {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12},
+    "Qwen2_5_VLTextModel": {
+        **{"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28},
+        **{"num_key_value_heads": 4, "layer_types": ["full_attention"] * 28},
+        "rope_parameters": {
+            **{"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+            "rope_theta": 1e6,
+        },
+    },
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {
+            **{"hidden_size": 3840, "num_hidden_layers": 48, "num_attention_heads": 16},
+            **{"num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 15360},
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
+        }
+    },
+    "AutoencoderKLLTX2Video": {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
+    "AutoencoderKL": {
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+    },
+    "LatteTransformer3DModel": {
+        **{"caption_channels": 4096, "cross_attention_dim": 1152, "attention_head_dim": 72},
+        **{"num_layers": 28, "in_channels": 4, "out_channels": 8},
+    },
+}
+WITH_PUBLISHED_SIZES = (
+    *("ltx2", "ltx2-image", "hunyuan-video", "hunyuan-video-1.5", "cogvideox", "cogvideox-image"),
+    *("skyreels-v2", "skyreels-v2-image", "skyreels-v2-df", "latte", "mochi"),
+)
+IMAGE_CHANNELS = {"cogvideox-image": 32, "skyreels-v2-image": 36}
+
+
+def _with_published_sizes(folder: Path, in_channels: int | None) -> None:
+    """Replaces the configs of all components; the weights do not fit them any more."""
+    index = json.loads((folder / "model_index.json").read_text())
+    for part, entry in index.items():
+        path = folder / part / "config.json"
+        if not path.is_file():
+            continue
+        config, cls = json.loads(path.read_text()), component_class(part, entry[1])
+        if cls.__module__.startswith("diffusers"):
+            config |= _defaults(cls, config)
+        if part == "transformer" and in_channels is not None:
+            config["in_channels"] = in_channels
+        published = dict(PUBLISHED.get(entry[1], {}))
+        if "text_config" in published:
+            published["text_config"] = config["text_config"] | published["text_config"]
+        path.write_text(json.dumps(config | published))
+
+
+def _defaults(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that the class has by default; switches stay."""
+    parameters = inspect.signature(cls.__init__).parameters
+    found = {name: parameters[name].default for name in config if name in parameters}
+    return {
+        name: list(each) if isinstance(each, tuple) else each
+        for name, each in found.items()
+        if isinstance(each, int | tuple) and not isinstance(each, bool)
+    }
+
+
+def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
+    config = PipelineConfig(
+        world_size=1, model=ModelConfig(name=checkpoint.name), sampling=sampling
+    )
+    folder.mkdir()
+    found = cut_test.compare(checkpoint, folder, config, "cpu")
+    assert sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 100e6
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
+    assert _check(checkpoint, case.config(), tmp_path / "copy") == []
+
+
+@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH_PUBLISHED_SIZES)
+def test_a_copy_of_published_sizes_is_tiny_and_equal(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
+    _with_published_sizes(folder, IMAGE_CHANNELS.get(name))
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder)), weights=False)
+    assert _check(checkpoint, case.config(), tmp_path / "copy") == []
+
+
+@pytest.mark.long
+def test_two_experts_are_cut_and_damage_to_a_packet_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_wan(tmp_path / "saved", boundary_ratio=0.875)
+    checkpoint, sampling = find_checkpoint(ModelConfig(name=str(folder))), WanSampling()
+    assert _check(checkpoint, sampling, tmp_path / "copy") == []
+    sent = cut_test._CutTest._sent
+
+    def damaged(self: Any, tensors: Any) -> Any:
+        received = sent(self, tensors)
+        return {**received, "latents": received["latents"] + 1e-3}
+
+    monkeypatch.setattr(cut_test._CutTest, "_sent", damaged)
+    found = _check(checkpoint, sampling, tmp_path / "damaged")
+    assert found[0] == "the latent after step 0, of steps 0 to 1"
+    assert "the frames, cut after step 3" in found
+
+
+@pytest.mark.long
+def test_svd_of_the_published_sizes(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(ModelConfig(), weights=False)
+    assert _check(checkpoint, SvdSampling(), tmp_path / "copy") == []
+
+
+@pytest.mark.parametrize("found", [["the frames"], ["the frames", "the latent"]])
+def test_a_difference_fails_the_check(
+    found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_test, "differences", lambda *_: found)
+    checks = {name: doctor._CHECKS[name] for name in ("devices", "temporary folder", "model")}
+    monkeypatch.setattr(doctor, "_CHECKS", {**checks, "cut test": doctor._cut_test})
+    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
+    *_, check = doctor.examine(doctor.Examination(config, tmp_path))
+    assert (check.verdict, check.exit_code) == ("failed", 3)
+    assert check.detail.startswith("other bits than diffusers' whole call: the frames")

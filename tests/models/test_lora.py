@@ -1,0 +1,190 @@
+"""Ranks with LoRAs give the bits of diffusers' whole call with the same LoRAs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from svdpp.config import SAMPLING_CLASSES, Lora, ModelConfig
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.reference import Reference
+from svdpp.models.engine.rows import ROWS
+from svdpp.plan.layout import Roles
+from tests.models.range_checks import check_every_cut, read_folder, request_of
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.tiny_loras import save_tiny_lora
+from tests.models.tiny_rows import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 4
+SIZES: dict[str, dict[str, Any]] = {
+    "wan": {"height": 32, "width": 32, "num_frames": 5},
+    "ltx": {"height": 64, "width": 96, "num_frames": 9},
+    "hunyuan_video": {"height": 16, "width": 16, "num_frames": 9},
+    "cogvideox": {"height": 32, "width": 32, "num_frames": 9},
+    "ltx2": {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1},
+    "skyreels_v2": {"height": 16, "width": 16, "num_frames": 9},
+    "mochi": {"height": 16, "width": 16, "num_frames": 7},
+}
+MORE = [pytest.mark.long]
+WHOLE = {"encode": True, "denoise": True, "decode": True}
+
+
+def save(family: str, folder: Path) -> Path:
+    if family == "wan":
+        return save_tiny_wan(folder, boundary_ratio=0.875)
+    return save_tiny_ltx(folder) if family == "ltx" else save_tiny(family, folder)
+
+
+def loras_of(family: str, folder: Path) -> tuple[Lora, ...]:
+    """Two for a denoiser, or one for each of two experts; different weights."""
+    second = "transformer_2" if family == "wan" else "transformer"
+    experts: Any = ("high", "low") if family == "wan" else (None, None)
+    files = [
+        save_tiny_lora(folder, folder / f"{seed}.safetensors", part=part, seed=seed)
+        for seed, part in enumerate(("transformer", second))
+    ]
+    return tuple(
+        Lora(name=str(file), weight=weight, expert=expert)
+        for file, weight, expert in zip(files, (0.75, -1.5), experts, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("wan", "ltx"),
+        *(pytest.param(name, marks=MORE) for name in SIZES if name not in ("wan", "ltx")),
+    ],
+)
+def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
+    tmp_path: Path, family: str
+) -> None:
+    folder = save(family, tmp_path)
+    kind: Any = SAMPLING_CLASSES[family]
+    sampling = kind(num_inference_steps=STEPS, max_sequence_length=8, **SIZES[family])
+    model = ModelConfig(name=str(folder), loras=loras_of(family, folder))
+    checkpoint: Any = find_checkpoint(model)
+    boundary = checkpoint.expert_boundary(sampling)
+    models: dict[Roles, EngineModel] = {}
+
+    def rank_for(start: int, end: int) -> EngineModel:
+        steps = range(start, end)
+        experts = {int(boundary is not None and step >= boundary) for step in steps}
+        roles = Roles(
+            encode=end == 0,
+            denoise=start < end,
+            decode=start == STEPS,
+            experts=frozenset(experts),
+        )
+        if roles not in models:
+            models[roles] = load_model(checkpoint, model, sampling, "cpu", roles)
+        return models[roles]
+
+    request = request_of()
+    plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
+    assert not np.array_equal(plain[1], with_loras[1])
+    check_every_cut(rank_for, STEPS, with_loras, request, None)
+    whole = _run(Reference(checkpoint, model, "cpu"), sampling, request)
+    assert np.array_equal(whole[1], with_loras[1])
+    assert not hasattr(rank_for(STEPS, STEPS)._pipe.transformer, "peft_config")
+
+
+def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
+    """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
+    model = ModelConfig(name=str(folder))
+    reference: Any = Reference(read_folder(folder), model, "cpu")
+    pipe, names = reference._pipe(False), ["first", "second"][: len(loras)]
+    for lora, name in zip(loras, names, strict=True):
+        options = {"load_into_transformer_2": True} if lora.expert == "low" else {}
+        pipe.load_lora_weights(lora.name, adapter_name=name, **options)
+    if loras:
+        pipe.set_adapters(names, [lora.weight for lora in loras])
+    return _run(reference, sampling, request)
+
+
+def _run(reference: Any, sampling: Any, request: Any) -> tuple[list[torch.Tensor], Any]:
+    latents: list[torch.Tensor] = []
+    _, frames = reference.run(
+        request,
+        None,
+        sampling,
+        before_steps=lambda: None,
+        after_step=lambda _, tensors: latents.append(tensors["latents"].clone()),
+    )
+    return latents, frames
+
+
+def test_the_rows_say_which_pipelines_load_loras() -> None:
+    for row in ROWS.values():
+        for name in filter(None, (row.text, row.image)):
+            assert hasattr(getattr(diffusers, name), "load_lora_weights") == row.loras, name
+
+
+@pytest.fixture
+def wan(tmp_path: Path) -> Path:
+    return save_tiny_wan(tmp_path / "wan")
+
+
+def _find(folder: Path | str, *loras: Lora) -> Any:
+    return find_checkpoint(ModelConfig(name=str(folder), loras=loras))
+
+
+def test_what_cannot_be_a_lora_is_refused_by_name(wan: Path, tmp_path: Path) -> None:
+    file = save_tiny_lora(wan, tmp_path / "fast.safetensors", seed=1)
+    pickled = tmp_path / "fast.bin"
+    pickled.write_bytes(file.read_bytes())
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(file.read_bytes()[:-8])
+    weights = next((wan / "transformer").glob("*.safetensors"))
+    other = Lora(name=str(file), sha256="0" * 64)
+    for lora, message in (
+        (Lora(name=str(tmp_path / "none.safetensors")), "there is no such file"),
+        (Lora(name="loras/none.safetensors"), "there is no such file"),
+        (Lora(name=str(pickled)), "only safetensors files are read"),
+        (Lora(name=str(cut)), "damaged or truncated"),
+        (Lora(name=str(weights)), "not those of a LoRA"),
+        (other, "has changed since the clip was made"),
+    ):
+        with pytest.raises(ModelError, match=message) as caught:
+            _find(wan, lora)
+        assert Path(lora.name).name in str(caught.value)
+
+
+def test_experts_are_named_if_there_are_two(wan: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="has one expert"):
+        _find(wan, Lora(name="x", expert="low"))
+    two = save_tiny_wan(tmp_path / "two", boundary_ratio=0.875)
+    with pytest.raises(RequestError, match="two experts, and --lora 'x' does not say which"):
+        _find(two, Lora(name="x"))
+
+
+def test_models_without_loras_and_a_missing_package_are_refused(
+    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in ("demo", save_tiny("latte", tmp_path / "latte")):
+        with pytest.raises(RequestError, match="takes no --lora"):
+            _find(model, Lora(name="x"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(RequestError, match="needs the package peft") as caught:
+        _find(wan, Lora(name="x"))
+    assert "svdpp[lora]" in caught.value.hint
+
+
+def test_a_lora_of_another_model_is_refused(wan: Path, tmp_path: Path) -> None:
+    mochi = save_tiny("mochi", tmp_path / "mochi")
+    file = save_tiny_lora(mochi, tmp_path / "mochi.safetensors", seed=1)
+    checkpoint = _find(wan, Lora(name=str(file)))
+    sampling: Any = SAMPLING_CLASSES["wan"](max_sequence_length=8, **SIZES["wan"])
+    model = ModelConfig(name=str(wan))
+    with pytest.raises(ModelError, match=r"the LoRA .*mochi\.safetensors"):
+        load_model(checkpoint, model, sampling, "cpu", Roles(**WHOLE))
