@@ -79,6 +79,7 @@ class Ranks(Section):
     """Whether one rank may hold both experts of a model that has two."""
     replicas: Positive = 1
     decoders: Positive = 1
+    cfg_parallel: Positive = 1
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
     threads: Positive | None = None

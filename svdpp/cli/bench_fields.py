@@ -93,7 +93,7 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"leave workload.{name} out",
             )
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    of_layout = {"split", "replicas", "decoders", "costs"}
+    of_layout = {"split", "replicas", "decoders", "cfg_parallel", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
         launched=launched,

@@ -151,7 +151,8 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
             per_host = None  # one host holds the replica
         costs = replace(layout.costs, ranks_per_host=per_host)
         title = f"the first of {layout.replicas} replicas"
-        layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
+        size = layout.replica_size * layout.cfg_parallel
+        layout = replace(layout, world_size=size, replicas=1, costs=costs)
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
@@ -182,7 +183,7 @@ def _forecast_lines(
             f"a clip takes {latency.mean:.4g} s {since}: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
-    if layout.replica_size > 1:
+    if layout.replica_size * layout.cfg_parallel > 1:
         yield _total(data_parallel, f"data parallel on {layout.world_size} ranks")
         yield _steady(_as_data_parallel(layout))
 
@@ -200,7 +201,8 @@ def _steady(layout: Layout) -> str:
 
 
 def _as_data_parallel(layout: Layout) -> Layout:
-    return replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
+    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
+    return replace(layout, replicas=layout.world_size, **alone)
 
 
 def _num_idle_ranks(layout: Layout) -> int:
@@ -253,6 +255,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
         "split": layout.split,
         "replicas": layout.replicas,
         "decoders": layout.decoders,
+        "cfg_parallel": layout.cfg_parallel,
     } | ({} if layout.expert_boundary is None else of_experts)
 
 
@@ -301,6 +304,8 @@ def show_comparison(
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips;")
     console.result("jitter: between finished clips")
+    if any(row.name == "pairs" for row in rows):
+        console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")

@@ -37,14 +37,17 @@ def without_world(hint: str) -> str:
     return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
 
 
-def default_world(device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True) -> int:
-    """The default number of ranks: all GPUs on CUDA, else `on_cpu`.
+def default_world(
+    device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True, multiple: int = 1
+) -> int:
+    """The default number of ranks: all GPUs on CUDA, else `on_cpu`; a multiple of `multiple`.
 
-    With `divide` it is the largest number up to that which divides the steps.
+    With `divide` it is the largest up to that whose number of stages divides the steps.
     """
     count = on_cpu
     if device == "cuda":
         import torch
 
         count = max(torch.cuda.device_count(), 1)
-    return largest_world(max(num_steps, 1), count) if divide else count
+    stages = max(1, count // max(1, multiple))
+    return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)

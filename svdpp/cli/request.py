@@ -84,8 +84,11 @@ def resolve(
     steps, world_size = sampled.num_inference_steps, options.ranks.world
     world_size = joined_world(options.launched, world_size)
     if world_size is None:
-        divide = layout.must_divide
-        world_size = default_world(options.device, steps, on_cpu=options.on_cpu, divide=divide)
+        divide, size = layout.must_divide, layout.cfg_parallel or 1
+        on_cpu = max(size, options.on_cpu)
+        world_size = default_world(
+            options.device, steps, on_cpu=on_cpu, divide=divide, multiple=size
+        )
     shape, why = layout.settings(
         num_steps=steps,
         world_size=world_size,

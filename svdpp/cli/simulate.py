@@ -187,6 +187,7 @@ def _to_json(
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
+        "cfg_parallel": config.cfg_parallel,
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
