@@ -25,6 +25,7 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential, ve
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
+from tests.models.small_svd import small_svd
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,3 +196,14 @@ def test_guidance_that_is_off_is_refused(tmp_path: Path, scale: float) -> None:
     sampling: SamplingConfig = WanSampling(**WAN, guidance_scale=scale)
     with pytest.raises(RequestError, match="the guidance is off: each step has one branch"):
         resolve(replace(config, sampling=sampling))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_halves_of_svds_batch_are_close(dtype: Any) -> None:
+    config = small_svd(2, cfg_parallel=2)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    request = ClipRequest(seed=1, image=str(example_photos()[0]))
+    result = verify(config, [request], tolerance=0.05)
+    (latent,) = (check for check in result.checks if check.what == "final_latent")
+    assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
