@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from svdpp import __version__
+from svdpp.cli.command import convert_without_typer
 from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
 from svdpp.cli.help import show_overview
 from svdpp.cli.options.declare import flag
-from svdpp.cli.values import convert_without_typer
 from svdpp.errors import SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.

@@ -16,8 +16,7 @@ from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.rank_count import joined_world
-from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, joined_world, needs_image, resolve
 from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World

@@ -27,6 +27,7 @@ _MAX_ROWS = 100
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
+_COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,39 +78,33 @@ def show_layout(
 
 def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -> None:
     """Prints a row for each rank; if all replicas and cards are alike, only those of the first."""
-    sigmas = karras_sigmas(layout.num_steps)
-    has_experts = layout.expert_boundary is not None
     alike = layout.replicas_are_alike and not cards
-    card_of = [f"{card} ({memory:.4g} GiB)" for card, memory in cards.items()]
-    hosts = layout.costs.ranks_per_host is not None
-    shares = [
-        share
-        for replica in range(1 if alike else layout.replicas)
-        for share in layout.shares(replica)
-    ]
-    known = any(peak is not None for peak in layout.peak_gib)
-    rows = [
-        (
-            str(share.rank),
-            *([str(layout.costs.host_of(share.rank))] if hosts else []),
-            str(share.start),
-            str(share.end),
-            f"{share.mean_steps:.4g}",
-            _held_experts(layout, share.rank) if has_experts else _noise(share, sigmas),
-            *([gib([layout.peak_gib[share.rank]])] if known else []),
-            *([card_of[share.rank]] if cards else []),
-        )
-        for share in shares[:_MAX_ROWS]
-    ]
-    columns = ("rank", *(["host"] if hosts else []), "start", "end", "steps")
-    # The noise levels are SVD's, and SVD has one expert.
-    columns += ("expert" if has_experts else "sigma", *(["GiB"] if known else []))
-    columns += ("card",) if cards else ()
-    console.table(columns, rows)
+    replicas = range(1 if alike else layout.replicas)
+    shares = [share for replica in replicas for share in layout.shares(replica)]
+    rows = [_rank_row(layout, share, cards) for share in shares[:_MAX_ROWS]]
+    console.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
+
+
+def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> dict[str, str]:
+    """What is printed of a rank, by column."""
+    rank, row = share.rank, {"rank": str(share.rank)}
+    if layout.costs.ranks_per_host is not None:
+        row["host"] = str(layout.costs.host_of(rank))
+    row |= {"start": str(share.start), "end": str(share.end), "steps": f"{share.mean_steps:.4g}"}
+    if layout.expert_boundary is not None:
+        row["expert"] = _held_experts(layout, rank)
+    else:  # the noise levels are SVD's, and SVD has one expert
+        row["sigma"] = _noise(share, karras_sigmas(layout.num_steps))
+    if any(peak is not None for peak in layout.peak_gib):
+        row["GiB"] = gib([layout.peak_gib[rank]])
+    if cards:
+        card, memory = list(cards.items())[rank]
+        row["card"] = f"{card} ({memory:.4g} GiB)"
+    return row
 
 
 def _held_experts(layout: Layout, rank: int) -> str:
@@ -298,8 +293,7 @@ def show_comparison(
         about = {**sizes, "clips": request.num_clips, "layouts": layouts}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
-    columns = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
-    console.table(("layout", *columns), map(_compared, rows))
+    console.table(_COMPARED, map(_compared, rows))
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips;")
@@ -319,7 +313,7 @@ def show_comparison(
 def _compared(row: Row) -> tuple[str, ...]:
     forecast = row.forecast
     if forecast is None:
-        return (row.name, *"-------")
+        return (row.name, *("-" * len(_COMPARED[1:])))
     return (
         row.name,
         f"{forecast.makespan:.1f}",

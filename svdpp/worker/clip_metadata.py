@@ -31,6 +31,7 @@ from svdpp.config import (
     sampling_from,
 )
 from svdpp.config.files import read_small_file
+from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
@@ -192,7 +193,7 @@ class _ClipMetadata(BaseModel):
     input: str | None
     input_sha256: _Sha256 | None
     output: str
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
     revision: str | None
     weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default

@@ -238,10 +238,12 @@ class PipelineStage:
 
     def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
-        start, tensors = action.start, packet.tensors
+        start, end, tensors = action.start, action.end, packet.tensors
         if self._fault:
             self._reporter.at(action, start)
-            start += self._fault.skipped_steps(self._rank, action.clip)
+            skipped = self._fault.skipped_steps(self._rank, action.clip)
+            # An encoded packet must be stepped from its first step on.
+            start, end = (start + skipped, end) if start else (start, end - skipped)
             tensors = self._fault.received(self._rank, action.clip, tensors)
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
 
@@ -251,7 +253,7 @@ class PipelineStage:
 
         self._before_step(action, start)
         model = self._model_of(packet.clip)
-        tensors = model.denoise(tensors, start, action.end, after_step, pair)
+        tensors = model.denoise(tensors, start, end, after_step, pair)
         checks.finish()
         return self._fault.sent(self._rank, action.clip, tensors) if self._fault else tensors
 

@@ -351,7 +351,7 @@ class RangeCall:
         """Keeps what the next ranks need of a chunk that is finished."""
         name = f"chunk.{self._chunk}"
         if self._index >= self._start:
-            self._chunks.append(self._packed_results(self._packer, name))
+            self._chunks.append(self._packed_results(name))
             return
         assert self._given is not None
         self._chunks.append(
@@ -364,7 +364,7 @@ class RangeCall:
             ]
         )
 
-    def _packed_results(self, packer: Packer, name: str) -> list[list[Node]]:
+    def _packed_results(self, name: str) -> list[list[Node]]:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before, versions in self._results:
             changed = versions != [each._version for each in _tensors_in(result)]
@@ -372,11 +372,11 @@ class RangeCall:
                 results[place].append(describe(result))
             else:
                 value, call = before if changed else result, len(results[place])
-                results[place].append(packer.pack(value, f"{name}.{place}.{call}"))
+                results[place].append(self._packer.pack(value, f"{name}.{place}.{call}"))
         return results
 
     def _packed_step(self, packer: Packer) -> Node:
-        chunks = [*self._chunks, self._packed_results(packer, "result")]
+        chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
