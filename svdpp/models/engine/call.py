@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
+from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import (
     Node,
@@ -62,6 +63,7 @@ class RangeCall:
         end: the call ends before this step; None: it runs to the end, and decodes.
         generators: of the clip.
         after_step: called after each step of the range; what it raises ends the call.
+        branches: of a pair of ranks; None: this rank evaluates both branches of the guidance.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RangeCall:
         end: int | None,
         generators: list[torch.Generator],
         after_step: AfterStep | None = None,
+        branches: Branches | None = None,
     ) -> None:
         self.structure: Node = {}
         """Of the packet after the last step of the range, or before the first one."""
@@ -80,6 +83,7 @@ class RangeCall:
         """Those of `structure`."""
         self._pipe, self._row = pipe, row
         self._generators, self._after_step = generators, after_step
+        self._branches = branches
         self._start, self._end = start, end
         self._given: Node | None = None if packet is None else packet[0]
         self._received: Tensors = {} if packet is None else packet[1]
@@ -185,7 +189,10 @@ class RangeCall:
                 return self._phantom_output()
             if getattr(module, "is_skeleton", False):
                 raise ValueError(f"step {self._index} needs {name}, which is not loaded")
-            output = real(*args, **kwargs)
+            if self._branches is None:
+                output = real(*args, **kwargs)
+            else:
+                output = self._branches.evaluate(self._index, real, args, kwargs)
             if self._is_last:
                 self._outputs.append(output)
             return output
@@ -228,6 +235,8 @@ class RangeCall:
         if self._index < self._start:
             return self._phantom_step(scheduler, place, call)
         self._ran = True
+        if self._branches is not None:
+            self._branches.end_step(self._index)
         result = real(*args, **kwargs)
         versions = [each._version for each in _tensors_in(result)]
         self._results.append(
