@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,20 +20,23 @@ from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
-from svdpp.verification.verify import verify
 from svdpp.worker.device import conditions_of
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
+from tests.cli.shell import ROOT, svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing
-from tests.models.test_rows import CASES
+from tests.models.test_rows import CASES, SIZES
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
 
 PHOTO = example_photos()[0]
+DEMO = ROOT / "svdpp/assets/demo-model"
 
 
 def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
@@ -40,12 +48,55 @@ def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     return config, request
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_are_verified(tmp_path: Path, name: str) -> None:
-    config, request = _config(name, tmp_path)
-    result = verify(config, [request])
-    assert result.bitwise
-    kinds = {check.what for check in result.checks}
+NAMES = {
+    **{"num_inference_steps": "steps", "num_frames": "frames", "height": "height"},
+    **{"width": "width", "max_sequence_length": "max-prompt-tokens"},
+}
+WAN = {"height": 32, "width": 32, "num_frames": 5, **SIZES}
+LTX = {"height": 64, "width": 96, "num_frames": 9, **SIZES}
+#: Families with makers of their own: the checkpoint, the parameters, whether there is an image.
+MORE: dict[str, tuple[Callable[[Path], object], dict[str, Any], bool]] = {
+    "svd": (lambda folder: shutil.copytree(DEMO, folder), {"num_inference_steps": 3}, True),
+    "wan": (save_tiny_wan, WAN, False),
+    "wan-two-experts": (partial(save_tiny_wan, boundary_ratio=0.875), WAN, False),
+    "wan-image": (partial(save_tiny_wan, image_to_video=True), WAN, True),
+    "wan-5b": (
+        partial(save_tiny_wan, expand_timesteps=True),
+        {**WAN, "height": 64, "width": 64},
+        True,
+    ),
+    "ltx": (partial(save_tiny_ltx, timestep_conditioning=True), LTX, False),
+    "ltx-image": (save_tiny_ltx, LTX, True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    if name in MORE:
+        save, parameters, image = MORE[name]
+        save(folder)
+    else:
+        case = CASES[name]
+        parameters, image = {**SIZES, **case.sampling}, case.image
+        save_tiny(case.family, folder, image=image, **case.changes)
+    unused = find_checkpoint(ModelConfig(name=str(folder))).unused_parameters
+    options = [
+        f"--{NAMES[key]}={value}" if key in NAMES else f"--param={key}={value}"
+        for key, value in parameters.items()
+        if key not in unused
+    ]
+    answer = svdpp_here(
+        *("verify", "--model", str(folder), "--device", "cpu", "--threads", "1", "--gpus", "2"),
+        *("--split", "balanced", "--clips", "1", "--json", *options),
+        *((str(PHOTO),) if image else ("--prompt", "the sea")),
+        *(("--prompt", "the sea") if image and name != "svd" else ()),
+    )
+    assert answer.code == 0, answer
+    proof = json.loads(answer.out)
+    assert proof["bitwise"]
+    kinds = {check["what"] for check in proof["checks"]}
     assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
 
 
