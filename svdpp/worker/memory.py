@@ -107,7 +107,7 @@ _PARTS = {
 }
 _LOADING = (
     "loading the model",
-    "fewer ranks on this device, or half precision in place of --dtype fp32, lower it",
+    "fewer ranks on this device, or no --dtype fp32, lower it",
 )
 _REFERENCE = (
     "computing a clip in one process",
