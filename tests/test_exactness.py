@@ -21,7 +21,7 @@ from svdpp.models.engine.reference import stack_frames
 from svdpp.plan.layout import Roles
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
-from tests.models.range_checks import check_every_cut, nothing
+from tests.models.range_checks import check_every_cut, nothing, ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,15 +48,10 @@ def _load(model: ModelConfig, sampling: SvdSampling, **roles: bool) -> EngineMod
 
 def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     image = _photo(sampling)
+    checkpoint = find_checkpoint(model)
+    sampling = checkpoint.resolve(sampling)
     theirs = latents_and_frames(model, sampling, REQUEST, image)
-    parts: dict[str, EngineModel] = {}
-
-    def rank_for(start: int, end: int) -> EngineModel:
-        role = "denoise" if start < end else "encode" if end == 0 else "decode"
-        if role not in parts:
-            parts[role] = _load(model, sampling, **{role: True})
-        return parts[role]
-
+    rank_for = ranks(checkpoint, sampling, model=model)
     check_every_cut(rank_for, sampling.num_inference_steps, theirs, REQUEST, image)
 
 

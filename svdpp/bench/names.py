@@ -9,7 +9,6 @@ CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "env.json"
-SPANS = "spans.jsonl"
 ROUNDS = "rounds.jsonl"
 TABLE = "summary.csv"
 PROFILE = "profile.json"

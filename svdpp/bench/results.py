@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from svdpp.bench.names import (
     ONE_DEVICE,
     PIPELINE,
     ROUNDS,
-    SPANS,
     SUMMARY,
     TABLE,
     TIME_PARTS,
@@ -33,11 +32,10 @@ from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.diagnostics.environment import environment
 from svdpp.diagnostics.figures import RankFigures
 from svdpp.diagnostics.utilisation import Utilisation, speeds_of
-from svdpp.driver.trace import TransferSpan
 from svdpp.errors import OutputError, SvdppError, error_to_dict
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Span, percentile
+from svdpp.plan.forecast import percentile
 from svdpp.redaction import redact_all
 
 SCHEMA_VERSION = 2
@@ -45,7 +43,7 @@ _GIB = 2**30
 
 
 class Results:
-    """One run's folder: configuration and environment at the start, then spans, then the summary.
+    """One run's folder: configuration and environment at the start, then rounds, then the summary.
 
     Args:
         root: the folder of all experiments.
@@ -62,10 +60,9 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's spans, and its figures for `svdpp report`."""
-        self._append(SPANS, span_records(done))
+        """Appends a round's figures, for `svdpp report`."""
         measured = redact_all(done.figures.to_json())
-        self._append(ROUNDS, [{"case": done.case, "round": done.number, "measured": measured}])
+        self._append({"case": done.case, "round": done.number, "measured": measured})
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
@@ -74,15 +71,15 @@ class Results:
             yield
         except SvdppError as error:
             with contextlib.suppress(OutputError):  # it would hide the error
-                self._append(ROUNDS, [{"error": redact_all(error_to_dict(error))}])
+                self._append({"error": redact_all(error_to_dict(error))})
             raise
 
-    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+    def _append(self, record: Mapping[str, Any]) -> None:
         try:
-            with (self.folder / name).open("a", encoding="ascii") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+            with (self.folder / ROUNDS).open("a", encoding="ascii") as file:
+                file.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise OutputError(f"{name} cannot be written: {error.strerror}") from error
+            raise OutputError(f"{ROUNDS} cannot be written: {error.strerror}") from error
 
     def finish(self) -> dict[str, Any]:
         """Writes summary, table and costs; returns what `summary.json` holds."""
@@ -97,50 +94,6 @@ class Results:
         with output_files.atomic_output(str(self.folder / TABLE), ".csv") as temporary:
             temporary.write_text(text.getvalue())
         return found
-
-
-def span_records(done: Round) -> Iterator[dict[str, Any]]:
-    """One record for each rank, clip and action, sorted by start, in seconds from the first start.
-
-    `bytes` is 0 for compute. A transfer starts with its header; `waited` is the sender's wait for
-    the receiver before that. Steps are omitted, because they lie within their DENOISE, and so are
-    other waits, because they belong to no clip.
-    """
-    trace = done.trace
-    begin = min(span.start for span in trace.spans)
-    first_clip = min(span.action.clip for span in trace.spans)
-
-    def record(span: Span | TransferSpan, clip: int, **values: Any) -> dict[str, Any]:
-        place = {"case": done.case, "round": done.number, "rank": span.rank}
-        times = {"start": span.start - begin, "end": span.end - begin}
-        return {**place, "clip": clip - first_clip, **values, **times}
-
-    records = [
-        record(
-            span,
-            span.action.clip,
-            action=span.action.kind.value,
-            first_step=span.action.start,
-            end_step=span.action.end,
-            peer=None,
-            bytes=0,
-            waited=0.0,
-        )
-        for span in trace.spans
-    ] + [
-        record(
-            packet,
-            packet.clip,
-            action=packet.direction.upper(),
-            first_step=packet.next_step,
-            end_step=packet.next_step,
-            peer=packet.peer,
-            bytes=packet.num_bytes,
-            waited=packet.waited,
-        )
-        for packet in trace.transfers
-    ]
-    yield from sorted(records, key=lambda record: (record["start"], record["rank"]))
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.launch.world import World, is_member
 from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
 from svdpp.media.image import Photo
-from svdpp.media.inputs import ClipInput, check_inputs
+from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
 from svdpp.worker.messages import (
@@ -245,12 +245,8 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     """All inputs with the first seed, then all with the second, and so on."""
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
-        return [ClipRequest(seed=seeds[clip % len(seeds)]) for clip in range(count)]
-    inputs = _inputs(asked.workload, config.sampling)
-    requests = [
-        inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
-        for clip in range(count)
-    ]
+        return in_turn([ClipInput()], seeds, count)
+    requests = in_turn(_inputs(asked.workload, config.sampling), seeds, count)
     if asked.workload.prompts is None and isinstance(config.sampling, PromptedSampling):
         return [
             replace(request, prompt=numbered_prompt(EXAMPLE_PROMPT, clip + 1))

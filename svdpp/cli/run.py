@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import PipelineConfig
+    from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
@@ -144,20 +145,20 @@ def _make(
     lost = [{"output": None, "error": error_to_dict(error)} for error in refused]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
-        made = _perform(console, asked, pipeline, clips, manifest, outputs)
+        made, figures = _perform(console, asked, pipeline, clips, manifest, outputs)
     else:
         pipeline.dismiss()
         with manifest:  # a run that was killed after its last clip left an old manifest
-            made = []
+            made, figures = [], None
     lost += [
         {"output": clips.metadata[failure.clip]["output"], "error": error_to_dict(failure.error)}
         for failure in pipeline.failures
     ]
     warn_of_memory_pressure(console, made)
-    if made:
-        announce_report(console, policy.manifest)
+    if made and figures is not None:
+        announce_report(console, figures, policy.manifest, options)
     if console.as_json:
-        speeds = utilisation(policy.manifest) if made else None
+        speeds = utilisation(figures) if made and figures else None
         console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
@@ -171,8 +172,12 @@ def _perform(
     clips: ClipPlan,
     manifest: RunManifest,
     outputs: TraceOutputs,
-) -> list[dict[str, Any]]:
-    """Runs the clips; returns the metadata of the finished ones in the order of the request."""
+) -> tuple[list[dict[str, Any]], RunFigures | None]:
+    """Runs the clips.
+
+    Returns:
+        The metadata of the finished ones in the order of the request, and what was measured.
+    """
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
     from svdpp.diagnostics.run_recorder import RunRecorder, left_in
@@ -200,7 +205,7 @@ def _perform(
             error.hint = "; ".join(filter(None, [error.hint, hint]))
             raise
     console.info(", wrote ".join([progress.closing, *outputs.paths]))
-    return [result.metadata for result in results]
+    return [result.metadata for result in results], recorder.figures()
 
 
 def _results(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:

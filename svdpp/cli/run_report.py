@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import socket
 import textwrap
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
-from svdpp.errors import SvdppError, error_from_dict, error_to_dict, highest_code
+from svdpp.errors import error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.cli.run_request import RunRequest
+    from svdpp.diagnostics.figures import RunFigures
     from svdpp.diagnostics.memory_estimate import RankMemory
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
     from svdpp.media.inputs import ClipInput
@@ -92,31 +92,25 @@ def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
         )
 
 
-def announce_report(console: Console, manifest: Path) -> None:
+def announce_report(
+    console: Console, figures: RunFigures, manifest: Path, options: Mapping[str, Any]
+) -> None:
     """Announces what limits the run and what to try, and the command that shows all of it."""
-    from svdpp.diagnostics.report import read_report
+    from svdpp.diagnostics.report import diagnose, run_again
 
-    with contextlib.suppress(SvdppError):  # a run that ended early has left no figures
-        report = read_report(manifest)
-        lines = [] if report.diagnosis is None else report.diagnosis.lines
-        if lines:
-            console.infos([*lines, f"  svdpp report {shlex.quote(str(manifest))}"])
+    lines = diagnose(figures, run_again(manifest, options)).lines
+    if lines:
+        console.infos([*lines, f"  svdpp report {shlex.quote(str(manifest))}"])
 
 
-def utilisation(manifest: Path) -> dict[str, Any] | None:
-    """TFLOP/s and MFU of the run's ranks, as in its report; None if it has left no figures."""
-    from svdpp.diagnostics.report import read_report
+def utilisation(figures: RunFigures) -> dict[str, Any]:
+    """TFLOP/s and MFU of the run's ranks, as in its report."""
     from svdpp.diagnostics.utilisation import Speeds, speeds_of
 
-    with contextlib.suppress(SvdppError):
-        diagnosis = read_report(manifest).diagnosis
-        if diagnosis is None:
-            return None
-        if diagnosis.figures.makespan < _WORTH_COUNTING:
-            note = "a short run: svdpp report counts its FLOPs, which takes seconds"
-            return asdict(Speeds(note=note))
-        return asdict(speeds_of(diagnosis.figures))
-    return None
+    if figures.makespan < _WORTH_COUNTING:
+        note = "a short run: svdpp report counts its FLOPs, which takes seconds"
+        return asdict(Speeds(note=note))
+    return asdict(speeds_of(figures))
 
 
 def print_clips(

@@ -24,7 +24,7 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig, SamplingConfig
     from svdpp.serve.auth import Keys
-    from svdpp.serve.build import ServerSettings
+    from svdpp.serve.service import ServerSettings
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
@@ -132,9 +132,9 @@ def _settings(
     layout: LayoutOptions,
 ) -> ServerSettings:
     from svdpp.config.files import find_costs
-    from svdpp.serve.build import ServerSettings, check_config
     from svdpp.serve.guard import Limits
-    from svdpp.serve.server import Retention
+    from svdpp.serve.server import check_config
+    from svdpp.serve.service import ServerSettings
 
     config = check_config(config, sizes)
     asked.check_own(config.sampling)
@@ -147,10 +147,8 @@ def _settings(
         max_frames=asked.max_frames,
         limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
         max_pixels=asked.max_pixels,
-        retention=Retention(
-            age_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
-            num_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
-        ),
+        keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
+        keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
         adopts=asked.adopt,
@@ -165,8 +163,7 @@ def _run(
     bound: socket.socket,
 ) -> None:
     from svdpp.cli.log import EventLog
-    from svdpp.serve.build import build
-    from svdpp.serve.server import Server
+    from svdpp.serve.server import Server, build
 
     app, service = build(settings, keys)
     service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
@@ -175,7 +172,6 @@ def _run(
         service,
         bound,
         grace_seconds=asked.grace,
-        retention=settings.retention,
         on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
     )
     server.run()

@@ -28,7 +28,6 @@ from svdpp.launch import temp_folders
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.media.inputs import ClipInput
     from svdpp.verification.clip_proof import ClipProof, Settings
 
 # Parameters of `verify` that have an effect on finished clips.
@@ -176,30 +175,20 @@ def _requests(
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
-    if model.is_dummy:
-        if inputs:
-            raise RequestError("the dummy model takes no images", "use --model demo")
-        return [ClipRequest(seed=seed + clip) for clip in range(proof.at_least_one(2))]
-    found = _inputs(inputs, prompts, takes_prompts=model.family != "svd", from_image=from_image)
-    num_clips = proof.at_least_one(max(2, len(found)))
-    return [
-        found[clip % len(found)].request(seed + clip // len(found)) for clip in range(num_clips)
-    ]
-
-
-def _inputs(
-    inputs: Sequence[str], prompts: PromptOptions, *, takes_prompts: bool, from_image: bool
-) -> list[ClipInput]:
-    """Each photograph with each prompt; an example of what the model needs and is not given."""
     from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
-    from svdpp.media.inputs import ClipInput, check_inputs
+    from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 
-    photographs = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
-    given: list[str | None] = [*prompts.all_prompts()]
-    texts = given or ([EXAMPLE_PROMPT] if takes_prompts else [None])
-    return [
-        ClipInput(photo, text, prompts.negative_prompt) for photo in photographs for text in texts
+    if model.is_dummy and inputs:
+        raise RequestError("the dummy model takes no images", "use --model demo")
+    images = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
+    # An example of what the model needs and is not given.
+    example = None if model.family == "svd" else EXAMPLE_PROMPT
+    texts: list[str | None] = [*prompts.all_prompts()] or [example]
+    combined = [
+        ClipInput(image, text, prompts.negative_prompt) for image in images for text in texts
     ]
+    num_clips = proof.at_least_one(max(2, len(combined)))
+    return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _serve(

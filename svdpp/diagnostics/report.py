@@ -322,13 +322,14 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
-    diagnosis = None if figures is None else diagnose(figures, _run_again(manifest, options))
+    diagnosis = None if figures is None else diagnose(figures, run_again(manifest, options))
     if diagnosis is not None and counts_flops:
         diagnosis = replace(diagnosis, speeds=speeds_of(diagnosis.figures))
     return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
 
 
-def _run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
+def run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
+    """How to type the run again whose manifest has these options."""
     given = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
     return Again(
         costs=str(manifest),

@@ -6,14 +6,14 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from svdpp.config import DUMMY_MODEL, ModelConfig, SamplingConfig, sampling_from
 from svdpp.diagnostics.figures import RankFigures, RunFigures
 from svdpp.errors import SvdppError
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartFlops:
+class PartFlops(NamedTuple):
     """FLOPs of one clip's encode, of one step, and of one clip's decode."""
 
     encode: int
@@ -33,13 +33,6 @@ class Utilisation:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {speed_text(self.tflops, self.mfu)}"
-
-
-def achieved(rank: int, flops: int, seconds: float, device_name: str, dtype: str) -> Utilisation:
-    """The utilisation of a rank that computed `flops` in `seconds`, above 0."""
-    tflops = flops / seconds / 1e12
-    peak = peak_tflops(device_name, dtype)
-    return Utilisation(rank=rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +80,10 @@ def utilisation(
 
 
 def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
-    counts = (rank.encode.count, flops.encode), (rank.step.count, flops.step)
-    done = sum(count * each for count, each in (*counts, (rank.decode.count, flops.decode)))
-    return achieved(rank.rank, done, rank.compute, rank.device_name, dtype)
+    works = zip((rank.encode, rank.step, rank.decode), flops, strict=True)
+    tflops = sum(work.count * each for work, each in works) / rank.compute / 1e12
+    peak = peak_tflops(rank.device_name, dtype)
+    return Utilisation(rank=rank.rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
 
 
 def why_no_mfu(ranks: Iterable[RankFigures], found: Iterable[Utilisation]) -> str:

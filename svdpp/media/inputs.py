@@ -53,6 +53,14 @@ class ClipInput:
         return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
+def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
+    """All inputs with the first seed, then all with the second, and so on, in a cycle."""
+    return [
+        inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
+        for clip in range(count)
+    ]
+
+
 def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]:
     """The image files that `inputs` name, in their order, each once.
 

@@ -35,7 +35,7 @@ from svdpp.models.engine.configs import (
     check_no_code,
     class_of,
 )
-from svdpp.models.engine.rows import FAMILIES, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
 from svdpp.models.engine.wan import boundary_step
 from svdpp.models.json_file import JsonFile, read_json, short_repr
 from svdpp.models.lora import LoraFile, check_loras, find_lora
@@ -377,8 +377,9 @@ def family_of_pipeline(index: JsonFile) -> str:
     """The family of the pipeline that `model_index.json` names."""
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
+        reason = REFUSED.get(str(name), "svdpp does not run")
         raise index.error(
-            f"the pipeline is {short_repr(name)}, which svdpp does not run",
+            f"the pipeline is {short_repr(name)}, which {reason}",
             "svdpp models lists those that it runs",
         )
     return FAMILIES[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,13 @@ from transformers.utils import is_protobuf_available, is_sentencepiece_available
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.free_memory import free_bytes
-from svdpp.models.safetensors_header import Header, weight_headers
-from svdpp.models.weight_check import check_weights
+from svdpp.models.json_file import short_repr
+from svdpp.models.safetensors_header import Header, num_elements, weight_headers
+
+#: Weights of these dtypes need scales.
+_QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
+#: By default transformers names them on the screen alone.
+_NAME_MISMATCHES = {"ignore_mismatched_sizes": True}
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,12 @@ class ComponentLoader:
             OutOfMemoryError: the device or the host has too little memory.
             RequestError: the device cannot be used.
         """
-        headers = self._checked_headers(cls, component)
+        headers = self._headers(component)
         with (
             library_errors(component, self.checkpoint),
             self._memory_errors(component, headers, dtype),
         ):
-            module = self._from_pretrained(cls, self.checkpoint.folder / component, dtype)
+            module = self._from_pretrained(cls, component, dtype)
             for name in unused:
                 delattr(module, name)
             # Parameters keep requires_grad, as in diffusers' pipeline. Without it torch uses other
@@ -63,9 +67,9 @@ class ComponentLoader:
         with self._device_errors(), self._memory_errors(component, headers, dtype):
             return module.to(self.device)
 
-    def check(self, cls: Any, component: str) -> int:
-        """Compares the weight files of a component with `cls`; returns the number of tensors."""
-        return sum(map(len, self._checked_headers(cls, component).values()))
+    def count(self, component: str) -> int:
+        """The number of a component's weights, all of whose files are there and complete."""
+        return sum(map(len, self._headers(component).values()))
 
     def processor(self, cls: Any, component: str) -> Any:
         """Loads a component without weights: a tokenizer or an image processor."""
@@ -90,19 +94,38 @@ class ComponentLoader:
             )
         return self.processor(cls, "tokenizer")
 
-    def _checked_headers(self, cls: Any, component: str) -> Mapping[Path, Header]:
+    def _headers(self, component: str) -> Mapping[Path, Header]:
         folder, variant = self.checkpoint.folder, self.checkpoint.variant
         with library_errors(component, self.checkpoint):
             headers = weight_headers(folder, component, variant)
-            check_weights(component, meta_module(cls, folder / component), headers)
+            dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
+            if quantised := sorted(dtypes & _QUANTISED):
+                raise ModelError(f"{component} has weights of the dtype {quantised[0]}: quantised")
         return headers
 
-    def _from_pretrained(self, cls: Any, folder: Path, dtype: torch.dtype) -> Any:
-        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-        options |= {"variant": self.checkpoint.variant, "dtype": dtype}
-        if _is_diffusers(cls):
-            options["low_cpu_mem_usage"] = True
-        return cls.from_pretrained(folder, **options)
+    def _from_pretrained(self, cls: Any, component: str, dtype: torch.dtype) -> Any:
+        """Also refuses what the libraries only warn about: weights of another class."""
+        own = {"low_cpu_mem_usage": True} if _is_diffusers(cls) else _NAME_MISMATCHES
+        module, info = cls.from_pretrained(
+            self.checkpoint.folder / component,
+            local_files_only=True,
+            use_safetensors=True,
+            variant=self.checkpoint.variant,
+            dtype=dtype,
+            output_loading_info=True,
+            **own,
+        )
+        # Of shards, diffusers does not say which are missing.
+        absent = [name for name, each in module.named_parameters() if each.is_meta]
+        for problem, found in (
+            ("missing", {*info["missing_keys"], *absent}),
+            ("unexpected", info["unexpected_keys"]),
+            ("mismatched", info["mismatched_keys"]),
+        ):
+            if names := sorted(map(str, found)):
+                count = f"{len(names)} weights are {problem}"
+                raise ModelError(f"{component}: {count}, the first is {short_repr(names[0])}")
+        return module
 
     @contextmanager
     def _memory_errors(
@@ -113,8 +136,7 @@ class ComponentLoader:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            shapes = (shape for header in headers.values() for _, shape in header.values())
-            gigabytes = sum(map(math.prod, shapes)) * dtype.itemsize / 1e9
+            gigabytes = num_elements(headers) * dtype.itemsize / 1e9
             free = f", where {free_bytes(self.device) / 1e9:.2f} GB are free"
             if self.device.type != "cuda":
                 free = ", more than is free"

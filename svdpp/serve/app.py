@@ -34,7 +34,7 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _OTHER = "other"
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
-about = APIRouter(tags=["server"])
+server = APIRouter(tags=["server"])
 page = APIRouter(include_in_schema=False)
 
 
@@ -54,7 +54,7 @@ def create_app(
     app.state.service = service
     app.state.limits = limits or Limits()
     api_errors.install(app)
-    for router in (routes.create_routes(service.capabilities.form), routes.routes, about):
+    for router in (routes.create_routes(service.capabilities.form), routes.routes, server):
         app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
     app.include_router(page)
     app.openapi = functools.cache(lambda: _document(app))  # type: ignore[method-assign]
@@ -85,7 +85,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-@about.get("/v1/models")
+@server.get("/v1/models")
 def list_models(service: Served, request: Request) -> ModelList:
     """The model of this server, with its defaults and limits."""
     limits: Limits = request.app.state.limits
@@ -98,14 +98,14 @@ def list_models(service: Served, request: Request) -> ModelList:
     return ModelList(data=[model])
 
 
-@about.get("/v1/models/{id:path}", responses=documented(404))
+@server.get("/v1/models/{id:path}", responses=documented(404))
 def get_model(id: str, service: Served, request: Request) -> Model:
     """The model of this server, if that is its id."""
     service.capabilities.check_model(id)
     return list_models(service, request).data[0]
 
 
-@about.get("/v1/engine")
+@server.get("/v1/engine")
 def get_engine(service: Served, owner: Owned) -> EngineStatus:
     """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
     engine = service.engine
@@ -126,13 +126,13 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
     )
 
 
-@about.get("/health", responses={503: {"model": Health}})
+@server.get("/health", responses={503: {"model": Health}})
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
-@about.get("/ready", responses={503: {"model": Health}})
+@server.get("/ready", responses={503: {"model": Health}})
 def get_ready(service: Served) -> JSONResponse:
     """Whether the server takes requests that ranks begin at once or after those before.
 
@@ -153,7 +153,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
     return JSONResponse(body.model_dump(), 503 if reason else 200)
 
 
-@about.get(
+@server.get(
     "/metrics",
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},

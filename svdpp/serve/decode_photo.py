@@ -30,20 +30,21 @@ SUFFIXES = {
 }
 
 
-def main(path: str, parent: str, max_pixels: str, max_bytes: str, cpu_seconds: str) -> None:
+def main(path: str, *numbers: str) -> None:
     """Write one JSON object to stdout: `photo` or `error`.
 
-    Args:
-        path: of the file.
-        parent: process id of the server, whose end also ends this process.
-        max_pixels: of the photograph.
-        max_bytes: of address space.
-        cpu_seconds: of CPU time, after which the kernel ends this process by SIGXCPU.
+    `numbers` are the server's process id, whose end also ends this process, and the limits: pixels,
+    bytes of address space, seconds of CPU time, after which the kernel sends SIGXCPU.
     """
-    end_with_parent(int(parent))
-    _limit(int(max_bytes), int(cpu_seconds))
+    parent, max_pixels, max_bytes, cpu_seconds = map(int, numbers)
+    end_with_parent(parent)
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    # At the hard limit the kernel would send SIGKILL, which does not say why.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer: dict[str, Any] = {"photo": _decode(Path(path), int(max_pixels))}
+        answer: dict[str, Any] = {"photo": _decode(Path(path), max_pixels)}
     except InputError as error:
         answer = {"error": error_to_dict(error)}
     except MemoryError:
@@ -51,24 +52,13 @@ def main(path: str, parent: str, max_pixels: str, max_bytes: str, cpu_seconds: s
     os.write(1, json.dumps(answer).encode())
 
 
-def _limit(max_bytes: int, cpu_seconds: int) -> None:
-    for limit, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_AS, max_bytes),
-    ):
-        resource.setrlimit(limit, (value, value))
-    # At the hard limit the kernel would send SIGKILL, which does not say why.
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
-
-
 def _decode(path: Path, max_pixels: int) -> dict[str, Any]:
     image, photo = read_photo(path, max_pixels)
     image.close()
     with Image.open(path, formats=FORMATS) as header:
         suffix = SUFFIXES[str(header.format)]
-    about = {"sha256": photo.sha256, "width": photo.width, "height": photo.height}
-    return {**about, "suffix": suffix}
+    size = {"width": photo.width, "height": photo.height}
+    return {"sha256": photo.sha256, **size, "suffix": suffix}
 
 
 if __name__ == "__main__":

@@ -47,10 +47,7 @@ class Engine:
     attempt, and fails with the second one.
 
     Args:
-        config: of the pipeline.
-        queue: which holds the truth about every job.
-        folder: the data folder, with `photos`, `clips` and `latents`.
-        events: gets an event for each change of a job's state, step or place.
+        folder: the data folder.
         describe: the data of a job's event.
         on_ended: called with each job that has reached a final state.
         costs: assumed before there is a measurement; None: the preset of an A100.

@@ -181,34 +181,24 @@ def _scaled(costs: Costs, scale: float) -> Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipAhead:
-    """An unfinished clip, with the rest of its route.
-
-    Args:
-        id: of its job.
-        route: the rest of its route through the ranks.
-        costs: of a clip of its size.
-        has_begun: whether a rank works on it, or has done so.
-        begun_seconds: seconds of the current step that have passed.
-    """
+    """An unfinished clip, with the rest of its route and the costs of a clip of its size."""
 
     id: str
     route: Route
     costs: Costs
     has_begun: bool = False
     begun_seconds: float = 0.0
+    """Seconds of the current step that have passed."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """When a clip will be finished.
-
-    Args:
-        place: number of clips that begin before it; None once it has begun.
-        eta_seconds: until its last action ends; None before the costs are known.
-    """
+    """When a clip will be finished."""
 
     place: int | None
+    """Number of clips that begin before it; None once it has begun."""
     eta_seconds: float | None
+    """None before the costs are known."""
 
 
 class Layouts:

@@ -33,21 +33,15 @@ _DISK_SECONDS = 1.0
 
 @dataclass
 class RunningClip:
-    """One clip in the pipeline.
-
-    Args:
-        clip: its index in the pipeline.
-        job: as it was taken from the queue.
-        to_make: what the ranks got.
-        handle: of the pipeline; None until it has the clip.
-        moved_at: monotonic time of the latest change of its progress.
-    """
+    """One clip in the pipeline; `clip` is its index there."""
 
     clip: int
     job: Job
     to_make: ClipToMake
     handle: ClipHandle | None = None
+    """None until the pipeline has the clip."""
     moved_at: float = 0.0
+    """Monotonic time of the latest change of its progress."""
 
     @property
     def progress(self) -> ClipProgress:

@@ -36,33 +36,19 @@ class Job:
     """One requested clip. Times are unix seconds.
 
     Args:
-        id: `video_` and 32 hex digits.
-        owner: name of the API key that requested it; empty without keys.
         model: that makes it, by the name that clients know; empty if an earlier svdpp stored the
             job, and no server has opened the queue since that runs a model of its family.
         weights: fingerprint or commit of the model's weights; empty if they never change.
-        seed: of the noise.
         sampling: resolved, so that the frame count is known.
-        photo: name of the file in the folder of photographs; empty for a clip from text alone, as
-            are the next two.
+        photo: name of the file in the folder of photographs; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
-        photo_sha256: of the file, in hex.
-        prompt: None for a model without prompts.
-        negative_prompt: None if the client gave none.
-        created_at: time of the request.
-        priority: 0 to 9; higher ones are taken earlier.
-        idempotency_key: a client's own key for the request.
-        state: see `JobState`.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
-        finished_at: when it reached its final state.
         attempts: how often ranks have died during this clip.
-        cancel_asked: whether a running job is to be cancelled.
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
         proof: whether the clip was compared with one device; `failed`: it could not be.
-        proof_reason: why it could not be compared, or what differs.
     """
 
     id: str

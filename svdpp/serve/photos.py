@@ -126,8 +126,8 @@ class PhotoFolder:
         try:
             yield
         except OSError as error:
-            what = f"cannot keep a photograph in {str(self._folder)!r}"
-            raise OutputError(f"{what}: {output_files.reason(error)}") from error
+            text = f"cannot keep a photograph in {str(self._folder)!r}"
+            raise OutputError(f"{text}: {output_files.reason(error)}") from error
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,8 +1,9 @@
-"""The queue of jobs: its tables, and each change of a job's state, which is durable at once.
+"""The queue of jobs: each change of a job's state, which is durable at once, and each question.
 
-Every change names the states that it may start from, so a late one changes nothing. All SQL is
-here. Owners take turns: the owner whose last job was taken longest ago is next. An owner's `turn`
-is 0 before the first job, and becomes the largest of all each time that one of its jobs is taken.
+Every change names the states that it may start from, so a late one changes nothing. The tables are
+in `queue_file`. Owners take turns: the owner whose last job was taken longest ago is next. An
+owner's `turn` is 0 before the first job, and becomes the largest of all each time that one of its
+jobs is taken.
 """
 
 from __future__ import annotations
@@ -32,79 +33,6 @@ _FINAL = tuple(state for state in JobState if state.is_final)
 def _any_of(states: tuple[JobState, ...]) -> str:
     return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
-
-# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
-# its owner had before the job was taken.
-_SCHEMA = f"""
-CREATE TABLE jobs (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    seed INTEGER NOT NULL,
-    sampling TEXT NOT NULL,
-    photo TEXT NOT NULL,
-    photo_name TEXT NOT NULL,
-    photo_sha256 TEXT NOT NULL,
-    prompt TEXT,
-    negative_prompt TEXT,
-    created_at REAL NOT NULL,
-    priority INTEGER NOT NULL,
-    idempotency_key TEXT,
-    state TEXT NOT NULL CHECK ({_any_of(tuple(JobState))}),
-    started_at REAL,
-    finished_at REAL,
-    attempts INTEGER NOT NULL,
-    cancel_asked INTEGER NOT NULL,
-    promised_seconds REAL,
-    error TEXT,
-    metadata TEXT NOT NULL,
-    proof TEXT NOT NULL,
-    due REAL NOT NULL,
-    turn INTEGER NOT NULL DEFAULT 0,
-    model TEXT NOT NULL DEFAULT '',
-    weights TEXT NOT NULL DEFAULT '',
-    held TEXT,
-    proof_reason TEXT
-);
-CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
-CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
-    WHERE idempotency_key IS NOT NULL;
-CREATE INDEX jobs_owner ON jobs (owner);
-CREATE INDEX jobs_state ON jobs (state);
-CREATE INDEX jobs_owner_state ON jobs (owner, state);
-CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
-"""
-
-_FROM_VERSION_1 = """
-ALTER TABLE jobs ADD COLUMN prompt TEXT;
-ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
-"""
-
-# The clip's JSON has the model: a hub id, or the path of a folder, of which clients know the name.
-# `rtrim` without the letters of the name leaves the folder above it.
-_FROM_VERSION_2 = """
-ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
-ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
-ALTER TABLE jobs ADD COLUMN held TEXT;
-ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
-UPDATE jobs SET
-    model = coalesce(json_extract(metadata, '$.model'), ''),
-    weights = coalesce(
-        json_extract(metadata, '$.weights_fingerprint'), json_extract(metadata, '$.revision'), '');
-UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), '')
-    WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
-"""
-
-_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
-
-#: From each version to the newest, 4; 0 is a new file.
-_MIGRATIONS = (
-    _SCHEMA,
-    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
-    _FROM_VERSION_2 + _FROM_VERSION_3,
-    _FROM_VERSION_3,
-    "",
-)
 
 _COLUMNS = tuple(column.name for column in fields(Job))
 _JOBS = f"SELECT {', '.join(_COLUMNS)} FROM jobs"
@@ -143,7 +71,7 @@ class JobQueue:
     """
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
-        self._file = QueueFile(folder, _MIGRATIONS, adopts=adopts)
+        self._file = QueueFile(folder, adopts=adopts)
         self.check_there = self._file.check_there
         self.close = self._file.close
 

@@ -1,4 +1,4 @@
-"""The file of the queue: its lock, its two connections, its errors, and the space on its disk.
+"""The SQLite file of the queue: its tables, lock, connections and errors, and its disk's space.
 
 A full disk must not keep clients from removing clips, which would free space. So a file holds some
 space while there is enough, and is removed once the disk is full: a change of the queue fits then.
@@ -11,12 +11,13 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
+from svdpp.serve.job import JobState
 
 #: The folder for files that no job has; a disk of its own may have one before there is a queue.
 LOST = "lost+found"
@@ -34,16 +35,89 @@ _LOW_BYTES = 256 * 2**20
 _LOW_PART = 8
 
 
+# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
+# its owner had before the job was taken.
+_SCHEMA = f"""
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    sampling TEXT NOT NULL,
+    photo TEXT NOT NULL,
+    photo_name TEXT NOT NULL,
+    photo_sha256 TEXT NOT NULL,
+    prompt TEXT,
+    negative_prompt TEXT,
+    created_at REAL NOT NULL,
+    priority INTEGER NOT NULL,
+    idempotency_key TEXT,
+    state TEXT NOT NULL CHECK (state IN ({", ".join(repr(str(state)) for state in JobState)})),
+    started_at REAL,
+    finished_at REAL,
+    attempts INTEGER NOT NULL,
+    cancel_asked INTEGER NOT NULL,
+    promised_seconds REAL,
+    error TEXT,
+    metadata TEXT NOT NULL,
+    proof TEXT NOT NULL,
+    due REAL NOT NULL,
+    turn INTEGER NOT NULL DEFAULT 0,
+    model TEXT NOT NULL DEFAULT '',
+    weights TEXT NOT NULL DEFAULT '',
+    held TEXT,
+    proof_reason TEXT
+);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
+CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
+    WHERE idempotency_key IS NOT NULL;
+CREATE INDEX jobs_owner ON jobs (owner);
+CREATE INDEX jobs_state ON jobs (state);
+CREATE INDEX jobs_owner_state ON jobs (owner, state);
+CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
+"""
+
+_FROM_VERSION_1 = """
+ALTER TABLE jobs ADD COLUMN prompt TEXT;
+ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
+"""
+
+# The clip's JSON has the model: a hub id, or the path of a folder, of which clients know the name.
+# `rtrim` without the letters of the name leaves the folder above it.
+_FROM_VERSION_2 = """
+ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN held TEXT;
+ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
+UPDATE jobs SET
+    model = coalesce(json_extract(metadata, '$.model'), ''),
+    weights = coalesce(
+        json_extract(metadata, '$.weights_fingerprint'), json_extract(metadata, '$.revision'), '');
+UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), '')
+    WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
+"""
+
+_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
+
+#: From each version to the newest, 4; 0 is a new file.
+_MIGRATIONS = (
+    _SCHEMA,
+    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_2 + _FROM_VERSION_3,
+    _FROM_VERSION_3,
+    "",
+)
+
+
 class QueueFile:
     """The SQLite file of a data folder, which one process uses at a time; thread-safe.
 
     The folder is created if it does not exist; one that has other files and no queue is refused
-    unless `adopts`. `migrations` bring each version of the file, from 0 for a new one, to the last.
-    Every method but `close` raises OutputError if the disk is full or fails, and ClosedError after
-    `close`.
+    unless `adopts`. Every method but `close` raises OutputError if the disk is full or fails, and
+    ClosedError after `close`.
     """
 
-    def __init__(self, folder: Path, migrations: Sequence[str], *, adopts: bool = False) -> None:
+    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
@@ -56,7 +130,7 @@ class QueueFile:
             self._keep_reserve()
             self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
             _check_whole(self._writer)
-            _migrate(self._writer, migrations)
+            _migrate(self._writer)
             self._reader = opened.enter_context(contextlib.closing(_connect(self._path)))
             output_files.sync(folder)
             self._opened_as = self._on_disk()
@@ -146,9 +220,9 @@ class QueueFile:
             ) from error
 
 
-def _migrate(database: sqlite3.Connection, migrations: Sequence[str]) -> None:
+def _migrate(database: sqlite3.Connection) -> None:
     """Create the tables of a new file, or bring older ones up to date; one transaction."""
-    newest = len(migrations) - 1
+    newest = len(_MIGRATIONS) - 1
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
@@ -161,7 +235,7 @@ def _migrate(database: sqlite3.Connection, migrations: Sequence[str]) -> None:
             "use the svdpp that wrote it, or name another folder with --data",
         )
     if version != newest:
-        change = f"{migrations[version]} PRAGMA user_version = {newest};"
+        change = f"{_MIGRATIONS[version]} PRAGMA user_version = {newest};"
         database.executescript(f"BEGIN IMMEDIATE; {change} COMMIT;")
 
 

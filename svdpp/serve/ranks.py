@@ -74,18 +74,14 @@ class RankView:
         self._lock = threading.Lock()
         self._ranks = [_State() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
-        self._failed: int | None = None
+        self.failed: int | None = None
+        """The first rank that reported a failure of its own; None if none has."""
 
     def reset(self) -> None:
         """Forgets what the ranks do, because they have ended; keeps the spans."""
         with self._lock:
             self._ranks = [_State() for _ in self._ranks]
-            self._failed = None
-
-    @property
-    def failed(self) -> int | None:
-        """The first rank that reported a failure of its own; None if none has."""
-        return self._failed
+            self.failed = None
 
     def add(self, rank: int, event: Event) -> Action | None:
         """Takes one event; returns its action if it is about one."""
@@ -94,17 +90,32 @@ class RankView:
             match event:
                 case Joined():
                     at.device, at.clock_ahead = event.device, event.clock_ahead
-                case Heartbeat() | Failed():
+                case Failed() | Heartbeat():
                     if isinstance(event, Failed) and event.error["type"] not in _CONSEQUENCES:
-                        self._failed = rank if self._failed is None else self._failed
-                    return self._moved(at, event)
+                        self.failed = rank if self.failed is None else self.failed
+                    waits = isinstance(event, Heartbeat) and event.waiting
+                    if (event.action, waits) != (at.action, at.waits):
+                        at.action, at.waits, at.since = event.action, waits, time.monotonic()
+                        at.step = -1
+                    at.step = max(at.step, event.step)
+                    return event.action
                 case StepDone():
                     at.step = event.step + 1
                 case ActionDone():
-                    return self._done(rank, at, event)
+                    start, end = event.start - at.clock_ahead, event.end - at.clock_ahead
+                    self._spans += self._span(rank, event.action, start, end)
+                    return event.action
                 case _:
                     pass
             return None
+
+    def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
+        """The span of an action between monotonic times, if it is one that the page shows."""
+        if action.kind not in _SPAN_KINDS:
+            return []
+        ahead = time.time() - time.monotonic()
+        kind, job_id = _SPAN_KINDS[action.kind], self._job_of(action.clip)
+        return [RankSpan(rank, job_id, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
         """The clip of the rank's last report; None if it was between actions."""
@@ -117,34 +128,6 @@ class RankView:
         with self._lock:
             return [self._now(rank, at) for rank, at in enumerate(self._ranks)]
 
-    def spans(self) -> list[RankSpan]:
-        """The spans of the last 60 seconds, and those of the actions at work."""
-        now = time.time()
-        with self._lock:
-            found = [span for span in self._spans if span.end >= now - _SPAN_SECONDS]
-            for rank, at in enumerate(self._ranks):
-                if at.action is not None and not at.waits and at.action.kind in _SPAN_KINDS:
-                    kind = _SPAN_KINDS[at.action.kind]
-                    start = _unix(at.since)
-                    found.append(RankSpan(rank, self._job_of(at.action.clip), kind, start, now))
-        return found
-
-    def _moved(self, at: _State, event: Heartbeat | Failed) -> Action | None:
-        action = event.action
-        waits = isinstance(event, Heartbeat) and event.waiting
-        if (action, waits) != (at.action, at.waits):
-            at.action, at.waits, at.since = action, waits, time.monotonic()
-            at.step = -1
-        at.step = max(at.step, event.step)
-        return action
-
-    def _done(self, rank: int, at: _State, event: ActionDone) -> Action:
-        action = event.action
-        if (kind := _SPAN_KINDS.get(action.kind)) is not None:
-            start, end = (_unix(each - at.clock_ahead) for each in (event.start, event.end))
-            self._spans.append(RankSpan(rank, self._job_of(action.clip), kind, start, end))
-        return action
-
     def _now(self, rank: int, at: _State) -> Rank:
         if at.action is None:
             return Rank(rank, at.device, None, "", None, "idle")
@@ -153,6 +136,12 @@ class RankView:
         kind = at.action.kind.lower()
         return Rank(rank, at.device, self._job_of(at.action.clip), kind, step, doing)
 
-
-def _unix(monotonic: float) -> float:
-    return monotonic + time.time() - time.monotonic()
+    def spans(self) -> list[RankSpan]:
+        """The spans of the last 60 seconds, and those of the actions at work."""
+        oldest, now = time.time() - _SPAN_SECONDS, time.monotonic()
+        with self._lock:
+            spans = [span for span in self._spans if span.end >= oldest]
+            for rank, at in enumerate(self._ranks):
+                if at.action is not None and not at.waits:
+                    spans += self._span(rank, at.action, at.since, now)
+        return spans

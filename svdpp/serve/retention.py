@@ -130,5 +130,5 @@ def _errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"cannot read or write the files in {str(folder)!r}: {output_files.reason(error)}"
-        raise OutputError(what) from error
+        text = f"cannot read or write the files in {str(folder)!r}: {output_files.reason(error)}"
+        raise OutputError(text) from error

@@ -271,13 +271,13 @@ def list_videos(
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
 ) -> VideoPage:
     """The videos of this key, the newest first."""
-    found = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
-    videos = found[:limit]
+    more = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
+    videos = more[:limit]
     return VideoPage(
         data=videos,
         first_id=videos[0].id if videos else None,
         last_id=videos[-1].id if videos else None,
-        has_more=len(found) > limit,
+        has_more=len(more) > limit,
     )
 
 

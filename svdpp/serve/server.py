@@ -1,8 +1,9 @@
-"""The server process: the socket, the signals, and the order in which all parts end."""
+"""The server process: its start, the socket, the signals, and the order in which parts end."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -12,8 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 import h11
@@ -22,10 +24,20 @@ from loguru import logger
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
-from svdpp.serve.retention import sweep
-from svdpp.serve.service import Service
+from svdpp.media import video
+from svdpp.serve.admission import Admission
+from svdpp.serve.app import create_app
+from svdpp.serve.auth import Keys
+from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.job import Job
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import set_strangers_aside, sweep
+from svdpp.serve.service import ServerSettings, Service
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -39,17 +51,59 @@ _MAX_FILES = 16384
 _SWITCH_SECONDS = 0.0005
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """When finished jobs are removed, rows and files together; None: never.
+def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
+    """Checks what could keep the ranks from starting; returns `config`, resolved.
 
-    Args:
-        age_seconds: since they reached a final state.
-        num_bytes: of the files of all jobs.
+    `sizes` are width and height of other frames that clients may request.
     """
+    pipeline = Pipeline(config)
+    config, checkpoint = pipeline.config, pipeline.checkpoint
+    for width, height in sizes:
+        resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
+    pipeline.check_memory()
+    if not config.model.is_dummy:
+        video.find_ffmpeg()
+    return config
 
-    age_seconds: float | None = None
-    num_bytes: int | None = None
+
+def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
+    """The application and its service, by a config of `check_config`; nothing is started."""
+    queue = JobQueue(settings.folder.absolute(), adopts=settings.adopts)
+    try:
+        service = Service(settings, queue)
+        queue.recover()
+        set_strangers_aside(queue, service.folder)
+        hold(queue, service.capabilities, service.admission)
+    except BaseException:
+        queue.close()
+        raise
+    owner_of = None if keys is None else keys.find
+    return create_app(service, limits=settings.limits, owner_of=owner_of), service
+
+
+def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
+    """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
+
+    They keep their places, and go on at the start of a server that can make them.
+    """
+    why_no_route = functools.cache(admission.why_no_route)
+    own, weights = capabilities.model, capabilities.weights
+
+    def why_not(job: Job) -> str | None:
+        if (job.weights or job.model) == (weights or own):
+            return why_no_route(job.sampling)
+        model = job.model or f"of the family {job.sampling.family}"
+        other = "other weights of it" if job.model == own else own
+        return f"its model is {model}, and this server runs {other}"
+
+    def judge(job: Job) -> Job:
+        is_same_family = job.sampling.family == capabilities.sampling.family
+        if not job.model and is_same_family:  # of an earlier svdpp
+            job = replace(job, model=own, weights=weights)
+        return replace(job, held=why_not(job))
+
+    for reason, number in Counter(job.held for job in queue.hold(judge)).items():
+        logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
 
 class Server:
@@ -67,13 +121,11 @@ class Server:
         bound: socket.socket,
         *,
         grace_seconds: float,
-        retention: Retention,
         on_listening: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = service
         self._bound = bound
         self._grace = grace_seconds
-        self._retention = retention
         self._ending = threading.Event()
         self._http = _Http(app, on_listening)
         self._end_begun = False
@@ -86,14 +138,17 @@ class Server:
         gc.collect()
         gc.freeze()
         with self._signals():
-            for part in (self._watch, self._keep_in_limits):
-                threading.Thread(target=part, name=part.__name__, daemon=True).start()
             self._service.engine.start()
             self._service.prover.start()
+            threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
+            watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+            watch.start()
             try:
                 self._http.run([self._bound])
             finally:
-                self._end()
+                self._ending.set()
+                watch.join()
+                self._service.queue.close()
         if self._service.engine.fatal is not None:
             raise self._service.engine.fatal
 
@@ -117,35 +172,23 @@ class Server:
             pass
         self._service.is_closing = True
         try:
-            self._end_work()
+            logger.info("ending: {:g} s for the clips in progress", self._grace)
+            self._service.engine.close(self._grace)
+            self._service.prover.close()
+            self._service.has_ended = True
+            self._service.events.close()
         finally:
             self._http.should_exit = True
 
-    def _end_work(self) -> None:
-        if self._end_begun:
-            return
-        self._end_begun = True
-        logger.info("ending: {:g} s for the clips in progress", self._grace)
-        self._service.engine.close(self._grace)
-        self._service.prover.close()
-        self._service.has_ended = True
-        self._service.events.close()
-
-    def _end(self) -> None:
-        self._ending.set()
-        self._end_work()
-        self._service.queue.close()
-
     def _keep_in_limits(self) -> None:
         """Removes finished jobs that are too old or too large, from time to time."""
-        limits = self._retention
-        if limits == Retention():
-            return
         service = self._service
+        limits = (service.keep_seconds, service.keep_bytes)
+        if limits == (None, None):
+            return
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
-                now, folder = time.time(), service.folder
-                for id in sweep(service.queue, folder, now, limits.age_seconds, limits.num_bytes):
+                for id in sweep(service.queue, service.folder, time.time(), *limits):
                     service.events.forget(id)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)

@@ -5,26 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
 from starlette.datastructures import UploadFile
 
+from svdpp.config import PipelineConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.errors import OutputError
 from svdpp.media import output_files
+from svdpp.media.image import MAX_PIXELS
+from svdpp.plan.costs import Costs
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.engine import Engine
-from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Events
 from svdpp.serve.form import VideoRequest
-from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState, new_id, seed_of
-from svdpp.serve.metrics import Metrics
-from svdpp.serve.photos import PhotoFolder, shown_name
+from svdpp.serve.guard import Limits
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
+from svdpp.serve.metrics import Metrics, Sources
+from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import remove_job
@@ -36,32 +40,93 @@ _MAX_RETRY = 600
 _CANCEL_SLICE = 1.0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is asked to be; `config` is of the pipeline, `folder` has all files."""
+
+    config: PipelineConfig
+    folder: Path
+    sizes: tuple[tuple[int, int], ...]
+    """Width and height of the frames that clients may request."""
+    max_open: int
+    """Jobs that may be queued or in progress."""
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
+    limits: Limits = field(default_factory=Limits)
+    max_pixels: int = MAX_PIXELS
+    """Of a photograph."""
+    keep_seconds: float | None = None
+    keep_bytes: int | None = None
+    verifies_when_idle: bool = False
+    costs: Costs | None = None
+    """Assumed before there is a measurement; None: published ones."""
+    adopts: bool = False
+    """Whether a folder that has other files becomes a data folder."""
+
+
 class Service:
     """One server: the queue, the engine and what clients may request. Any thread may call it.
 
-    Args:
-        max_open: jobs that may be queued or in progress.
-        keep_seconds: how long finished jobs are kept; None: for ever.
-        cancel_seconds: for the ranks to let go of a clip.
-        is_closing: whether new jobs are refused, because the server ends.
-        has_ended: whether the ranks have ended for good.
+    Nothing is started. `settings.config` is resolved.
     """
 
-    folder: Path
-    queue: JobQueue
-    photos: PhotoFolder
-    engine: Engine
-    events: Events
-    metrics: Metrics
-    capabilities: Capabilities
-    admission: Admission
-    prover: Prover
-    max_open: int | None = None
-    keep_seconds: float | None = None
-    cancel_seconds: float = 1200.0
-    is_closing: bool = False
-    has_ended: bool = False
+    def __init__(self, settings: ServerSettings, queue: JobQueue) -> None:
+        config = settings.config
+        self.queue = queue
+        self.folder = settings.folder.absolute()
+        self.max_open = settings.max_open
+        self.keep_seconds, self.keep_bytes = settings.keep_seconds, settings.keep_bytes
+        self._cancel_seconds = config.timeout_seconds + config.start_timeout_seconds
+        self.is_closing = False
+        """Whether new jobs are refused, because the server ends."""
+        self.has_ended = False
+        """Whether the ranks have ended for good."""
+        for name in (PHOTOS, CLIPS, LATENTS):
+            output_files.check_writable(self.folder / name)
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.photos = PhotoFolder(
+            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
+        )
+        self.events = Events()
+        self.engine = Engine(
+            config,
+            queue,
+            self.folder,
+            self.events,
+            describe=lambda job: self.video(job).model_dump(mode="json"),
+            on_ended=self._on_ended,
+            costs=settings.costs,
+        )
+        self.metrics = Metrics(
+            Sources(
+                jobs=queue.counts,
+                oldest_waiting=queue.oldest_waiting,
+                restarts=lambda: self.engine.restarts,
+                live_ranks=lambda: self.engine.live_ranks,
+                subscribers=lambda: self.events.num_subscribers,
+            )
+        )
+        self.engine.observe(self.metrics)
+        self.prover = Prover(
+            queue,
+            self.folder,
+            lambda: self.engine.is_idle,
+            when_idle=settings.verifies_when_idle,
+            on_verdict=self.metrics.verified,
+        )
+        self.capabilities = Capabilities.of(
+            config.model.name,
+            self.engine.checkpoint,
+            sampling=config.sampling,
+            sizes=settings.sizes,
+            max_steps=settings.max_steps,
+            max_frames=settings.max_frames,
+        )
+        self.admission = Admission(self.engine.config, self.engine.checkpoint)
+
+    def _on_ended(self, job: Job) -> None:
+        self.metrics.ended(job)
+        self.prover.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -77,9 +142,7 @@ class Service:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise _unavailable("disk_full", text, hint, 60)
-        if self.max_open is None or has_key:
-            return
-        num_open = self.queue.num_open()
+        num_open = 0 if has_key else self.queue.num_open()
         if num_open >= self.max_open:
             raise self._full({"open": num_open, "limit": self.max_open})
 
@@ -94,7 +157,7 @@ class Service:
             num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"
-        if self.max_open is not None and num_open >= self.max_open:
+        if num_open >= self.max_open:
             return "the queue is full"
         return None
 
@@ -175,7 +238,7 @@ class Service:
         return self.job(id, owner)
 
     def _cancel(self, id: str) -> None:
-        end = time.monotonic() + self.cancel_seconds
+        end = time.monotonic() + self._cancel_seconds
         while not self.engine.cancel(id, _CANCEL_SLICE):
             if self.has_ended or time.monotonic() > end:
                 text = "the ranks have not let go of the video yet"
@@ -206,25 +269,19 @@ class Service:
             return video_of(job, expires_at=expires_at)
         if job.held is not None:
             return video_of(job)
-        return self._open_video(job, self.engine.estimates.of(job.id))
-
-    def _open_video(self, job: Job, estimate: Estimate | None) -> Video:
+        estimate = self.engine.estimates.of(job.id)
+        place = eta = None
+        if estimate is not None:
+            place, eta = estimate.place or 0, estimate.eta_seconds
         clip = self.engine.feeder.get(job.id)
-        eta = None if estimate is None else estimate.eta_seconds
-        if job.state is JobState.IN_PROGRESS and clip is not None and clip.has_begun:
-            return video_of(
-                job,
-                eta_seconds=eta,
-                steps_done=clip.progress.steps_done,
-                rank=clip.progress.rank,
-            )
-        return video_of(
-            replace(job, state=JobState.QUEUED, started_at=None),
-            eta_seconds=eta,
-            place=None if estimate is None else estimate.place or 0,
-            # Of a clip that goes back to the queue, they are those of ranks that have ended.
-            steps_done=0 if clip is None or clip.has_begun else clip.progress.steps_done,
-        )
+        progress = None if clip is None else clip.progress
+        if job.state is JobState.IN_PROGRESS and progress is not None and progress.rank is not None:
+            done, rank = progress.steps_done, progress.rank
+            return video_of(job, eta_seconds=eta, steps_done=done, rank=rank)
+        # Of a clip that goes back to the queue, they are those of ranks that have ended.
+        done = 0 if progress is None or progress.rank is not None else progress.steps_done
+        job = replace(job, state=JobState.QUEUED, started_at=None)
+        return video_of(job, eta_seconds=eta, place=place, steps_done=done)
 
     def videos(
         self,

@@ -62,6 +62,10 @@ class InjectedFault:
             return {**tensors, LATENTS: one_ulp_off(tensors[LATENTS])}
         return tensors
 
+    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:  # noqa: ARG002
+        """The prediction that a rank of a pair sends, given what it has computed."""
+        return tensors
+
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:  # noqa: ARG002
         """The function that changes the headers `rank` sends; None if they stay as they are."""
         return None

@@ -147,7 +147,6 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         *(
             "config.yaml",
             "env.json",
-            "spans.jsonl",
             "summary.json",
             "summary.csv",
             "costs.json",
@@ -159,11 +158,6 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
-    spans = [json.loads(line) for line in (kept.folder / "spans.jsonl").open()]
-    assert spans[0] == {
-        **{"case": "pipeline", "round": 0, "rank": 0, "clip": 0, "action": "DENOISE", "peer": None},
-        **{"first_step": 0, "end_step": 2, "start": 0.0, "end": 1.0, "bytes": 0, "waited": 0.0},
-    }
     with (kept.folder / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["case"], row["round"], row["steady_clips_per_minute"]) for row in rows] == [

@@ -158,14 +158,6 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert len(found["latents_sha256"]) == 2
     assert "nothing of SVD" in answer.err
     folder = tmp_path / found["folder"]
-    spans = [json.loads(line) for line in (folder / "spans.jsonl").open()]
-    first = [s for s in spans if (s["case"], s["round"], s["action"]) == ("pipeline", 0, "DENOISE")]
-    assert sorted((span["rank"], span["clip"]) for span in first) == [
-        *((0, 0), (0, 1), (1, 0), (1, 1)),
-    ]
-    transfers = [s for s in spans if s["case"] == "pipeline" and s["action"] in ("SEND", "RECV")]
-    assert len(transfers) == 2 * 2
-    assert {transfer["bytes"] for transfer in transfers} == {4 * 2 * 8 * 8 * 4}
     ranks = found["cases"]["pipeline"]["rounds"][0]["ranks"]
     assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())

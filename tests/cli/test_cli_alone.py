@@ -15,6 +15,7 @@ import torch
 from svdpp import __version__
 from svdpp.cli import run_report
 from svdpp.cli.app import COMMANDS
+from svdpp.diagnostics.report import read_report
 from svdpp.media.video import file_sha256
 from tests.cli.shell import (
     DEMO,
@@ -327,14 +328,13 @@ def test_report_of_a_real_run(made: tuple[Path, Answer]) -> None:
 def test_the_json_of_a_long_run_has_its_utilisation(
     made: tuple[Path, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = made[0] / "out/run.json"
+    diagnosis = read_report(made[0] / "out/run.json").diagnosis
+    assert diagnosis is not None
     monkeypatch.setattr(run_report, "_WORTH_COUNTING", 1e9)
-    short = run_report.utilisation(manifest)
-    assert short is not None
+    short = run_report.utilisation(diagnosis.figures)
     assert (short["ranks"], "svdpp report counts its FLOPs" in short["note"]) == ((), True)
     monkeypatch.setattr(run_report, "_WORTH_COUNTING", 0.0)
-    found = run_report.utilisation(manifest)
-    assert found is not None
+    found = run_report.utilisation(diagnosis.figures)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert all(rank["tflops"] > 0 and rank["mfu"] is None for rank in found["ranks"])
     assert found["note"] == "no MFU: no published peak is known for cpu"

@@ -23,8 +23,10 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
+from svdpp.media.video import read_sound
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.tiny_rows import save_tiny
 
 ON_CPU = ("--device", "cpu", "--threads", "1")
 SIZES = {
@@ -288,6 +290,32 @@ def test_no_costs_of_another_model_are_quoted(folders: dict[str, str], tmp_path:
     assert done.code == 0, done
     assert "svd-xt" not in done.out + done.err
     assert "forecast: none without --costs, which svdpp profile measures" in done.out
+
+
+@pytest.mark.processes
+def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
+    folder = str(save_tiny("ltx2", tmp_path / "model"))
+    sizes = ("--frames", "9", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
+    given = ("--prompt", "the sea", "--steps", "3", "--world", "2", "--split", "balanced")
+    made = ("--param", "stg_block=1", "--out", str(tmp_path / "out"))
+    answer = svdpp_here("run", "--model", folder, *ON_CPU, *sizes, *given, *made)
+    assert answer.code == 0, answer.err
+    clip = next((tmp_path / "out").glob("*.mp4"))
+    record = json.loads(Path(f"{clip}.json").read_text())
+    samples, rate = read_sound(clip)
+    assert record["audio_sample_rate"] == 16000
+    assert (len(samples) > 100, rate) == (True, 48000)
+    answer = svdpp_here("verify", str(clip), "--json")
+    assert answer.code == 0, answer.err
+    checks = json.loads(answer.out)["checks"]
+    assert {check["what"]: check["equal"] for check in checks} == dict.fromkeys(
+        ("latent", "frames", "audio", "file"), True
+    )
+    other = {**record, "audio_sha256": "0" * 64}
+    Path(f"{clip}.json").write_text(json.dumps(other))
+    answer = svdpp_here("verify", str(clip), "--json")
+    checks = json.loads(answer.out)["checks"]
+    assert [check["what"] for check in checks if not check["equal"]] == ["audio", "file"]
 
 
 def test_the_families_are_listed_with_their_parameters() -> None:

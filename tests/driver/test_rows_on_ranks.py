@@ -20,10 +20,10 @@ from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
-from svdpp.models import determinism
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
+from svdpp.worker.device import conditions_of
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
 from tests.cli.shell import ROOT, svdpp_here
@@ -114,7 +114,7 @@ def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -
     prepared = {} if image is None else model.prepare(image)
     tensors = model.denoise(model.encode(prepared, request), 0, 1, nothing)
     key = hashlib.sha256(b"clip").hexdigest()
-    kept = LatentCheckpoints(tmp_path, determinism.conditions("cpu"))
+    kept = LatentCheckpoints(tmp_path, conditions_of(config, checkpoint, "cpu"))
     kept.save(key, Packet(0, 1, 0.0, tensors))
     with Pipeline(replace(config, world_size=3), latents_folder=str(tmp_path)) as pipeline:
         again = replace(request, latents_key=key, done_steps=1)

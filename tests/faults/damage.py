@@ -23,9 +23,9 @@ class Damage(InjectedFault):
     """One fault, at one rank and clip.
 
     Beside `InjectedFault`'s kinds: `state` changes the history of a multistep solver that leaves
-    the rank by one ULP; `raise` raises before the rank's first step of the clip; `hang` hangs
-    there; `nan` fills the latent that enters the rank with NaN; `header` changes `field` of the
-    header that the rank sends.
+    the rank by one ULP, `prediction` the first prediction that a rank of a pair sends; `raise`
+    raises before the rank's first step of the clip; `hang` hangs there; `nan` fills the latent that
+    enters the rank with NaN; `header` changes `field` of the header that the rank sends.
     """
 
     field: str = ""
@@ -47,6 +47,11 @@ class Damage(InjectedFault):
             name = next(iter(solver_history(tensors)))
             return {**tensors, name: one_ulp_off(tensors[name])}
         return super().sent(rank, clip, tensors)
+
+    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+        if not self.strikes("prediction", rank, clip):
+            return tensors
+        return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
 
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
         if self.kind != "header" or rank != self.rank:

@@ -68,9 +68,9 @@ def test_results_that_cannot_be_written_end_every_rank_by_the_same_code(
     ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     (config,) = tmp_path.glob("smoke/*/config.yaml")
-    (config.parent / "spans.jsonl").mkdir()  # where the first case's spans would be written
+    (config.parent / "rounds.jsonl").mkdir()  # where the first case's figures would be written
     assert _codes(ranks) == [8, 8]
-    assert "error: spans.jsonl cannot be written" in (tmp_path / "said0").read_text()
+    assert "error: rounds.jsonl cannot be written" in (tmp_path / "said0").read_text()
     assert (tmp_path / "said1").read_text() == "", "rank 0 has said it"
 
 

@@ -12,7 +12,9 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig
 from svdpp.models.base import Frames, Tensors
-from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.plan.layout import Roles
 
 
 def request_of(
@@ -51,6 +53,33 @@ def loaded(model: Any) -> dict[str, torch.nn.Module]:
     }
 
 
+def ranks(
+    checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None, dtype: str = "fp32"
+) -> Callable[[int, int], EngineModel]:
+    """Returns models that hold only what they need: one encodes, some denoise, one decodes.
+
+    The model for steps `start` to `end` is asked for by both; `(0, 0)` encodes, and `(N, N)`
+    decodes. Equal ones are loaded once.
+    """
+    named = model or model_of(checkpoint, dtype)
+    models: dict[Roles, EngineModel] = {}
+    boundary, steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
+
+    def rank_for(start: int, end: int) -> EngineModel:
+        experts = {int(boundary is not None and step >= boundary) for step in range(start, end)}
+        roles = Roles(
+            encode=(start, end) == (0, 0),
+            denoise=start < end,
+            decode=(start, end) == (steps, steps),
+            experts=frozenset(experts),
+        )
+        if roles not in models:
+            models[roles] = load_model(checkpoint, named, sampling, "cpu", roles)
+        return models[roles]
+
+    return rank_for
+
+
 def check_every_cut(
     rank_for: Callable[[int, int], Any],
     num_steps: int,
@@ -61,7 +90,7 @@ def check_every_cut(
     """Fails unless the ranks' packets, latents and frames equal the reference's at every cut.
 
     Args:
-        rank_for: the model for steps `start` to `end`: `(0, 0)` encodes, and `(N, N)` decodes.
+        rank_for: from `ranks`.
         num_steps: N.
         reference: from `latents_and_frames`.
         request: of the clip.

@@ -251,14 +251,19 @@ def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], objec
         (
             UNET,
             lambda w: w.pop("conv_in.weight"),
-            r"1 of \d+ weights are missing, the first is 'conv_in.weight'",
+            "unet: 1 weights are missing, the first is 'conv_in.weight'",
         ),
         (UNET, lambda w: w.update(extra=torch.zeros(1)), "are unexpected, the first is 'extra'"),
-        (UNET, lambda w: w.update({"conv_in.bias": torch.zeros(9)}), r"conv_in.bias \(9,\), not"),
+        (UNET, lambda w: w.update({"conv_in.bias": torch.zeros(9)}), "conv_in.bias expected shape"),
+        (
+            CLIP,
+            lambda w: w.update({"visual_projection.weight": torch.zeros(3, 3)}),
+            "1 weights are mismatched, the first is .*visual_projection.weight",
+        ),
         (
             UNET,
             lambda w: w.update({"conv_in.bias": torch.zeros(32, dtype=torch.int8)}),
-            "are not floating point, the first is 'conv_in.bias'",
+            "unet has weights of the dtype I8: quantised",
         ),
         (CLIP, lambda w: w.pop("visual_projection.weight"), "weights are missing, the first"),
         (
@@ -275,7 +280,6 @@ def test_weights_of_another_model(
     with pytest.raises(ModelError, match=phrase) as caught:
         parts_of(folder)
     assert caught.value.exit_code == 5
-    assert file in caught.value.message
     assert str(folder) in caught.value.message
     assert caught.value.message.isprintable()
 
@@ -285,7 +289,7 @@ def test_missing_weight_in_shards(tmp_path: Path) -> None:
     shard = min((tmp_path / "unet").glob("*-of-*.safetensors"))
     removed = min(load_file(shard))
     change_weights(shard, lambda weights: weights.pop(removed))
-    with pytest.raises(ModelError, match=rf"in shards.*1 of \d+ .*{removed!r}"):
+    with pytest.raises(ModelError, match=f"1 weights are missing, the first is {removed!r}"):
         parts_of(tmp_path, "X")
 
 

@@ -14,10 +14,7 @@ from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import loading
 from svdpp.models.base import GENERATOR
-from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.ltx import generator_device
-from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
@@ -26,6 +23,7 @@ from tests.models.range_checks import (
     model_of,
     nothing,
     photograph,
+    ranks,
     read_folder,
     request_of,
 )
@@ -58,26 +56,6 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 def sampling_of(**changes: Any) -> LtxSampling:
     sizes = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 8}
     return LtxSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
-
-
-def ranks(
-    checkpoint: Checkpoint, sampling: LtxSampling, *, dtype: str = "fp32"
-) -> Callable[[int, int], EngineModel]:
-    """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
-    model = model_of(checkpoint, dtype)
-    models: dict[Roles, EngineModel] = {}
-
-    def rank_for(start: int, end: int) -> EngineModel:
-        roles = Roles(
-            encode=(start, end) == (0, 0),
-            denoise=start < end,
-            decode=(start, end) == (STEPS, STEPS),
-        )
-        if roles not in models:
-            models[roles] = load_model(checkpoint, model, sampling, "cpu", roles)
-        return models[roles]
-
-    return rank_for
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.hunyuan_video1_5.image_processor import (
+    generate_crop_size_list,
+    get_closest_ratio,
+)
 
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
-from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.engine.hunyuan import image_sizes
+from svdpp.models.engine.rows import REFUSED
 from svdpp.models.memory import estimate, num_bytes
-from svdpp.plan.layout import Roles
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import (
     check_every_cut,
     loaded,
     model_of,
     photograph,
+    ranks,
     read_folder,
     request_of,
 )
@@ -103,25 +113,6 @@ OTHERS = {
 }
 
 
-def ranks(checkpoint: Any, sampling: SamplingConfig) -> Callable[[int, int], EngineModel]:
-    """Returns models that hold only what they need: one encodes, one denoises, one decodes."""
-    models: dict[Roles, EngineModel] = {}
-    steps = sampling.num_inference_steps
-
-    def rank_for(start: int, end: int) -> EngineModel:
-        roles = Roles(
-            encode=(start, end) == (0, 0),
-            denoise=start < end,
-            decode=(start, end) == (steps, steps),
-        )
-        if roles not in models:
-            named = model_of(checkpoint)
-            models[roles] = load_model(checkpoint, named, sampling, "cpu", roles)
-        return models[roles]
-
-    return rank_for
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The tiny checkpoint of each case, saved once."""
@@ -134,7 +125,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
     return checkpoint
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Rows of which another case is cut in `make test`.
+AGAIN = {
+    *("ltx2", "framepack", "hunyuan-video-1.5", "skyreels-v2", "cogvideox", "wan-vace"),
+    *("ltx-condition", "kandinsky5", "hunyuan-video"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.long) if each in AGAIN else each for each in CASES],
+)
 def test_every_cut_gives_the_bits_of_the_whole_call(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
@@ -183,3 +184,58 @@ def test_the_estimate_runs_the_call_without_weights(
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
     probe = encoder.probe_packet()
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pipelines_that_cannot_be_right_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert hasattr(diffusers, name)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ModelError, match=re.escape(REFUSED[name])):
+        read_folder(tmp_path)
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("hunyuan-video-1.5-image", {"height": 16, "width": 48}, "no clips of --height 16 --width 48"),
+    ("framepack", {"num_inference_steps": 3, "num_frames": 73}, "a multiple of 2, got 3"),
+    ("framepack", {"num_frames": 1}, "--frames must be 37 or more"),
+    ("framepack", {"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
+    ("kandinsky5-image", {"num_frames": 13}, "--frames must be at least 17"),
+    ("skyreels-v2-df", {"num_frames": 101}, "--frames must be at most 97"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), REFUSALS)
+def test_what_a_row_cannot_run_is_refused(
+    checkpoints: Callable[[str], Any], name: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        checkpoints(name).resolve(CASES[name].config(**changes))
+    assert words in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("hunyuan-video-image", {"image_condition_type": "latent_concat"}, "first four frames"),
+        ("kandinsky5", {"attention_type": "nabla"}, "sparse attention"),
+    ],
+)
+def test_transformers_that_a_row_does_not_cover_are_refused(
+    tmp_path: Path, name: str, options: dict[str, str], words: str
+) -> None:
+    case = CASES[name]
+    save_tiny(case.family, tmp_path, image=case.image)
+    config = tmp_path / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **options}))
+    with pytest.raises(ModelError, match=words):
+        read_folder(tmp_path)
+
+
+def test_sizes_for_an_image_are_those_of_the_pipeline() -> None:
+    for target, unit in ((640, 16), (960, 16), (16, 4)):
+        ours, theirs = image_sizes(target, unit), generate_crop_size_list(target, unit)
+        ratios = np.array([round(h / w, 5) for h, w in theirs])
+        fitting = theirs[1:-1]  # diffusers fails for the first or last, by its rounding
+        kept = [size for size in fitting if get_closest_ratio(*size, ratios, theirs)[0] == size]
+        assert [size for size in ours if size in fitting] == kept
+        assert len(kept) > 1

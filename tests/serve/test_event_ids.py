@@ -12,9 +12,9 @@ pytest.importorskip("fastapi")
 
 import httpx
 
-from svdpp.serve.build import ServerSettings, build
 from svdpp.serve.job import Job
-from svdpp.serve.service import Service
+from svdpp.serve.server import build
+from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.views import Video
 from tests.serve.engines import dummy_config, dummy_job
 

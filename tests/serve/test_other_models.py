@@ -13,10 +13,10 @@ import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, WanSampling
 from svdpp.serve.admission import Admission
-from svdpp.serve.build import hold as hold_jobs
 from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.server import hold as hold_jobs
 from tests.serve.http_server import DEMO, QUICK, HttpServer
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 

@@ -31,7 +31,7 @@ from tests.serve.http_server import (
 )
 
 if TYPE_CHECKING:
-    from svdpp.serve.build import ServerSettings
+    from svdpp.serve.service import ServerSettings
 
 pytest.importorskip("fastapi")
 
@@ -75,13 +75,13 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
 
     assert answer.code == 0, answer
     (settings,) = asked
-    config, kept = settings.config, settings.retention
+    config = settings.config
     assert config.heartbeat_timeout_seconds == 7
     assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
     assert config.split == "dithered"
     assert (settings.max_open, settings.limits.upload_bytes) == (3, 4 * 2**20)
     assert (settings.max_steps, settings.max_frames) == (40, 30)
-    assert (kept.age_seconds, kept.num_bytes) == (2 * 86400, 1_500_000_000)
+    assert (settings.keep_seconds, settings.keep_bytes) == (2 * 86400, 1_500_000_000)
 
 
 @pytest.mark.parametrize(("name", "own"), [("steps", 8), ("frames", 14)])

@@ -33,17 +33,35 @@ def facts_15(configs: Configs) -> Facts:
 
 
 def image_sizes(target: int, unit: int) -> tuple[tuple[int, int], ...]:
-    """Heights and widths, as `HunyuanVideo15ImageProcessor` lists them."""
-    sizes, width, height = [], round((target / unit) ** 2), 1
-    patches = width
-    while width > 0:
-        if max(width, height) / min(width, height) <= 4:
-            sizes.append((width * unit, height * unit))
-        if (height + 1) * width <= patches:
-            height += 1
+    """Heights and widths of images whose size the pipeline keeps.
+
+    It takes the first of its own list whose ratio is nearest, on the side of the square.
+    """
+    sizes = _listed_sizes(target, unit)
+    ratios = [round(height / width, 5) for height, width in sizes]
+
+    def kept(height: int, width: int) -> tuple[int, int]:
+        ratio = height / width
+        fits = [
+            k for k, each in enumerate(ratios) if (each <= ratio if ratio >= 1 else each >= ratio)
+        ]
+        return sizes[min(fits, key=lambda k: abs(ratios[k] - ratio))] if fits else (0, 0)
+
+    return tuple(size for size in sizes if kept(*size) == size)
+
+
+def _listed_sizes(target: int, unit: int) -> list[tuple[int, int]]:
+    """As diffusers' `generate_crop_size_list`."""
+    sizes, long, short = [], round((target / unit) ** 2), 1
+    patches = long
+    while long > 0:
+        if max(long, short) / min(long, short) <= 4:
+            sizes.append((long * unit, short * unit))
+        if (short + 1) * long <= patches:
+            short += 1
         else:
-            width -= 1
-    return tuple(sizes)
+            long -= 1
+    return sizes
 
 
 def check_15(checkpoint: Any, sampling: Any) -> None:

@@ -107,18 +107,10 @@ def load_parts(
     )
 
 
-def check_weights(checkpoint: Checkpoint) -> int:
-    """Compares the name and shape of every weight with the model's classes; reads no weight.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        ModelError: a weight is missing or unknown, or has a wrong shape or dtype.
-    """
+def count_weights(checkpoint: Checkpoint) -> int:
+    """The number of weights, all of whose files are there and complete; reads no weight."""
     load = ComponentLoader(checkpoint, torch.device("cpu"))
-    classes = {part: component_class(part, name) for part, name in checkpoint.classes}
-    return sum(load.check(classes[part], part) for part in checkpoint.weighted)
+    return sum(map(load.count, checkpoint.weighted))
 
 
 def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -182,6 +174,8 @@ def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
     """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    if not checkpoint.row.memory_options:
+        return
     is_denoiser = part in checkpoint.row.denoisers
     if model.memory_opt and is_denoiser:
         module.enable_forward_chunking()

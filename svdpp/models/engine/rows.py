@@ -128,6 +128,8 @@ class Row:
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
+    memory_options: bool = False
+    """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = _no_check
@@ -170,6 +172,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
+        memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
@@ -442,4 +445,20 @@ FAMILIES: Mapping[str, str] = {
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
     if pipeline is not None
+}
+
+_VIDEO = "takes a video, and svdpp reads images only"
+_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+
+#: Pipelines that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    "WanVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEO,
+    "CogVideoXVideoToVideoPipeline": _VIDEO,
+    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
+    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
+    "CosmosTextToWorldPipeline": _GUARDRAIL,
+    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }
