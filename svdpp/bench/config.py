@@ -28,7 +28,7 @@ from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED
 from svdpp.config.params import params_of
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
@@ -79,6 +79,7 @@ class Ranks(Section):
     """Whether one rank may hold both experts of a model that has two."""
     replicas: Positive = 1
     decoders: Positive = 1
+    cfg_parallel: Positive = 1
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
     threads: Positive | None = None
@@ -128,7 +129,7 @@ class Measure(Section):
     """Clips through every rank before the measured ones, in each round."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Rounds; each starts the processes of every case again."""
-    seeds: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(default=[0], min_length=1)
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
     """All images take the first seed, then all take the second, and so on, in a cycle."""
 
 

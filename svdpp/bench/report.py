@@ -184,7 +184,8 @@ def _with_measured(
     figures = diagnosis.figures
     again = _bench_again(folder, figures)
     apart = {"split": "uniform", "replicas": str(figures.world_size), "decoders": "1"}
-    command = again(**{name: apart[name] for name in apart if again.given[name] != apart[name]})
+    changes = {name: apart[name] for name in apart if again.given[name] != apart[name]}
+    command = again(**changes, **({"cfg_parallel": 1} if figures.cfg_parallel > 1 else {}))
     others = tuple(advice for advice in diagnosis.advice if advice.command != command)
     times = 1 / float(speedup["over_rounds"])
     if times < WORTH_A_CHANGE or max(speedup["rounds"]) >= 1:

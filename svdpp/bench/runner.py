@@ -188,7 +188,9 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
-        apart = replace(config, split="uniform", replicas=config.world_size, decoders=1)
+        apart = replace(
+            config, split="uniform", replicas=config.world_size, decoders=1, cfg_parallel=1
+        )
         cases[DATA_PARALLEL] = apart
     return {**cases, ONE_DEVICE: config.alone()}
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from svdpp import __version__
+from svdpp.cli.command import convert_without_typer
 from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
 from svdpp.cli.help import show_overview
 from svdpp.cli.options.declare import flag
-from svdpp.cli.values import convert_without_typer
 from svdpp.errors import SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
@@ -124,7 +124,7 @@ def _main(
     """Run video diffusion on several devices by splitting the denoising steps.
 
     Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
-    pipeline finishes more clips per hour; it does not make a single clip faster.
+    pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
     """
     if context.invoked_subcommand is None:
         show_overview(context, COMMANDS, EPILOG)

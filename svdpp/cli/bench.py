@@ -13,8 +13,8 @@ from svdpp.cli.bench_fields import BenchOptions
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.talk import TalkOptions
+from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import (
     RequestError,
@@ -77,7 +77,7 @@ def bench(
         return
     from svdpp.launch import fork_server
 
-    traces.checked()
+    traces.check()
     with bench_fields.named():
         families = [bench_fields.family(point) for point in points]
     if launched is None:

@@ -16,8 +16,7 @@ from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.rank_count import joined_world
-from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, joined_world, needs_image, resolve
 from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World
@@ -93,7 +92,7 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"leave workload.{name} out",
             )
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    of_layout = {"split", "replicas", "decoders", "costs"}
+    of_layout = {"split", "replicas", "decoders", "cfg_parallel", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
         launched=launched,

@@ -6,7 +6,10 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from functools import partial
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -15,7 +18,6 @@ from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
 from svdpp.cli.help import Page, show_page
 from svdpp.cli.options.declare import declared, flag
-from svdpp.cli.values import convert_without_typer
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
@@ -177,3 +179,48 @@ def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> d
 def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=hint, default=default)
+
+
+# Typer's own conversion imports pydantic and builds a model for each option. That takes longer than
+# the rest of a light command, and its errors speak of pydantic.
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+
+
+def convert_without_typer(context: typer.Context, kinds: Mapping[str, Any]) -> None:
+    """Replaces the conversion of the command's parameters; call it before they are converted.
+
+    A parameter without an entry in `kinds` is a flag.
+    """
+    for parameter in context.command.params:
+        processed = partial(_process, parameter, _plain(kinds.get(str(parameter.name), bool)))
+        parameter.process_value = processed  # type: ignore[method-assign]
+
+
+def _process(parameter: Any, kind: Any, context: typer.Context, value: Any) -> Any:
+    """A parameter's value; replaces Typer's `process_value`."""
+    if value not in (None, ()):
+        value = _converted(kind, value)
+    elif parameter.required:
+        raise typer.BadParameter("is missing", ctx=context, param=parameter)
+    return value if parameter.callback is None else parameter.callback(context, parameter, value)
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [_converted(inner[0], each) for each in value]
+    if origin is tuple:
+        return tuple(_converted(*pair) for pair in zip(inner, value, strict=True))
+    convert: Callable[[Any], Any] = kind
+    try:
+        return convert(value)
+    except ValueError:
+        raise typer.BadParameter(f"must be {_KINDS[kind]}, got {value!r}") from None
+
+
+def _plain(kind: Any) -> Any:
+    """`kind` without `| None`."""
+    if isinstance(kind, UnionType):
+        return next(each for each in get_args(kind) if each is not type(None))
+    return kind

@@ -16,8 +16,7 @@ from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
-from svdpp.cli.rank_count import default_world
-from svdpp.cli.request import experts_of, needs_image, pipeline_config
+from svdpp.cli.request import default_world, experts_of, needs_image, pipeline_config
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World

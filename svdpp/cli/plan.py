@@ -10,15 +10,13 @@ import typer
 
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
-from svdpp.cli.options.costs import SecondsOptions
-from svdpp.cli.options.forecast import ForecastOptions
+from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.rank_count import without_world
-from svdpp.cli.request import needs_image
+from svdpp.cli.request import needs_image, without_world
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ _MAX_ROWS = 100
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
+_COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,39 +78,33 @@ def show_layout(
 
 def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -> None:
     """Prints a row for each rank; if all replicas and cards are alike, only those of the first."""
-    sigmas = karras_sigmas(layout.num_steps)
-    has_experts = layout.expert_boundary is not None
     alike = layout.replicas_are_alike and not cards
-    card_of = [f"{card} ({memory:.4g} GiB)" for card, memory in cards.items()]
-    hosts = layout.costs.ranks_per_host is not None
-    shares = [
-        share
-        for replica in range(1 if alike else layout.replicas)
-        for share in layout.shares(replica)
-    ]
-    known = any(peak is not None for peak in layout.peak_gib)
-    rows = [
-        (
-            str(share.rank),
-            *([str(layout.costs.host_of(share.rank))] if hosts else []),
-            str(share.start),
-            str(share.end),
-            f"{share.mean_steps:.4g}",
-            _held_experts(layout, share.rank) if has_experts else _noise(share, sigmas),
-            *([gib([layout.peak_gib[share.rank]])] if known else []),
-            *([card_of[share.rank]] if cards else []),
-        )
-        for share in shares[:_MAX_ROWS]
-    ]
-    columns = ("rank", *(["host"] if hosts else []), "start", "end", "steps")
-    # The noise levels are SVD's, and SVD has one expert.
-    columns += ("expert" if has_experts else "sigma", *(["GiB"] if known else []))
-    columns += ("card",) if cards else ()
-    console.table(columns, rows)
+    replicas = range(1 if alike else layout.replicas)
+    shares = [share for replica in replicas for share in layout.shares(replica)]
+    rows = [_rank_row(layout, share, cards) for share in shares[:_MAX_ROWS]]
+    console.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
+
+
+def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> dict[str, str]:
+    """What is printed of a rank, by column."""
+    rank, row = share.rank, {"rank": str(share.rank)}
+    if layout.costs.ranks_per_host is not None:
+        row["host"] = str(layout.costs.host_of(rank))
+    row |= {"start": str(share.start), "end": str(share.end), "steps": f"{share.mean_steps:.4g}"}
+    if layout.expert_boundary is not None:
+        row["expert"] = _held_experts(layout, rank)
+    else:  # the noise levels are SVD's, and SVD has one expert
+        row["sigma"] = _noise(share, karras_sigmas(layout.num_steps))
+    if any(peak is not None for peak in layout.peak_gib):
+        row["GiB"] = gib([layout.peak_gib[rank]])
+    if cards:
+        card, memory = list(cards.items())[rank]
+        row["card"] = f"{card} ({memory:.4g} GiB)"
+    return row
 
 
 def _held_experts(layout: Layout, rank: int) -> str:
@@ -151,7 +146,8 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
             per_host = None  # one host holds the replica
         costs = replace(layout.costs, ranks_per_host=per_host)
         title = f"the first of {layout.replicas} replicas"
-        layout = replace(layout, world_size=layout.replica_size, replicas=1, costs=costs)
+        size = layout.replica_size * layout.cfg_parallel
+        layout = replace(layout, world_size=size, replicas=1, costs=costs)
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
@@ -182,7 +178,7 @@ def _forecast_lines(
             f"a clip takes {latency.mean:.4g} s {since}: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
-    if layout.replica_size > 1:
+    if layout.replica_size * layout.cfg_parallel > 1:
         yield _total(data_parallel, f"data parallel on {layout.world_size} ranks")
         yield _steady(_as_data_parallel(layout))
 
@@ -200,7 +196,8 @@ def _steady(layout: Layout) -> str:
 
 
 def _as_data_parallel(layout: Layout) -> Layout:
-    return replace(layout, split="uniform", replicas=layout.world_size, decoders=1)
+    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
+    return replace(layout, replicas=layout.world_size, **alone)
 
 
 def _num_idle_ranks(layout: Layout) -> int:
@@ -253,6 +250,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
         "split": layout.split,
         "replicas": layout.replicas,
         "decoders": layout.decoders,
+        "cfg_parallel": layout.cfg_parallel,
     } | ({} if layout.expert_boundary is None else of_experts)
 
 
@@ -295,12 +293,13 @@ def show_comparison(
         about = {**sizes, "clips": request.num_clips, "layouts": layouts}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
-    columns = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
-    console.table(("layout", *columns), map(_compared, rows))
+    console.table(_COMPARED, map(_compared, rows))
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips;")
     console.result("jitter: between finished clips")
+    if any(row.name == "pairs" for row in rows):
+        console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")
@@ -314,7 +313,7 @@ def show_comparison(
 def _compared(row: Row) -> tuple[str, ...]:
     forecast = row.forecast
     if forecast is None:
-        return (row.name, *"-------")
+        return (row.name, *("-" * len(_COMPARED[1:])))
     return (
         row.name,
         f"{forecast.makespan:.1f}",

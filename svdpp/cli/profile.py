@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from svdpp.cli import rank_count
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
@@ -20,7 +19,13 @@ from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.request import experts_of, needs_image, pipeline_config
+from svdpp.cli.request import (
+    default_world,
+    experts_of,
+    joined_world,
+    needs_image,
+    pipeline_config,
+)
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
@@ -117,10 +122,10 @@ def _measured(
     from_image = needs_image(model)
     sampled = sampling.to_config(model, from_image=from_image)
     experts = experts_of(model.to_config(device), sampled, share=False)
-    world_size = rank_count.joined_world(launched, ranks.world)
+    world_size = joined_world(launched, ranks.world)
     if world_size is None:
         steps = sampling.num_steps(model.family)
-        world_size = rank_count.default_world(device, steps, divide=experts is None)
+        world_size = default_world(device, steps, divide=experts is None)
     return pipeline_config(
         launched,
         ranks,

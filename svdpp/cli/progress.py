@@ -8,12 +8,15 @@ from types import TracebackType
 
 from rich.console import Group
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from svdpp.cli.console import Console, counted
-from svdpp.cli.rank_table import RankTable, Reflow
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import RequestError
+from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
@@ -31,6 +34,7 @@ from svdpp.worker.messages import (
 
 # Without a live picture, a line this often shows that the run goes on.
 _LINE_SECONDS = 60.0
+_STATES = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
 class Progress:
@@ -70,10 +74,8 @@ class Progress:
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
         self._costs, self._forecasts = costs or Costs(), forecasts
-        times = self.num_clips / scheduled
-        self._table = RankTable(schedule, self._labels, times) if ranks else None
+        self._bars = _bars(console, schedule, self.num_clips / scheduled) if ranks else None
         self._means = MeanCosts()
-        self._reflow = Reflow(console.err)
         self._settled: set[int] = set()
         self.num_done = 0
         self.num_failed = 0
@@ -93,7 +95,7 @@ class Progress:
             self._live = Live(
                 get_renderable=self._draw,
                 console=err,
-                refresh_per_second=5 if self._table is not None else 1,
+                refresh_per_second=5 if self._bars is not None else 1,
                 transient=True,
             )
             self._live.start()
@@ -110,8 +112,8 @@ class Progress:
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
-        if self._table is not None:
-            self._table.see(rank, event)
+        if self._bars is not None:
+            self._see(self._bars, rank, event)
         self._means.add(event)
         match event:
             case Joined():
@@ -152,7 +154,7 @@ class Progress:
 
     def _see_joined(self, rank: int) -> None:
         self._joined.add(rank)
-        if self._live is None and self._table and len(self._joined) == self._world_size > 1:
+        if self._live is None and self._bars and len(self._joined) == self._world_size > 1:
             seconds = time.monotonic() - self._started
             self._say(f"{self._world_size} ranks are ready after {seconds:.1f} s")
 
@@ -164,7 +166,7 @@ class Progress:
             self._say(f"{label} is lost: {event.error['message']}")
             return
         self.num_done += 1
-        if self._table is None:
+        if self._bars is None:
             return
         metadata = event.metadata
         name = f" -> {metadata['output']}" if metadata.get("output") else ""
@@ -178,11 +180,31 @@ class Progress:
     def _counted(self) -> str:
         return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
 
+    def _see(self, bars: Bars, rank: int, event: Event) -> None:
+        """Shows what `rank` does."""
+        task = bars.tasks[rank]
+        match event:
+            case Joined():
+                bars.update(task.id, state="ready")
+            case StepDone():
+                clip, rate = self._labels[event.clip], f"{event.seconds:.2f} s/step"
+                state = f"step {event.step + 1}"
+                bars.update(task.id, advance=1, state=state, clip=clip, rate=rate)
+            case Heartbeat(action=None) if task.fields["state"] not in ("starting", "loading"):
+                bars.update(task.id, state="idle", clip="")
+            case Heartbeat(action=None):
+                bars.update(task.id, state="loading")
+            case Heartbeat(action=Action() as action):
+                state = _STATES.get(action.kind, task.fields["state"])
+                state = "waiting" if event.waiting else state
+                bars.update(task.id, state=state, clip=self._labels[action.clip])
+            case _:
+                pass
+
     def _draw(self) -> Group:
-        parts = [] if self._table is None else self._table.draw(self._console.err)
-        picture = Group(*parts, self._summary())
-        self._reflow.before(picture)
-        return picture
+        ranks = [] if self._bars is None else [self._bars.get_renderable()]
+        # The summary is first, because rich cuts what is too high for the terminal.
+        return Group(self._summary(), *ranks)
 
     def _summary(self) -> Text:
         text = f"{self._title}: {self._counted}"
@@ -222,3 +244,27 @@ class Progress:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _bars(console: Console, schedule: Schedule, times: float) -> Bars:
+    """A bar for each rank; `times` as many clips are made as the schedule has."""
+    bars = Bars(
+        TextColumn("{task.description}"),
+        BarColumn(None, table_column=Column(ratio=1, max_width=20)),
+        MofNCompleteColumn(),
+        *(
+            TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=_column(most))
+            for name, most in (("clip", 20), ("state", None), ("rate", None))
+        ),
+        console=console.err,
+        auto_refresh=False,
+    )
+    for rank, actions in enumerate(schedule):
+        steps = sum(one.end - one.start for one in actions if one.kind is Kind.DENOISE)
+        total = round(times * steps)
+        bars.add_task(f"rank {rank}", total=total, clip="", state="starting", rate="")
+    return bars
+
+
+def _column(max_width: int | None) -> Column:
+    return Column(no_wrap=True, overflow="ellipsis", max_width=max_width)

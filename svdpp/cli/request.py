@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,10 +13,10 @@ from svdpp.cli.options.layout import LayoutOptions, Memory, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.rank_count import default_world, joined_world, without_world
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
+from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Use
@@ -84,8 +85,11 @@ def resolve(
     steps, world_size = sampled.num_inference_steps, options.ranks.world
     world_size = joined_world(options.launched, world_size)
     if world_size is None:
-        divide = layout.must_divide
-        world_size = default_world(options.device, steps, on_cpu=options.on_cpu, divide=divide)
+        divide, size = layout.must_divide, layout.cfg_parallel or 1
+        on_cpu = max(size, options.on_cpu)
+        world_size = default_world(
+            options.device, steps, on_cpu=on_cpu, divide=divide, multiple=size
+        )
     shape, why = layout.settings(
         num_steps=steps,
         world_size=world_size,
@@ -197,3 +201,47 @@ def image_use(model: ModelOptions) -> Use:
 def needs_image(model: ModelOptions) -> bool:
     """Whether clips of the model need a photograph."""
     return image_use(model) == "needed"
+
+
+def joined_world(
+    launched: World | None,
+    asked: int | None,
+    option: str = "--world",
+    leave_out: str = "leave --world and --gpus out",
+) -> int | None:
+    """The number of ranks of torchrun or srun; without a launcher `asked`."""
+    if launched is None:
+        return asked
+    if asked is not None and asked != launched.size:
+        raise RequestError(
+            f"{option} {asked} disagrees with {launcher_name(launched)}'s world of {launched.size}",
+            f"{leave_out} under {launcher_name(launched)}",
+            details={"asked": asked, "found": launched.size},
+        )
+    return launched.size
+
+
+def launcher_name(world: World) -> str:
+    """The name of the launcher."""
+    return "Slurm" if world.launcher == "slurm" else "torchrun"
+
+
+def without_world(hint: str) -> str:
+    """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
+    return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
+
+
+def default_world(
+    device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True, multiple: int = 1
+) -> int:
+    """The default number of ranks: all GPUs on CUDA, else `on_cpu`; a multiple of `multiple`.
+
+    With `divide` it is the largest up to that whose number of stages divides the steps.
+    """
+    count = on_cpu
+    if device == "cuda":
+        import torch
+
+        count = max(torch.cuda.device_count(), 1)
+    stages = max(1, count // max(1, multiple))
+    return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)

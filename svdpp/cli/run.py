@@ -13,7 +13,7 @@ from svdpp.cli.launched import serve_member
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import OutputOptions, TraceOptions
+from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
@@ -31,13 +31,13 @@ from svdpp.cli.run_report import (
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
+from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.errors import Interrupted, RankError, error_to_dict
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import PipelineConfig
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
@@ -115,12 +115,12 @@ def run(
     if output.dry_run:
         show_dry_run(console, asked, config, found, remarks)
         return
-    outputs = traces.checked()
+    traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
-        pipeline, clips = _planned(console, asked, config, found, outputs)
+        pipeline, clips = _planned(console, asked, config, found, traces)
         console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
         given = given_options(context, output.place().folder)
-        _make(console, asked, pipeline, clips, refused, outputs, given)
+        _make(console, asked, pipeline, clips, refused, traces, given)
 
 
 def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
@@ -136,7 +136,7 @@ def _make(
     pipeline: Pipeline,
     clips: ClipPlan,
     refused: Sequence[SvdppError],
-    outputs: TraceOutputs,
+    traces: TraceOptions,
     options: dict[str, Any],
 ) -> None:
     from svdpp.driver.jobs import open_manifest
@@ -145,7 +145,7 @@ def _make(
     lost = [{"output": None, "error": error_to_dict(error)} for error in refused]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
-        made, figures = _perform(console, asked, pipeline, clips, manifest, outputs)
+        made, figures = _perform(console, asked, pipeline, clips, manifest, traces)
     else:
         pipeline.dismiss()
         with manifest:  # a run that was killed after its last clip left an old manifest
@@ -171,7 +171,7 @@ def _perform(
     pipeline: Pipeline,
     clips: ClipPlan,
     manifest: RunManifest,
-    outputs: TraceOutputs,
+    traces: TraceOptions,
 ) -> tuple[list[dict[str, Any]], RunFigures | None]:
     """Runs the clips.
 
@@ -197,14 +197,14 @@ def _perform(
         for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
             pipeline.observe(observer)
         try:
-            with left_in(manifest, recorder), outputs.of(pipeline), pipeline:
+            with left_in(manifest, recorder), traces.of(pipeline), pipeline:
                 results = sorted(_results(pipeline, clips), key=lambda result: result.clip)
         except (Interrupted, RankError) as error:
             finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
             hint = f"{finished}; to go on: {asked.command_to_go_on}"
             error.hint = "; ".join(filter(None, [error.hint, hint]))
             raise
-    console.info(", wrote ".join([progress.closing, *outputs.paths]))
+    console.info(", wrote ".join([progress.closing, *traces.paths]))
     return [result.metadata for result in results], recorder.figures()
 
 
@@ -224,7 +224,7 @@ def _planned(
     asked: RunRequest,
     config: PipelineConfig,
     found: Sequence[ClipInput],
-    outputs: TraceOutputs,
+    traces: TraceOptions,
 ) -> tuple[Pipeline, ClipPlan]:
     from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
@@ -232,7 +232,7 @@ def _planned(
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy)
     announce_look(console, config, policy, num_there)
-    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), outputs)
+    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), traces)
     assert pipeline.checkpoint is not None
     clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
     if pipeline.spans_hosts:

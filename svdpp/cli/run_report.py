@@ -17,10 +17,8 @@ from svdpp.errors import error_from_dict, error_to_dict, highest_code
 if TYPE_CHECKING:
     from svdpp.cli.run_request import RunRequest
     from svdpp.diagnostics.figures import RunFigures
-    from svdpp.diagnostics.memory_estimate import RankMemory
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
     from svdpp.media.inputs import ClipInput
-    from svdpp.plan.forecast import Forecast
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
@@ -159,114 +157,89 @@ def show_dry_run(
     assert checkpoint is not None
     check_outputs(found, asked.seeds, policy)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
-    num_clips = len(clips.requests)
-    forecast = _forecast(config, num_clips) if num_clips and asked.knows_costs else None
-    memory = estimate_ranks(config, weights="none")
-    disk = _disk(asked, config, num_clips)
     console.infos(remarks)
-    if console.as_json:
-        console.json(_dry_run_json(config, clips, forecast, memory, disk))
-    else:
-        _print_dry_run(console, asked, config, clips, forecast, memory, disk)
-
-
-def _forecast(config: PipelineConfig, num_clips: int) -> Forecast:
-    """The forecast for clips that are made from their first step, at the costs of the layout."""
-    from svdpp.plan.large_forecast import forecast_layout
-
-    return forecast_layout(config.layout, num_clips)
-
-
-def _disk(asked: RunRequest, config: PipelineConfig, num_clips: int) -> dict[str, int]:
-    from svdpp.media.disk_space import estimated_bytes, free_bytes
-
-    policy, sampling = asked.policy, config.sampling
-    sizes = {"height": sampling.height, "width": sampling.width}
-    one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
-    return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
-
-
-def _print_dry_run(
-    console: Console,
-    asked: RunRequest,
-    config: PipelineConfig,
-    clips: ClipPlan,
-    forecast: Forecast | None,
-    memory: Sequence[RankMemory],
-    disk: dict[str, int],
-) -> None:
-    from svdpp.media.disk_space import size
-
-    folder = asked.policy.folder
-    names = [metadata["output"] for metadata in clips.metadata]
-    for name in names[:_MAX_NAMES]:
-        console.result(str(folder / name))
-    if len(names) > _MAX_NAMES:
-        console.result(f"... and {len(names) - _MAX_NAMES} more")
-    if clips.skipped:
-        console.result(f"already finished: {counted(len(clips.skipped), 'clip')}")
-    console.result()
-    sampling = config.sampling
-    console.result(
-        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
-        f"{sampling.width}x{sampling.height}, "
-        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
-    )
-    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}")
-    if forecast is not None:
-        costs = config.costs
-        console.result(
-            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
-            f"{forecast.makespan:.4g} s, first after {forecast.first_clip:.4g} s"
-        )
-    else:
-        console.result("forecast: none without --costs, which svdpp profile measures")
-    console.result(
-        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
-        f"{size(disk['free_bytes'])} free"
-    )
-    console.result()
-    rows = [
-        (str(each.rank), *(f"{part / 2**30:.2f}" for part in _parts(each).values()))
-        for each in memory
-    ]
-    console.table(("rank", "weights GiB", "work GiB", "process GiB", "peak GiB"), rows)
-
-
-def _dry_run_json(
-    config: PipelineConfig,
-    clips: ClipPlan,
-    forecast: Forecast | None,
-    memory: Sequence[RankMemory],
-    disk: dict[str, int],
-) -> dict[str, Any]:
-    times = None
-    if forecast is not None:
-        times = {
-            "makespan_seconds": forecast.makespan,
-            "first_clip_seconds": forecast.first_clip,
-            "costs": config.costs.name,
-        }
-    return {
+    about = {
         "schema_version": 1,
         "clips": [
-            {"output": metadata["output"], "input": metadata["input"], "seed": metadata["seed"]}
+            {name: metadata[name] for name in ("output", "input", "seed")}
             for metadata in clips.metadata
         ],
         "finished": [metadata["output"] for metadata in clips.skipped],
         "layout": str(config.layout),
         "world_size": config.world_size,
         "device": config.device,
-        "forecast": times,
-        "ranks": [{"rank": each.rank, **_parts(each)} for each in memory],
-        "disk": disk,
+        "forecast": _forecast(config, len(clips.requests)) if asked.knows_costs else None,
+        "ranks": [
+            {
+                "rank": each.rank,
+                "weight_bytes": each.weight_bytes,
+                "work_bytes": each.activation_bytes,
+                "process_bytes": each.process_bytes,
+                "peak_bytes": each.total_bytes,
+            }
+            for each in estimate_ranks(config, weights="none")
+        ],
+        "disk": _disk(policy, config, len(clips.requests)),
     }
+    if console.as_json:
+        console.json(about)
+    else:
+        _print_dry_run(console, policy.folder, config, about)
 
 
-def _parts(memory: RankMemory) -> dict[str, int]:
-    return {
-        "weight_bytes": memory.weight_bytes,
-        "work_bytes": memory.activation_bytes,
-        "process_bytes": memory.process_bytes,
-        "peak_bytes": memory.total_bytes,
-    }
+def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
+    """The forecast for clips that are made from their first step, at the costs of the layout."""
+    from svdpp.plan.large_forecast import forecast_layout
+
+    if not num_clips:
+        return None
+    times = forecast_layout(config.layout, num_clips)
+    seconds = {"makespan_seconds": times.makespan, "first_clip_seconds": times.first_clip}
+    return {**seconds, "costs": config.costs.name}
+
+
+def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
+    from svdpp.media.disk_space import estimated_bytes, free_bytes
+
+    sampling = config.sampling
+    sizes = {"height": sampling.height, "width": sampling.width}
+    one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
+    return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
+
+
+def _print_dry_run(
+    console: Console, folder: Path, config: PipelineConfig, about: dict[str, Any]
+) -> None:
+    from svdpp.media.disk_space import size
+
+    names, disk, forecast = about["clips"], about["disk"], about["forecast"]
+    for clip in names[:_MAX_NAMES]:
+        console.result(str(folder / clip["output"]))
+    if len(names) > _MAX_NAMES:
+        console.result(f"... and {len(names) - _MAX_NAMES} more")
+    if about["finished"]:
+        console.result(f"already finished: {counted(len(about['finished']), 'clip')}")
+    console.result()
+    sampling, costs = config.sampling, config.costs
+    console.result(
+        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
+        f"{sampling.width}x{sampling.height}, "
+        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
+    )
+    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}")
+    console.result(
+        "forecast: none without --costs, which svdpp profile measures"
+        if forecast is None
+        else f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
+        f"{forecast['makespan_seconds']:.4g} s, first after {forecast['first_clip_seconds']:.4g} s"
+    )
+    console.result(
+        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
+        f"{size(disk['free_bytes'])} free"
+    )
+    console.result()
+    rows = [
+        (str(rank), *(f"{part / 2**30:.2f}" for part in parts))
+        for rank, *parts in (each.values() for each in about["ranks"])
+    ]
+    console.table(("rank", "weights GiB", "work GiB", "process GiB", "peak GiB"), rows)

@@ -21,7 +21,7 @@ from svdpp.launch.world import is_member
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from svdpp.cli.trace_outputs import TraceOutputs
+    from svdpp.cli.trace_outputs import TraceOptions
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
@@ -176,8 +176,8 @@ class RunRequest:
             )
         return remarks
 
-    def pipeline(self, config: PipelineConfig, outputs: TraceOutputs | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders of the request, for rank 0 with `outputs`."""
+    def pipeline(self, config: PipelineConfig, traces: TraceOptions | None = None) -> Pipeline:
+        """The pipeline of `config`, with the folders of the request, for rank 0 with `traces`."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
@@ -185,8 +185,8 @@ class RunRequest:
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
             output_folder=str(self.output.place().folder.absolute()),
-            profile_path=None if outputs is None else outputs.profile_path,
-            trace_clips=_TRACE_CLIPS if outputs is None or outputs.timeline is None else None,
+            profile_path=None if traces is None else traces.profile_path,
+            trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
         )
 
     @cached_property

@@ -11,17 +11,16 @@ from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import TraceOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.diagnostics.utilisation import Speeds
@@ -91,7 +90,7 @@ def simulate(
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.examples import example_requests
 
-    outputs = traces.checked()
+    traces.check()
     _check_sizes(model, sampling)
     options = PipelineOptions(
         launched=launched,
@@ -109,14 +108,14 @@ def simulate(
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
         console.info(why)
-    pipeline = Pipeline(config, profile_path=outputs.profile_path)
+    pipeline = Pipeline(config, profile_path=traces.profile_path)
     if is_member(launched):
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
     recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
-    _perform(console, pipeline, requests, outputs)
+    _perform(console, pipeline, requests, traces)
     _show(console, pipeline, recorder)
 
 
@@ -131,7 +130,7 @@ def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
 
 
 def _perform(
-    console: Console, pipeline: Pipeline, requests: list[ClipRequest], outputs: TraceOutputs
+    console: Console, pipeline: Pipeline, requests: list[ClipRequest], traces: TraceOptions
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import Progress
@@ -143,14 +142,14 @@ def _perform(
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
         try:
-            with outputs.of(pipeline), pipeline:
+            with traces.of(pipeline), pipeline:
                 pipeline.run(requests)
         except OutOfMemoryError as error:
             error.hint = (
                 _MEMORY_HINT  # the original hint names options that only run and verify have
             )
             raise
-    console.info(", wrote ".join([progress.closing, *outputs.paths]))
+    console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
@@ -187,6 +186,7 @@ def _to_json(
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
+        "cfg_parallel": config.cfg_parallel,
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,

@@ -1,4 +1,4 @@
-"""The files of `--trace`, `--timeline` and `--profile`, also of a run that fails."""
+"""The options `--trace`, `--timeline` and `--profile`, and their files, also of a failed run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from svdpp import __version__
 from svdpp.cli.console import counted
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
@@ -19,19 +20,29 @@ if TYPE_CHECKING:
     from svdpp.plan.forecast import Forecast
 
 
-@dataclass(frozen=True)
-class TraceOutputs:
-    """Files of a run; None for those not requested.
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Pictures and traces of a run. A trace is written while it goes on, a timeline at its end."""
 
-    A trace is written while the run goes on, a timeline at its end.
-    """
+    trace: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.json",
+        "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
+    )
+    timeline: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.svg|png",
+        "Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
+    )
+    profile: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE.json",
+        "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
+        "every kernel in Chrome's trace format.",
+    )
 
-    trace: Path | None = None
-    timeline: Path | None = None
-    profile: Path | None = None
-    """Written by rank 0."""
-
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Checks the files before any work."""
         from svdpp.media.timeline import check_can_draw
 
         check_target("--trace", self.trace, ".json")

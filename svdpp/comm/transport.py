@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -25,8 +26,15 @@ from svdpp.errors import BrokenLinkError, TransportError
 
 _Result = TypeVar("_Result")
 
+#: Heartbeats detect stalls and name the stalled rank; this timeout would name the one that waits.
+#: gloo would also close the connection to a rank that computes for longer than the timeout.
+GROUP_TIMEOUT = timedelta(days=7)
+
 # Clip index of the packet that opens a link; no clip has it.
 _HELLO_CLIP = 2**64 - 1
+
+#: What a link carries: clips, or the predictions that a pair exchanges at each step.
+Channel = Literal["clips", "predictions"]
 
 
 class Transfer(NamedTuple):
@@ -42,6 +50,7 @@ class Transfer(NamedTuple):
     waited: float
     """Sender: seconds until the receiver took the header. Receiver: 0."""
     end: float
+    channel: Channel = "clips"
 
 
 class Transport:
@@ -76,7 +85,9 @@ class Transport:
         self._checksum = checksum
         self._tamper = tamper
         self._wall_ahead = wall_ahead
-        self._links: dict[tuple[str, int], _Link] = {}
+        self._links: dict[tuple[str, int, Channel], _Link] = {}
+        # Of predictions, by whether they go to a higher rank.
+        self._groups: dict[bool, Any] = {}
         # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
         self._enqueue = threading.Lock()
 
@@ -84,39 +95,52 @@ class Transport:
         self,
         rounds: Iterable[Iterable[tuple[int, int]]],
         on_connecting: Callable[[int], None] | None = None,
+        pairs: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Opens this rank's links by one small packet each.
 
         The first NCCL message of a pair creates its communicator and blocks until both ends call
         it (pytorch/pytorch#108378), so all ranks follow the same rounds. Pairs of one round are
-        disjoint and open at the same time.
+        disjoint and open at the same time. The predictions of a pair have a process group for each
+        direction: with one communicator, two sends that cross would wait for each other.
 
         Args:
             rounds: of pairs (from, to), the same for all ranks; see `plan.schedule.connect_rounds`.
             on_connecting: called with the other end before each of this rank's links is opened.
+            pairs: of ranks that exchange predictions, the same for all ranks.
 
         Raises:
             TransportError: the other end is gone, or has another protocol version.
             DeviceError, OutOfMemoryError: this rank's GPU cannot open the link.
         """
-        own = [pair for each in rounds for pair in each if self._rank in pair]
-        for source, target in own:
+        links: list[tuple[int, int, Channel]] = [
+            (*pair, "clips") for each in rounds for pair in each
+        ]
+        if both := tuple(pairs):
+            self._groups = {up: dist.new_group(timeout=GROUP_TIMEOUT) for up in (True, False)}
+            links += [(low, high, "predictions") for low, high in both]
+            links += [(high, low, "predictions") for low, high in both]
+        for source, target, channel in links:
+            if self._rank not in (source, target):
+                continue
             if on_connecting is not None:
                 on_connecting(target if source == self._rank else source)
             if source == self._rank:
                 hello = torch.zeros(1, device=self._device)
-                self.send(Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello}), target)
-                self._link("to", target).wait()
+                self.send(Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello}), target, channel)
+                self._link("to", target, channel).wait()
             else:
-                self.post_receive(_HELLO_CLIP, 0, source).wait()
+                self.post_receive(_HELLO_CLIP, 0, source, channel).wait()
 
-    def post_receive(self, clip: int, next_step: int, peer: int) -> PendingPacket:
+    def post_receive(
+        self, clip: int, next_step: int, peer: int, channel: Channel = "clips"
+    ) -> PendingPacket:
         """Begins to receive `clip` from `peer` in the background."""
-        link = self._link("from", peer)
+        link = self._link("from", peer, channel)
         future = link.start(lambda: self._receive(link, clip, next_step))
         return PendingPacket(future, self._wall_ahead)
 
-    def send(self, packet: Packet, peer: int) -> None:
+    def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
         """Sends in the background; first waits until the packet before it on this link has left.
 
         The tensors must not be changed afterwards.
@@ -124,7 +148,7 @@ class Transport:
         Raises:
             TransportError: the packet before could not be sent.
         """
-        link = self._link("to", peer)
+        link = self._link("to", peer, channel)
         link.wait()
         payload = flatten(packet.tensors, self._device)
         after = streams.mark(self._device)
@@ -139,7 +163,7 @@ class Transport:
         Raises:
             TransportError: one of them could not be sent.
         """
-        for (direction, _), link in self._links.items():
+        for (direction, *_), link in self._links.items():
             if direction == "to":
                 link.wait()
 
@@ -148,10 +172,13 @@ class Transport:
         for link in self._links.values():
             link.close()
 
-    def _link(self, direction: Literal["from", "to"], peer: int) -> _Link:
-        if (direction, peer) not in self._links:
-            self._links[direction, peer] = _Link(peer, f"{direction}-{peer}", self._device)
-        return self._links[direction, peer]
+    def _link(self, direction: Literal["from", "to"], peer: int, channel: Channel) -> _Link:
+        key = direction, peer, channel
+        if key not in self._links:
+            is_up = (peer > self._rank) == (direction == "to")
+            group = self._groups[is_up] if channel == "predictions" else None
+            self._links[key] = _Link(peer, f"{direction}-{peer}", self._device, channel, group)
+        return self._links[key]
 
     def _send(
         self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
@@ -171,33 +198,34 @@ class Transport:
                 crc=_crc32(link.stream.to_host(staged, after)) if checked else None,
             )
             begun = time.monotonic()
-            self._send_header(header, description, link.peer)
+            self._send_header(header, description, link)
             reached = time.monotonic()
             if header.num_bytes:
                 self._send_payload(link, staged, after)
-        self._report("send", header, link.peer, reached, waited=reached - begun)
+        self._report("send", header, link, reached, waited=reached - begun)
 
-    def _send_header(self, header: Header, description: bytes, peer: int) -> None:
+    def _send_header(self, header: Header, description: bytes, link: _Link) -> None:
         data = header.pack()
         if self._tamper is not None:
             data = self._tamper(header.clip, data)
         for message in (data, description):
-            dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), peer)
+            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            dist.send(content, link.peer, group=link.group)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:
             assert staged.is_cpu
-            dist.send(staged, link.peer)
+            dist.send(staged, link.peer, group=link.group)
             return
         with link.stream.beside(after):
-            self._run_nccl(lambda: dist.isend(staged, link.peer))
+            self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
 
     def _receive(
         self, link: _Link, clip: int, next_step: int
     ) -> tuple[Header, bytes, torch.Tensor]:
         """Header, description, and payload on the device; in the link's thread."""
         with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
-            data = _receive_bytes(HEADER_BYTES, link.peer)
+            data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
             header.check(
@@ -205,9 +233,9 @@ class Transport:
                 next_step=next_step,
                 sequence=link.next_sequence(),
             )
-            description = _receive_bytes(header.description_bytes, link.peer)
+            description = _receive_bytes(header.description_bytes, link)
             payload = self._receive_payload(link, header)
-        self._report("recv", header, link.peer, begun)
+        self._report("recv", header, link, begun)
         return header, description, payload
 
     def _receive_payload(self, link: _Link, header: Header) -> torch.Tensor:
@@ -217,11 +245,11 @@ class Transport:
         if self._direct:
             with stream.beside():
                 payload = stream.empty(num_bytes)
-                self._run_nccl(lambda: dist.irecv(payload, link.peer))
+                self._run_nccl(lambda: dist.irecv(payload, link.peer, group=link.group))
             _check_crc32(header, lambda: stream.to_host(payload))
             return payload
         host = stream.host_buffer((num_bytes,), torch.uint8)
-        dist.recv(host, link.peer)
+        dist.recv(host, link.peer, group=link.group)
         _check_crc32(header, lambda: host)
         return stream.to_device(host)
 
@@ -236,14 +264,14 @@ class Transport:
         self,
         kind: Literal["recv", "send"],
         header: Header,
-        peer: int,
+        link: _Link,
         begun: float,
         waited: float = 0.0,
     ) -> None:
         if header.clip != _HELLO_CLIP:
             end = time.monotonic()
-            what = header.clip, header.next_step, peer, header.num_bytes
-            self._on_transfer(Transfer(kind, *what, end - begun, waited, end))
+            what = header.clip, header.next_step, link.peer, header.num_bytes
+            self._on_transfer(Transfer(kind, *what, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:
@@ -280,14 +308,16 @@ class PendingPacket:
 
 
 class _Link:
-    """One direction to one neighbour: a thread, its stream, and the number of packets so far.
+    """One direction and channel to one neighbour: thread, stream, and number of packets so far.
 
     After a message that failed, the next one would not be what is expected either, and gloo aborts
     a process that receives a payload where it expects a header. So a link that failed stays closed.
     """
 
-    def __init__(self, peer: int, name: str, device: torch.device) -> None:
-        self.peer = peer
+    def __init__(
+        self, peer: int, name: str, device: torch.device, channel: Channel, group: Any
+    ) -> None:
+        self.peer, self.channel, self.group = peer, channel, group
         self.stream = streams.SideStream(device)
         self._thread = streams.one_thread(name, device)
         self._last: Future[Any] | None = None
@@ -324,9 +354,9 @@ class _Link:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _receive_bytes(number: int, peer: int) -> bytes:
+def _receive_bytes(number: int, link: _Link) -> bytes:
     buffer = torch.zeros(number, dtype=torch.uint8)
-    dist.recv(buffer, peer)
+    dist.recv(buffer, link.peer, group=link.group)
     return buffer.numpy().tobytes()
 
 

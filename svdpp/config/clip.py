@@ -9,6 +9,7 @@ from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
+    check_seed,
     check_type,
     check_whole,
     require,
@@ -18,8 +19,6 @@ from svdpp.config.limits import (
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
 _MAX_CRF = 51
-# torch.Generator.manual_seed takes 64 bits and maps negative seeds to positive ones.
-_SEEDS = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,7 @@ class ClipRequest:
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
     def __post_init__(self) -> None:
-        is_whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        require(
-            is_whole and 0 <= self.seed < _SEEDS,
-            f"a seed must be 0 to 2^63 - 1, got {shown(self.seed)}",
-        )
+        check_seed(self.seed)
         for name in ("prompt", "negative_prompt"):
             _check_prompt(name.replace("_", "-"), getattr(self, name))
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)

@@ -14,6 +14,8 @@ from svdpp.errors import RequestError
 
 #: Denoising steps; SVD was trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
+#: torch.Generator.manual_seed takes 64 bits and maps negative seeds to positive ones.
+MAX_SEED = 2**63 - 1
 #: Frames of a clip; SVD-XT was trained for 25.
 MAX_FRAMES = 1024
 #: Height and width of a frame, in pixels; SVD-XT was trained at 576 x 1024.
@@ -96,6 +98,12 @@ def check_type(name: str, value: Any, *types: type) -> None:
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise RequestError(f"{name} must be {names}, got {shown(value)}")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse a value that is not a seed of noise."""
+    is_whole = isinstance(seed, int) and not isinstance(seed, bool)
+    require(is_whole and 0 <= seed <= MAX_SEED, f"a seed must be 0 to 2^63 - 1, got {shown(seed)}")
 
 
 def check_num_clips(number: Any, name: str = "--clips") -> None:

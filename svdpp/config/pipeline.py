@@ -59,6 +59,8 @@ class PipelineConfig:
     """The costs by which splits other than `uniform` cut."""
     expert_boundary: int | None = None
     """Steps of the first of two experts; the model gives it when the configuration is resolved."""
+    cfg_parallel: int = 1
+    """2: two ranks do each step of a clip together, each for one branch of the guidance."""
     share_experts: bool = False
     """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
     checksum: bool = False
@@ -75,6 +77,11 @@ class PipelineConfig:
         self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
+        require(
+            self.cfg_parallel == 1 or not self.allow_mixed_devices,
+            "--cfg-parallel 2 cannot be used with --allow-mixed-devices: both ranks of a pair go "
+            "on from the same bits",
+        )
         _check_device(self.device)
         self._check_device_order()
         check_seconds("--timeout", self.timeout_seconds)
@@ -121,6 +128,7 @@ class PipelineConfig:
             decodes=self.decodes,
             expert_boundary=self.expert_boundary,
             share_experts=self.share_experts,
+            cfg_parallel=self.cfg_parallel,
         )
 
     def with_sampling(
@@ -136,7 +144,12 @@ class PipelineConfig:
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
-        plain: dict[str, Any] = {"split": "uniform", "replicas": 1, "decoders": 1}
+        plain: dict[str, Any] = {
+            "split": "uniform",
+            "replicas": 1,
+            "decoders": 1,
+            "cfg_parallel": 1,
+        }
         return replace(self, world_size=1, costs=Costs(), device_order=(), **plain)
 
     @property

@@ -245,6 +245,8 @@ def own_params(kind: Any) -> dict[str, Param]:
     return {name: param for name, param in params_of(kind).items() if name not in shared}
 
 
+_COMMON = get_type_hints(PromptedSampling, include_extras=True)
+
 #: Where the classes of the table are found when they are unpickled.
 _TABLE = "svdpp.config.families"
 
@@ -260,7 +262,6 @@ def new_family(
     embedded_guidance: bool = False,
 ) -> type[PromptedSampling]:
     """The class of a family's parameters, from its row in `config.families`."""
-    common = get_type_hints(PromptedSampling, include_extras=True)
     own = [
         (name, Annotated[type(param.default), param], field(default=param.default))
         for name, param in (params or {}).items()
@@ -270,7 +271,7 @@ def new_family(
         f"Sampling_{family}",
         [
             ("family", Literal[family], field(default=family)),
-            *((name, common[name], field(default=value)) for name, value in defaults.items()),
+            *((name, _COMMON[name], field(default=value)) for name, value in defaults.items()),
             *own,
         ],
         bases=(PromptedSampling,),

@@ -66,18 +66,6 @@ _VARIABLES = (
     "IMAGEIO_FFMPEG_EXE",
     "TMPDIR",
 )
-#: Fields of nvidia-smi; it lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
-_GPU_SETTINGS = (
-    "index",
-    "name",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "clocks.max.mem",
-    "power.limit",
-    "power.default_limit",
-    "persistence_mode",
-)
 _COMMAND_SECONDS = 10.0
 
 
@@ -177,16 +165,7 @@ def _devices() -> dict[str, Any]:
             for gpu in gpus.visible_gpus()
         ],
         "peer_access": gpus.peer_access(),
-        "settings": _gpu_settings(),
-        "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines(),
     }
-
-
-def _gpu_settings() -> list[dict[str, str]]:
-    """Clocks and power limits of all GPUs, as nvidia-smi prints them."""
-    rows = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_SETTINGS)}", "--format=csv,noheader")
-    values = [line.split(", ") for line in (rows or "").splitlines()]
-    return [dict(zip(_GPU_SETTINGS, row, strict=False)) for row in values]
 
 
 def _determinism() -> dict[str, bool]:

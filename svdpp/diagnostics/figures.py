@@ -132,6 +132,7 @@ class RunFigures:
     split: Split = "uniform"
     replicas: AtLeastOne = 1
     decoders: AtLeastOne = 1
+    cfg_parallel: AtLeastOne = 1
     decodes: bool = True
     device: str = "cpu"
     num_threads: AtLeastOne = 1
@@ -196,6 +197,7 @@ class RunFigures:
             split=self.split,
             replicas=self.replicas,
             decoders=self.decoders,
+            cfg_parallel=self.cfg_parallel,
             costs=self.costs,
             decodes=self.decodes,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -74,7 +73,8 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
 def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     """The most frames that can be decoded at a time, and why.
 
-    By the estimate they take at most 80% of the free memory, or else it is one frame.
+    By the estimate they take at most 80% of the free memory, or else it is one frame. A further
+    frame takes as much as the others, or less while another part has the peak.
     """
     frames = resolve(config, weights="none")[0].sampling.frames
     last = config.world_size - 1  # it decodes
@@ -93,12 +93,12 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
             f"{gib_text(least)}, {gib_text(free)} free",
             "a smaller --height and --width, or --dtype fp16, lower it",
         )
-    fitting = bisect.bisect_right(range(2, frames + 1), _SHARE_OF_FREE * free, key=needed)
-    chunk = 1 + fitting
-    return chunk, (
-        f"{chunk} of {frames} frames at a time: {gib_text(needed(chunk))} by estimate, "
-        f"{gib_text(free)} free"
-    )
+    each = (needed(frames) - least) / max(1, frames - 1)
+    fitting = [n for n in range(2, frames + 1) if least + (n - 1) * each <= _SHARE_OF_FREE * free]
+    chunk = max(fitting, default=1)
+    size = gib_text(round(least + (chunk - 1) * each))
+    text = f"{chunk} of {frames} frames at a time: {size} by estimate, {gib_text(free)} free"
+    return chunk, text
 
 
 def memory_of_devices(

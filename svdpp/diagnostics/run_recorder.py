@@ -181,6 +181,7 @@ class FigureRecorder:
             split=config.split,
             replicas=config.replicas,
             decoders=config.decoders,
+            cfg_parallel=config.cfg_parallel,
             decodes=config.decodes,
             device=config.device,
             num_threads=config.num_threads,

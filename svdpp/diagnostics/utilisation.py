@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.config import DUMMY_MODEL, ModelConfig, SamplingConfig, sampling_from
+from svdpp.config import DUMMY_MODEL, Lora, ModelConfig, SamplingConfig, sampling_from
 from svdpp.diagnostics.figures import RankFigures, RunFigures
 from svdpp.errors import SvdppError
 
@@ -62,7 +62,9 @@ def speeds_of(figures: RunFigures | None) -> Speeds:
     if figures is None or not figures.model or figures.model.get("name") == DUMMY_MODEL:
         return Speeds()
     try:
-        flops = _counted(ModelConfig(**figures.model), sampling_from(figures.sampling))
+        loras = tuple(Lora(**lora) for lora in figures.model.get("loras", ()))
+        model = ModelConfig(**{**figures.model, "loras": loras})
+        flops = _counted(model, sampling_from(figures.sampling))
     except (SvdppError, TypeError):
         return Speeds(note="no TFLOP/s: the run's model is not here any more")
     except (RuntimeError, ValueError) as error:  # of torch; the figures come after the clips

@@ -25,6 +25,7 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
+from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
@@ -259,8 +260,9 @@ class Pipeline(PipelineRanks):
         return handles
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """A clip's metadata; marked unproven if the ranks' devices differ."""
-        return {**metadata, "exact": "unproven"} if self._devices.is_mixed else metadata
+        """A clip's metadata; marked unproven if devices differ, or pairs divide a batch of two."""
+        is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)
+        return {**metadata, "exact": "unproven"} if is_unproven else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
 

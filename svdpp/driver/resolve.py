@@ -62,6 +62,23 @@ def resolved_for(
     return config.with_sampling(*_resolved(config, sampling, checkpoint))
 
 
+def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
+    """Checks that each step has two branches for the ranks of a pair."""
+    leave_out = "leave --cfg-parallel out"
+    if not sampling.guided:
+        raise RequestError(
+            "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
+            "parameters the guidance is off: each step has one branch",
+            leave_out,
+        )
+    if checkpoint.branches is None:
+        raise RequestError(
+            f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than "
+            "two evaluations, or use the first at once",
+            leave_out,
+        )
+
+
 def _resolved(
     config: PipelineConfig, sampling: SamplingConfig, checkpoint: Checkpoint | None
 ) -> tuple[SamplingConfig, int | None]:
@@ -70,6 +87,8 @@ def _resolved(
         frames = config.model.dummy_latent.shape[2]
         return sampling.resolved(model_frames=frames), config.expert_boundary
     sampling = checkpoint.resolve(sampling)
+    if config.cfg_parallel > 1:
+        _check_branches(sampling, checkpoint)
     boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(

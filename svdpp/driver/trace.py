@@ -70,6 +70,7 @@ class MeanCosts:
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
+        self._has_pairs = False
 
     def add(self, event: Event) -> None:
         """Records an event; ignores those without a time."""
@@ -77,6 +78,7 @@ class MeanCosts:
             case StepDone():
                 self._count("step", event.seconds)
             case ActionDone():
+                self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
                 self._count(event.action.kind, event.end - event.start)
             case TransferDone(direction="recv"):
                 self._count("transfer", event.seconds)
@@ -96,7 +98,7 @@ class MeanCosts:
     def costs(self) -> Costs:
         """The costs for a forecast of this run."""
         return Costs(
-            step_seconds=self._mean("step"),
+            step_seconds=self._step_seconds,
             encode_seconds=self._mean(Kind.ENCODE),
             decode_seconds=self._mean(Kind.DECODE),
             transfer_seconds=self.transfer_seconds,
@@ -106,18 +108,24 @@ class MeanCosts:
         """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
         if not self.has_stepped:
             return assumed
-        scale = self._mean("step") / assumed.step_on(0)
+        scale = self._step_seconds / assumed.step_on(0)
 
         def known(what: str, seconds: float) -> float:
             return self._mean(what) if self._counts[what] else scale * seconds
 
         transfer = self._mean("transfer") if self._counts["transfer"] else 0.0
         return Costs(
-            step_seconds=self._mean("step"),
+            step_seconds=self._step_seconds,
             encode_seconds=known(Kind.ENCODE, assumed.encode_on(0)),
             decode_seconds=known(Kind.DECODE, assumed.decode_on(0)),
             transfer_seconds=transfer,
         )
+
+    @property
+    def _step_seconds(self) -> float:
+        """Mean seconds of a step on one rank; a pair of ranks does half, then a transfer."""
+        mean = self._mean("step")
+        return 2 * max(mean - self.transfer_seconds, mean / 2) if self._has_pairs else mean
 
     def _count(self, what: str, seconds: float) -> None:
         self._sums[what] += seconds

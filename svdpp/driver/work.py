@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,9 +109,8 @@ class ClipWork:
         return config
 
     def _can_take(self, layout: Layout, route: Route) -> bool:
-        pairs = {(p.rank, after.rank) for p, after in itertools.pairwise(route.ranges)}
         roles = self._config.layout.roles
-        return pairs <= self._links and all(
+        return route.links <= self._links and all(
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )
 

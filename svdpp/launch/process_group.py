@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
+from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError
 from svdpp.launch.world import World, store_address
 
-# Heartbeats detect stalls and name the stalled rank; this timeout would name its waiting neighbour.
-# gloo would also close the connection to a rank that computes for longer than the timeout.
-GROUP_TIMEOUT = timedelta(days=7)
 LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
 
 # Where in its C++ sources torch raised an error, as its messages begin or go on.

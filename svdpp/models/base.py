@@ -18,6 +18,9 @@ LATENTS = "latents"
 #: Beginning of the names of the tensors that hold the scheduler's state in a packet.
 STATE_PREFIX = "scheduler."
 
+#: Beginning of the names of the tensors that a denoiser's call returns, before the call's number.
+PREDICTION = "prediction"
+
 #: Name of the state of a random generator in a packet.
 GENERATOR = "generator"
 
@@ -39,6 +42,17 @@ class Audio(NamedTuple):
 
 #: Called after each step with the step's index and the new latent. What it raises ends the steps.
 AfterStep = Callable[[int, torch.Tensor], None]
+
+
+class Partner(Protocol):
+    """The other rank of a pair, which evaluates the other branch of the guidance."""
+
+    branch: int
+    """The branch that this rank evaluates: 0, which the pipeline evaluates first, or 1."""
+
+    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
+        """Sends what `evaluate` computes for `step`; returns the other rank's, of equal shapes."""
+        ...
 
 
 class VideoModel(Protocol):
@@ -84,8 +98,17 @@ class VideoModel(Protocol):
         """Returns the end of `prompt` that the model does not read; only on the encoding rank."""
         ...
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
         """Runs steps `start` to `end` (exclusive); returns the tensors of the packet after them.
+
+        With a partner each step evaluates one branch, and both get the same result.
 
         Does not change `tensors`, the packet after `start` steps.
         """

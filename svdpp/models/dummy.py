@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors
+from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Tensors
 
 _WEIGHT_SEED = 20231121
 
@@ -109,14 +110,36 @@ class DummyModel:
         """Nothing, because the model takes no prompt."""
         return ""
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
-        """The same network for each step; it carries nothing from step to step."""
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
+        """The same network for each step; it carries nothing from step to step.
+
+        Each rank of a pair gives half of the elements, in half of the time.
+        """
         latent = tensors[LATENTS]
         for step in range(start, end):
-            with _at_least(self._sleep_times.step_seconds):
-                latent = self._unet(latent, step)
+            if partner is None:
+                with _at_least(self._sleep_times.step_seconds):
+                    latent = self._unet(latent, step)
+            else:
+                own: Tensors = {}
+                half = partial(self._half, latent, step, partner.branch, own)
+                other = partner.exchange(step, half)
+                halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
+                latent = torch.cat(halves).view(latent.shape)
             after_step(step, latent)
         return {**tensors, LATENTS: latent}
+
+    def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
+        with _at_least(self._sleep_times.step_seconds / 2):
+            own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
+        return own
 
     audio: Audio | None = None
 

@@ -41,6 +41,7 @@ def choose_layout(
     memory_gib: Sequence[float] = (),
     expert_boundary: int | None = None,
     share_experts: bool = False,
+    cfg_parallel: int = 1,
 ) -> Choice:
     """The layout that fits in memory and, by forecast, finishes `num_clips` clips first.
 
@@ -53,7 +54,8 @@ def choose_layout(
     whole = Layout(
         num_steps=num_steps,
         world_size=world_size,
-        replicas=world_size,
+        replicas=max(1, world_size // max(1, cfg_parallel)),
+        cfg_parallel=cfg_parallel,
         costs=costs,
         decodes=decodes,
         expert_boundary=expert_boundary,
@@ -158,6 +160,7 @@ def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout,
             decodes=layout.decodes,
             expert_boundary=layout.expert_boundary,
             share_experts=layout.share_experts,
+            cfg_parallel=layout.cfg_parallel,
         ).layout
         times = makespan(layout, num_clips) / makespan(best, num_clips)
     except RequestError:
@@ -197,8 +200,8 @@ def _held_experts(layout: Layout) -> str:
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
     """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
-    num_steps, world_size = data_parallel.num_steps, data_parallel.world_size
-    for replica_size in divisors(world_size):
+    num_steps, num_units = data_parallel.num_steps, data_parallel.replicas
+    for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
             return
         needed = 1
@@ -206,7 +209,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                replicas = world_size // replica_size
+                replicas = num_units // replica_size
                 try:
                     layout = replace(
                         data_parallel, split=split, replicas=replicas, decoders=decoders

@@ -79,12 +79,14 @@ def compare_layouts(
             note=choice.reason,
         )
 
+    pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
     auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
+        *([] if world_size % 2 else [row("pairs", pairs)]),
     ]
 
 

@@ -138,8 +138,8 @@ class Engine:
     def cancel(self, job_id: str, timeout: float) -> bool:
         """Cancels a job, and waits until the ranks have let go of it.
 
-        False: they have not within `timeout` seconds, and it is cancelled later. True also for a
-        job that has reached a final state, whichever it is.
+        False: they have not within `timeout` seconds, or have ended, and it is cancelled later.
+        True also for a job that has reached a final state, whichever it is.
         """
         if self._queue.cancel_waiting(job_id):
             job = self._notifier.changed(job_id)
@@ -152,10 +152,10 @@ class Engine:
         end = time.monotonic() + timeout
         self.feeder.ask_to_cancel(job_id)
         while self._is_in_progress(job_id):
+            left = end - time.monotonic()
+            if left <= 0 or not self._thread.is_alive():
+                return False
             with self._changed:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
                 self._changed.wait(min(left, _POLL_SECONDS))
         return True
 

@@ -24,11 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticKnownError, from_json
 
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, params_of
-from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_STEPS
+from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
 from svdpp.models.checkpoint import Use
 
-#: The largest seed: torch.Generator.manual_seed takes 64 bits, and svdpp only those from 0.
-MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 9
 
 Fit = Literal["stretch", "crop", "pad"]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.errors import RequestError, SvdppError, error_to_dict
@@ -54,13 +54,6 @@ class QueueFullError(SvdppError):
 
     Its details are `open` and `limit`, and `owner` if the limit is the owner's.
     """
-
-
-class FinishedJob(NamedTuple):
-    """A job in a final state, as `JobQueue.finished` lists it."""
-
-    id: str
-    finished_at: float
 
 
 class JobQueue:
@@ -257,11 +250,11 @@ class JobQueue:
         rows = self._file.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")
         return [id for (id,) in rows]
 
-    def finished(self) -> list[FinishedJob]:
-        """The jobs in final states that are not being proved, the first to finish first."""
+    def finished(self) -> dict[str, float]:
+        """When the jobs in final states ended that are not being proved, the first one first."""
         where = f"{_any_of(_FINAL)} AND proof != 'running'"
         query = f"SELECT id, finished_at FROM jobs WHERE {where} ORDER BY finished_at, seq"
-        return [FinishedJob(*row) for row in self._file.rows(query)]
+        return dict(self._file.rows(query))
 
     def photos(self) -> dict[str, str]:
         """The name of the photograph's file of every job, by id."""

@@ -32,7 +32,7 @@ _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
 
 
 def sweep(
-    store: JobQueue,
+    queue: JobQueue,
     folder: Path,
     now: float,
     max_age_seconds: float | None,
@@ -43,39 +43,39 @@ def sweep(
     The age counts from the final state; the bytes are those of all jobs, also of open ones. Returns
     the ids of the removed jobs.
     """
-    photos = store.photos()
+    photos = queue.photos()
     sizes = {id: _num_bytes(folder, id, photo) for id, photo in photos.items()}
     total = sum(sizes.values())
     removed = []
-    for job in store.finished():
-        is_old = max_age_seconds is not None and now - job.finished_at > max_age_seconds
+    for id, finished_at in queue.finished().items():
+        is_old = max_age_seconds is not None and now - finished_at > max_age_seconds
         if not is_old and (max_bytes is None or total <= max_bytes):
             continue
-        if remove_job(store, folder, job.id):
-            total -= sizes.get(job.id, 0)
-            removed.append(job.id)
+        if remove_job(queue, folder, id):
+            total -= sizes.get(id, 0)
+            removed.append(id)
     return removed
 
 
-def remove_job(store: JobQueue, folder: Path, id: str) -> bool:
+def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     """Remove a job in a final state, files and row; False if there is no such job."""
-    job = store.get(id)
+    job = queue.get(id)
     if job is None or not job.state.is_final:
         return False
     with _errors(folder):
         for path in _files(folder, id, job.photo):
             path.unlink(missing_ok=True)
-    return store.remove(id)
+    return queue.remove(id)
 
 
-def set_strangers_aside(store: JobQueue, folder: Path) -> list[Path]:
+def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     """At the start of a server, move the photographs and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files
     with the names that a server gives are touched, and links are not followed. Unfinished uploads,
     which no client was promised, are removed. Returns the files at their new places.
     """
-    ids = store.photos()
+    ids = queue.photos()
     with _errors(folder):
         for path in _regular_files(folder / PHOTOS, _UPLOAD):
             path.unlink()

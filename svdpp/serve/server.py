@@ -175,7 +175,6 @@ class Server:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
             self._service.engine.close(self._grace)
             self._service.prover.close()
-            self._service.has_ended = True
             self._service.events.close()
         finally:
             self._http.should_exit = True

@@ -36,8 +36,6 @@ from svdpp.serve.views import DeletedVideo, Video, video_of
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
-# A longer wait would keep the server from ending.
-_CANCEL_SLICE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +77,6 @@ class Service:
         self._cancel_seconds = config.timeout_seconds + config.start_timeout_seconds
         self.is_closing = False
         """Whether new jobs are refused, because the server ends."""
-        self.has_ended = False
-        """Whether the ranks have ended for good."""
         for name in (PHOTOS, CLIPS, LATENTS):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -232,18 +228,11 @@ class Service:
     def cancel(self, id: str, owner: Owner) -> Job:
         """Cancels a job and waits for the ranks; one in a final state stays as it is."""
         job = self.job(id, owner)
-        if job.state.is_final:
-            return job
-        self._cancel(id)
+        if not job.state.is_final and not self.engine.cancel(id, self._cancel_seconds):
+            text = "the ranks have not let go of the video yet"
+            hint = "it is cancelled as soon as they do, or when the server starts again"
+            raise _unavailable("still_cancelling", text, hint, 30)
         return self.job(id, owner)
-
-    def _cancel(self, id: str) -> None:
-        end = time.monotonic() + self._cancel_seconds
-        while not self.engine.cancel(id, _CANCEL_SLICE):
-            if self.has_ended or time.monotonic() > end:
-                text = "the ranks have not let go of the video yet"
-                hint = "it is cancelled as soon as they do, or when the server starts again"
-                raise _unavailable("still_cancelling", text, hint, 30)
 
     def verify(self, id: str, owner: Owner) -> Video:
         """Has a completed clip verified."""

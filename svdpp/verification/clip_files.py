@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from svdpp.config import OutputConfig
 from svdpp.config.files import read_small_file
 from svdpp.driver.run_manifest import NAME as MANIFEST
@@ -238,6 +240,7 @@ def _sha256(path: Path) -> str:
 # Versions of an encoder agree better than this (above 40 dB at every --crf up to 30), and different
 # videos far worse.
 _SIMILAR_DB = 30.0
+_SIMILAR_SOUND = 0.01  # of its power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,13 +266,13 @@ class ClipCheck:
         return asdict(self)
 
 
-def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
+def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
     """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
 
     PNG frames are lossless, so their pixels must be the recorded ones. The other formats are
     lossy: their pixels are compared with the recomputed frames, encoded here with the same
-    settings. The same encoder gives equal pixels, another version similar ones. `frames` are uint8,
-    shape (F, H, W, 3).
+    settings. The same encoder gives equal pixels, another version similar ones. The sound of an mp4
+    is compared likewise. `frames` are uint8, shape (F, H, W, 3).
     """
     recorded, found = clip.metadata["file_sha256"], None
     if not os.path.exists(clip.path):
@@ -278,6 +281,7 @@ def check_file(clip: ClipOnDisk, frames: Frames) -> ClipCheck:
     try:
         found = video.file_sha256(clip.path)
         faults = [*_wrong_with_bytes(clip, found), *_wrong_with_metadata(clip)]
+        faults += _wrong_with_sound(clip, sound)
         shown, is_same = _compare_pixels(clip, frames)
     except InputError as error:
         faults, shown, is_same = [str(error)], "", False
@@ -306,6 +310,19 @@ def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
                 f"the JSON {_short(beside, name)}"
             )
             return
+
+
+def _wrong_with_sound(clip: ClipOnDisk, sound: video.Sound | None) -> Iterator[str]:
+    if sound is None or clip.metadata["format"] != "mp4":
+        return
+    ours, _ = video.read_sound(clip.path)
+    with temp_folders.folder("svdpp-verify-") as folder:
+        path, black = folder / "again.mp4", np.zeros((1, 16, 16, 3), np.uint8)
+        video.write_clip(black, OutputConfig(path=str(path)), fps=1, metadata={}, sound=sound)
+        theirs, _ = video.read_sound(path)
+    allowed = _SIMILAR_SOUND * np.square(theirs, dtype=float).mean()
+    if len(ours) != len(theirs) or np.square(ours - theirs.astype(float)).mean() > allowed:
+        yield "its sound is not that of the recomputed samples"
 
 
 def _short(values: Mapping[str, Any], name: str) -> str:

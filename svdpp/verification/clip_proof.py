@@ -178,10 +178,12 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
 
 def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
-    """Calls `check_file` with the frames that the reference kept, and removes them."""
-    store = TensorStore(folder)
+    """Calls `check_file` with what the reference kept, and removes it."""
+    store, sound = TensorStore(folder), None
     try:
-        return check_file(clip, store.frames(index))
+        if store.has_audio(index) and (rate := clip.metadata.get("audio_sample_rate")):
+            sound = store.audio(index).numpy(), rate
+        return check_file(clip, store.frames(index), sound)
     finally:
         store.forget_frames(index)
 

@@ -25,7 +25,7 @@ from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
@@ -43,6 +43,7 @@ class _Setup:
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
     tensor_folder: str | None
+    predictions: bool = False
 
 
 def run_reference(
@@ -74,6 +75,7 @@ def run_reference(
         checkpoint=checkpoint,
         requests=tuple(requests),
         steps=frozenset(steps),
+        predictions=config.cfg_parallel > 1,
         tensor_folder=None if tensor_folder is None else str(tensor_folder),
     )
     hashes: dict[int, dict[str, Any]] = {}
@@ -121,7 +123,7 @@ class _Kept:
     """What is kept for the comparison, copied from the device; nothing without a folder."""
 
     def __init__(self, setup: _Setup, device: str) -> None:
-        self._steps = setup.steps
+        self._steps, self._predictions = setup.steps, setup.predictions
         self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
         self._copies = SideStream(torch.device(device))
 
@@ -132,6 +134,13 @@ class _Kept:
         if self._store is not None and step in self._steps:
             on_host = {name: self.on_host(tensor) for name, tensor in tensors.items()}
             self._store.keep_latent(clip, step, on_host[LATENTS], solver_history(on_host))
+
+    def predictions(self, clip: int, step: int, tensors: Tensors) -> None:
+        if self._store is not None and self._predictions:
+            for name, tensor in tensors.items():
+                if name.startswith(PREDICTION):
+                    branch = int(name.removeprefix(PREDICTION).partition(".")[0])
+                    self._store.keep_prediction(clip, step, branch, self.on_host(tensor))
 
     def frames_and_audio(
         self, clip: int, frames: Frames | None, audio: Audio | None
@@ -171,6 +180,7 @@ class _Hooks:
         if step + 1 == self._num_steps:
             self._report(Action(Kind.DENOISE, self._clip, 0, self._num_steps), now)
         self._kept.latent(self._clip, step + 1, tensors)
+        self._kept.predictions(self._clip, step, tensors)
 
     def after_decode(self) -> None:
         self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -40,7 +41,8 @@ class Check:
     Args:
         clip: index of the clip.
         what: `latent` at a transfer, `final_latent`, `frames`, `audio`, or `solver_history`, which
-            is what a multistep solver keeps of earlier steps, listed only if it differs.
+            is what a multistep solver keeps of earlier steps, listed only if it differs; so is
+            `prediction`, what one rank of a pair has received from the other.
         step: number of steps done.
         rank: the rank that computed it.
         equal: bitwise, or within the tolerance if there is one.
@@ -51,10 +53,12 @@ class Check:
         first_index: of the first element that differs, in row-major order; None if none differs.
         sha256: of the pipelined side.
         axes: the tensor's axes, one letter each.
+        branch: of the guidance, 0 or 1, for a prediction; else -1.
+        psnr_db: of a latent that differs, against the largest value of the sequential one.
     """
 
     clip: int
-    what: Literal["latent", "final_latent", "frames", "audio", "solver_history"]
+    what: Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
     step: int
     rank: int
     equal: bool
@@ -64,6 +68,8 @@ class Check:
     first_index: tuple[int, ...] | None
     sha256: str
     axes: str = _SVD_AXES
+    branch: int = -1
+    psnr_db: float | None = None
 
     @property
     def distance(self) -> str:
@@ -72,7 +78,8 @@ class Check:
             return f"{self.max_ulp} of {_LEVELS} levels"
         if self.what == "audio":
             return f"{self.max_ulp} of {_LOUDEST}"
-        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP)"
+        ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
+        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
 
     def __str__(self) -> str:
         """The place and size of the difference, in words."""
@@ -82,6 +89,7 @@ class Check:
             "frames": "the frames",
             "audio": "the sound",
             "solver_history": f"the solver's history after step {self.step - 1}",
+            "prediction": f"the prediction of branch {self.branch} in step {self.step}",
         }[self.what]
         index = self.first_index or ()
         return (
@@ -164,7 +172,15 @@ def compare_latents(
         first_index=None if bitwise else tuple(int(i) for i in differs.nonzero()[0]),
         sha256=tensor_sha256(ours),
         axes=axes,
+        psnr_db=None if bitwise else _psnr_db(difference, theirs),
     )
+
+
+def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    """None if it is not finite."""
+    peak, error = float(theirs.double().abs().max()), float(difference.square().mean())
+    ratio = peak**2 / error if error > 0 else math.inf
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def compare_frames(

@@ -144,6 +144,7 @@ def _compare_all(
     num_steps = config.sampling.num_inference_steps
     checks = []
     for clip in clips:
+        checks += _compare_predictions(config, ours, theirs, clip)
         for rank, end in _parts(config, clip):
             checks.append(
                 compare_latents(
@@ -181,6 +182,30 @@ def _compare_histories(
         )
         if not check.bitwise:
             return [replace(check, what="solver_history")]
+    return []
+
+
+def _compare_predictions(
+    config: PipelineConfig, ours: TensorStore, theirs: TensorStore, clip: int
+) -> list[Check]:
+    """The first prediction that differs between the ranks of a pair and the reference, if any."""
+    if config.cfg_parallel == 1 or not theirs.has_prediction(clip):
+        return []
+    parts = config.layout.route(clip).ranges
+    steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
+    for first, step in steps:
+        for branch in (0, 1):
+            check = compare_latents(
+                ours.prediction(clip, step, branch),
+                theirs.prediction(clip, step, branch),
+                clip=clip,
+                step=step,
+                rank=first + branch,
+                final=False,
+                axes=latent_axes(config),
+            )
+            if not check.bitwise:
+                return [replace(check, what="prediction", branch=branch)]
     return []
 
 

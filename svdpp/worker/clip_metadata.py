@@ -31,6 +31,7 @@ from svdpp.config import (
     sampling_from,
 )
 from svdpp.config.files import read_small_file
+from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
@@ -60,6 +61,12 @@ _LATENT_IDENTITY = (
 _PROMPTS = ("prompt", "negative_prompt")
 
 
+def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether each rank of a pair evaluates half of a batch, which may change the bits."""
+    branches = None if checkpoint is None else checkpoint.branches
+    return config.cfg_parallel > 1 and branches == "batch"
+
+
 def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the values that identify a clip: two clips with the same ones are the same."""
     return (*_latent_identity(metadata), "format", "crf")
@@ -67,10 +74,13 @@ def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     family = metadata["family"]
+    # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
+    in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
+    common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
-        return (*_LATENT_IDENTITY, *_sampling_fields(family))
-    return (*_LATENT_IDENTITY, *lora, "family", *_PROMPTS, *_sampling_fields(family))
+        return (*common, *_sampling_fields(family))
+    return (*common, *lora, "family", *_PROMPTS, *_sampling_fields(family))
 
 
 @cache
@@ -115,6 +125,7 @@ def clip_metadata(
         "split": config.split,
         "replicas": config.replicas,
         "decoders": config.decoders,
+        "cfg_parallel": config.cfg_parallel,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
         **({} if sampling.family == "svd" else _prompts(made_from)),
@@ -122,7 +133,7 @@ def clip_metadata(
         "format": output.format,
         "crf": output.crf,
         "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
-        "exact": True,
+        "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
 
@@ -182,7 +193,7 @@ class _ClipMetadata(BaseModel):
     input: str | None
     input_sha256: _Sha256 | None
     output: str
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
     revision: str | None
     weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default

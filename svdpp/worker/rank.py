@@ -137,7 +137,8 @@ def _connected(
         tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
         wall_ahead=context.clock.wall_ahead,
     )
-    transport.connect(connect_rounds(setup.links), reporter.connecting)
+    pairs = setup.config.layout.pairs
+    transport.connect(connect_rounds(setup.links), reporter.connecting, pairs)
     return transport
 
 
@@ -169,7 +170,10 @@ def _new_stage(
         reporter,
         config.sampling,
         is_cancelled=inbox.is_cancelled,
-        checkpoints=LatentCheckpoints(Path(folder), conditions) if folder else None,
+        # The second rank of a pair has the latents of the first.
+        checkpoints=LatentCheckpoints(Path(folder), conditions)
+        if folder and not config.layout.is_second(rank)
+        else None,
         tensor_store=tensor_store,
         profiler=_profiler(setup, rank, str(model.device)),
         fault=setup.fault,

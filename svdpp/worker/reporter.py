@@ -75,7 +75,9 @@ class Reporter:
         self.phase(f"opening its link with rank {peer}", peer)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Reports a packet that was received or sent."""
+        """Reports a packet that was received or sent; predictions are part of their steps."""
+        if transfer.channel == "predictions":
+            return
         self.send(
             TransferDone(
                 direction=transfer.kind,

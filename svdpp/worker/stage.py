@@ -15,7 +15,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError, SvdppError
-from svdpp.models.base import LATENTS, AfterStep, Audio, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault
@@ -30,6 +30,7 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
+from svdpp.worker.pair import NotWantedError, Pair
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
@@ -38,10 +39,6 @@ from svdpp.worker.tensor_store import TensorStore
 
 # One model object for each sampling configuration in use; they share the loaded components.
 _MODELS_KEPT = 8
-
-
-class NotWantedError(Exception):
-    """The clip was cancelled."""
 
 
 class PipelineStage:
@@ -162,7 +159,9 @@ class PipelineStage:
             Kind.LOAD: self._load,
             Kind.RECV: self._recv,
             Kind.DENOISE: self._denoise,
+            Kind.SHARE: self._share,
             Kind.SEND: self._send,
+            Kind.DROP: lambda action: self._forget(self._packet(action).clip),
             Kind.DECODE: self._decode,
             Kind.FINISH: self._finish_clip,
         }
@@ -198,25 +197,53 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
+        pair = self._new_pair(action) if action.peer >= 0 else None
+        is_second = -1 < action.peer < self._rank  # with the same latents
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
-                packet.tensors = self._denoised(action, packet)
+                packet.tensors = self._denoised(action, packet, pair)
                 packet.memory_pressure |= self._memory_pressure.rose()
-                if self._tensor_store is not None:
+                if self._tensor_store is not None and not is_second:
                     latent = self._on_host(packet.tensors[LATENTS])
                     history = {
                         name: self._on_host(tensor)
                         for name, tensor in solver_history(packet.tensors).items()
                     }
                     self._tensor_store.keep_latent(action.clip, action.end, latent, history)
+        if pair is not None and packet.tombstone:
+            pair.drop()
         packet.next_step = action.end
 
-    def _denoised(self, action: Action, packet: Packet) -> Tensors:
+    def _new_pair(self, action: Action) -> Pair:
+        fault, store = self._fault, self._tensor_store
+
+        def sent(step: int, tensors: Tensors) -> Tensors:
+            if fault is None or step > action.start:
+                return tensors
+            return fault.predicted(self._rank, action.clip, tensors)
+
+        def received(step: int, tensors: Tensors) -> None:
+            if store is not None:
+                prediction = self._on_host(next(iter(tensors.values())))
+                store.keep_prediction(action.clip, step, int(action.peer > self._rank), prediction)
+
+        return Pair(
+            self._transport,
+            self._rank,
+            action,
+            waiting=partial(self._waiting_at, action),
+            sent=sent,
+            received=received,
+        )
+
+    def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
-        start, tensors = action.start, packet.tensors
+        start, end, tensors = action.start, action.end, packet.tensors
         if self._fault:
             self._reporter.at(action, start)
-            start += self._fault.skipped_steps(self._rank, action.clip)
+            skipped = self._fault.skipped_steps(self._rank, action.clip)
+            # An encoded packet must be stepped from its first step on.
+            start, end = (start + skipped, end) if start else (start, end - skipped)
             tensors = self._fault.received(self._rank, action.clip, tensors)
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
 
@@ -225,14 +252,10 @@ class PipelineStage:
             self._before_step(action, step + 1)
 
         self._before_step(action, start)
-        tensors = self._run_steps(packet.clip, tensors, start, action.end, after_step)
+        model = self._model_of(packet.clip)
+        tensors = model.denoise(tensors, start, end, after_step, pair)
         checks.finish()
         return self._fault.sent(self._rank, action.clip, tensors) if self._fault else tensors
-
-    def _run_steps(
-        self, clip: int, tensors: Tensors, start: int, end: int, after_step: AfterStep
-    ) -> Tensors:
-        return self._model_of(clip).denoise(tensors, start, end, after_step)
 
     def _before_step(self, action: Action, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""
@@ -249,6 +272,11 @@ class PipelineStage:
 
     def _report_step(self, clip: int, step: int, seconds: float) -> None:
         self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
+
+    def _share(self, action: Action) -> None:
+        packet = self._packet(action)
+        with self._waiting(action, "send"):
+            self._transport.send(packet, action.peer)
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
@@ -361,6 +389,13 @@ class PipelineStage:
             )
         )
         self._waits = {}
+
+    @contextmanager
+    def _waiting_at(self, action: Action, step: int) -> Iterator[None]:
+        """Reports the wait for the other rank of the pair; it is part of the step's time."""
+        self._reporter.at(action, step, waiting=True)
+        yield
+        self._reporter.at(action, step)
 
     @contextmanager
     def _waiting(self, action: Action | None, cause: WaitCause = "packet") -> Iterator[None]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 
 from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
 
-_NAME = re.compile(r"clip\d+_((step\d+|audio)\.safetensors|frames\.npy)", re.ASCII)
+_NAME = re.compile(r"clip\d+_((step\d+(_branch\d)?|audio)\.safetensors|frames\.npy)", re.ASCII)
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -69,6 +69,21 @@ class TensorStore:
     def history(self, clip: int, step: int) -> Tensors:
         """The kept history of a multistep solver; empty if there is none."""
         return solver_history(load_file(self._path(clip, f"step{step}.safetensors")))
+
+    def keep_prediction(self, clip: int, step: int, branch: int, prediction: torch.Tensor) -> None:
+        """Keeps what `step` of `clip` predicts for one branch of the guidance, in host memory."""
+        data = save({"prediction": prediction.detach().contiguous()})
+        self._keep(self._path(clip, f"step{step}_branch{branch}.safetensors").name, data)
+
+    def has_prediction(self, clip: int) -> bool:
+        """Whether the predictions of the clip's steps are kept."""
+        return self._path(clip, "step0_branch0.safetensors").exists()
+
+    def prediction(self, clip: int, step: int, branch: int) -> torch.Tensor:
+        """The kept prediction; FileNotFoundError if there is none."""
+        path = self._path(clip, f"step{step}_branch{branch}.safetensors")
+        prediction: torch.Tensor = load_file(path)["prediction"]
+        return prediction
 
     def keep_frames(self, clip: int, frames: Frames) -> None:
         """Keeps the frames of `clip`."""

@@ -269,6 +269,7 @@ def test_simulate_json() -> None:
         "split": "uniform",
         "replicas": 1,
         "decoders": 1,
+        "cfg_parallel": 1,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",

@@ -263,7 +263,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         (
             ("run", PHOTO, *DEMO, "--decode-chunk-size", "auto"),
             TORCHRUN,
-            "auto measures before ranks start",
+            "auto is chosen before ranks start",
         ),
         (("run", PHOTO, *DEMO), {"RANK": "0"}, "incomplete torchrun environment"),
         (("run", PHOTO, *DEMO), {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),

@@ -41,6 +41,7 @@ def test_json_is_that_of_the_issue() -> None:
             "split": "uniform",
             "replicas": 1,
             "decoders": 1,
+            "cfg_parallel": 1,
             "reason": None,
         },
         "ranks": [
@@ -295,7 +296,7 @@ def test_comparison_is_golden() -> None:
     assert (answer.code, answer.err) == (0, "")
     lines = "".join(f"{line.rstrip()}\n" for line in answer.out.splitlines())
     assert lines == (ROOT / "tests/golden/compare_a100_w8_n25.txt").read_text(encoding="utf-8")
-    assert max(map(len, lines.splitlines()[:7])) <= 80
+    assert max(map(len, lines.splitlines()[:8])) <= 80
 
 
 def test_comparison_in_json_says_the_same() -> None:
@@ -303,7 +304,7 @@ def test_comparison_in_json_says_the_same() -> None:
 
     assert (result["schema_version"], result["clips"]) == (2, 128)
     rows = {row["name"]: row for row in result["layouts"]}
-    layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel"]
+    layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel", "pairs"]
     assert list(rows) == layouts
     assert rows["uniform"]["forecast"] is None
     assert "cannot be split evenly" in rows["uniform"]["note"]

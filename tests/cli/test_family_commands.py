@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,7 +15,14 @@ from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_params
-from svdpp.config import SAMPLING_CLASSES, LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    LtxSampling,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    WanSampling,
+)
 from svdpp.config.files import read_costs
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import measured_config
@@ -23,7 +31,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
-from svdpp.media.video import read_sound
+from svdpp.media.video import read_frames, read_sound, write_clip
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
@@ -311,11 +319,18 @@ def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     assert {check["what"]: check["equal"] for check in checks} == dict.fromkeys(
         ("latent", "frames", "audio", "file"), True
     )
-    other = {**record, "audio_sha256": "0" * 64}
-    Path(f"{clip}.json").write_text(json.dumps(other))
+    silence = np.zeros((132, 2), np.int16)
+    metadata = {**record, "audio_sha256": "0" * 64}
+    del metadata["file_sha256"]
+    output = OutputConfig(path=str(clip))
+    sha256 = write_clip(
+        read_frames(clip, "mp4"), output, fps=24, metadata=metadata, sound=(silence, 16000)
+    )
+    Path(f"{clip}.json").write_text(json.dumps({**metadata, "file_sha256": sha256}))
     answer = svdpp_here("verify", str(clip), "--json")
-    checks = json.loads(answer.out)["checks"]
-    assert [check["what"] for check in checks if not check["equal"]] == ["audio", "file"]
+    wrong = [each for each in json.loads(answer.out)["checks"] if not each["equal"]]
+    assert [each["what"] for each in wrong] == ["audio", "file"]
+    assert "its sound is not that of the recomputed samples" in wrong[1]["detail"]
 
 
 def test_the_families_are_listed_with_their_parameters() -> None:

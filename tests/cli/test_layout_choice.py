@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from svdpp.cli.options.layout import LayoutOptions
-from svdpp.cli.rank_count import default_world
+from svdpp.cli.request import default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from svdpp.cli.trace_outputs import TraceOutputs
+from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
@@ -87,7 +87,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
         sampling=SvdSampling(num_inference_steps=2),
     )
     pipeline = Pipeline(config, fault=Damage("raise", 1, 1))
-    trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
+    trace_outputs = TraceOptions(trace=tmp_path / "trace.json")
     with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
 
@@ -100,7 +100,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
-    trace_outputs = TraceOutputs(trace=tmp_path / "trace.json")
+    trace_outputs = TraceOptions(trace=tmp_path / "trace.json")
     with pytest.raises(ZeroDivisionError), trace_outputs.of(pipeline):
         raise ZeroDivisionError
 

@@ -69,24 +69,3 @@ def test_the_models_of_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(("number", "text"), [(90100, "9.1.0"), (8902, "8.9.2"), (None, None)])
 def test_cudnns_number_is_written_with_dots(number: int | None, text: str | None) -> None:
     assert module._dotted(number) == text
-
-
-def test_clocks_power_cap_and_topology_are_the_drivers_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert module._devices()["topology"] == [] or torch.cuda.is_available()
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text(
-        "#!/bin/sh\n"
-        "case $1 in\n"
-        "topo) printf 'GPU0 GPU1\\nX NV4\\n';;\n"
-        "*) echo '0, A100, 210 MHz, 1410 MHz, 1215 MHz, 1215 MHz, 400.00 W, 400.00 W, Enabled';;\n"
-        "esac\n"
-    )
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    found = module._devices()
-    assert found["topology"] == ["GPU0 GPU1", "X NV4"]
-    assert found["settings"][0]["power.limit"] == "400.00 W"
-    assert found["settings"][0]["clocks.max.sm"] == "1410 MHz"

@@ -21,7 +21,7 @@ def _parts(trace: Trace) -> list[RankFigures]:
     config = PipelineConfig(
         world_size=trace.world_size,
         model=ModelConfig(name="dummy"),
-        sampling=SvdSampling(num_inference_steps=4, num_frames=2),
+        sampling=SvdSampling(num_inference_steps=6, num_frames=2),
     )
     figures = FigureRecorder(config, lambda _: None, trace=trace).figures()
     assert figures is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import tempfile
@@ -104,7 +105,7 @@ class Faulty:
         act: Callable[[dict[int, int]], None],
     ) -> None:
         self.finished: list[int] = []
-        self._when, self._act = when, act
+        self._when, self._act, self._world_size = when, act, config.world_size
         self._fault: float | None = None
         self._pids: dict[int, int] = {}
         self._pipeline = Pipeline(config, fault=stop)
@@ -126,7 +127,7 @@ class Faulty:
             self.finished.append(event.clip)
         happens = self._when(rank, event)
         if self._fault is None and happens:
-            wait_until(lambda: len(_ranks()) == WORLD_SIZE, 60, "ranks")
+            wait_until(lambda: len(_ranks()) == self._world_size, 60, "ranks")
             self._pids = _ranks()
             self._fault = time.monotonic()
             self._act(self._pids)
@@ -243,6 +244,70 @@ def test_a_frozen_rank_is_named_and_not_its_neighbour(rank: int, step: int) -> N
     assert seconds <= config.heartbeat_timeout_seconds + allowing_for_others(5)
     assert re.match(rf"rank {rank} \(cpu of .*\) has sent no heartbeat for", error.message)
     assert f"at clip 1, step {step} " in error.message
+
+
+PAIRS = replace(DUMMY, world_size=4, cfg_parallel=2)
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 2), (2, 3), (3, 5)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_half_of_a_pair_is_named_and_not_the_other(
+    rank: int, step: int, number: signal.Signals
+) -> None:
+    stop = InjectedStop("hang", rank, 1, place=f"step{step}")
+    config = replace(PAIRS, heartbeat_timeout_seconds=allowing_for_others(2.5))
+    faulty = Faulty(config, stop, _stands(stop), _kill(rank, number))
+    error, seconds = faulty.run(_clips())
+    assert seconds <= config.heartbeat_timeout_seconds + allowing_for_others(5)
+    how = "was killed by SIGKILL" if number is signal.SIGKILL else "has sent no heartbeat for"
+    assert re.match(rf"rank {rank} \(cpu of .*\) {how}", error.message)
+    assert f"at clip 1, step {step} " in error.message
+
+
+@pytest.mark.parametrize("attempt", range(20))
+def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int) -> None:
+    """A rank is killed, stopped or interrupted at any event; another layout makes the rest."""
+    dice = random.Random(attempt)
+    left = dice.randrange(10, 150)
+    rank, number = dice.randrange(4), dice.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGINT))
+    latents = temporary_files / "out"
+    latents.mkdir(exist_ok=True)
+    requests = [replace(each, latents_key=f"{each.seed:064x}") for each in _clips()]
+    with Pipeline(replace(DUMMY, world_size=1)) as alone:
+        expected = [result.metadata["latents_sha256"] for result in alone.run(_clips())]
+
+    def happens(*_: object) -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0 and len(_ranks()) == PAIRS.world_size
+
+    config = replace(PAIRS, heartbeat_timeout_seconds=allowing_for_others(2.5))
+    found: dict[int, str] = {}
+    struck = []
+
+    def see(of_rank: int, event: Event) -> None:
+        if isinstance(event, ClipDone):
+            found[event.clip] = event.metadata["latents_sha256"]
+        if not struck and happens(of_rank, event):
+            struck.append(rank)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_ranks()[rank], number)
+
+    pipeline = Pipeline(config, latents_folder=str(latents))
+    pipeline.observe(see)
+    with contextlib.suppress(RankError), pipeline:
+        pipeline.run(requests)
+    error = pipeline.run_error
+    assert error is None or (struck and f"rank {rank} " in str(error)), error
+    rest = [clip for clip in range(len(requests)) if clip not in found]
+    done = {clip: [p for p in latents.iterdir() if f"{clip:064x}" in p.name] for clip in rest}
+    again = [replace(requests[clip], done_steps=3 if done[clip] else 0) for clip in rest]
+    with Pipeline(dice.choice((DUMMY, PAIRS)), latents_folder=str(latents)) as other:
+        for clip, result in zip(rest, other.run(again), strict=True):
+            found[clip] = result.metadata["latents_sha256"]
+    assert [found[clip] for clip in range(len(requests))] == expected
+    latents.rmdir()
 
 
 @pytest.mark.usefixtures("temporary_files")

@@ -124,6 +124,7 @@ config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=ask
 config, checkpoint = resolve(config)
 model = load_model(config, checkpoint, str(device), Roles(encode=False, denoise=True, decode=True))
 tensors, copies = model.probe_packet(), streams.SideStream(device)
+last = model.probe_packet(has_stepped=True)
 def digest(tensor):
     host = copies.to_host(tensor.contiguous(), streams.mark(device))
     return hashlib.sha256(host.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -131,7 +132,7 @@ found = {"step": [], "decode": []}
 with torch.no_grad():
     for _ in range(2):
         found["step"].append(digest(model.denoise(tensors, 0, 1, lambda *_: None)[LATENTS]))
-        found["decode"].append(digest(model.decode({**tensors, LATENTS: tensors[LATENTS] * 0.1})))
+        found["decode"].append(digest(model.decode({**last, LATENTS: last[LATENTS] * 0.1})))
 print(json.dumps(found))
 """
 

@@ -111,12 +111,24 @@ def test_clients_without_the_secret_are_rejected(
     loud.close()
 
 
-def test_the_endpoint_of_an_earlier_attempt_is_skipped(store: InMemoryStore) -> None:
+def test_the_endpoint_of_an_earlier_attempt_is_skipped(
+    store: InMemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed, connect = threading.Event(), socket.create_connection
+
+    def connecting(*arguments: Any, **options: Any) -> socket.socket:
+        try:
+            return connect(*arguments, **options)
+        except OSError:
+            has_failed.set()
+            raise
+
+    monkeypatch.setattr(socket, "create_connection", connecting)
     earlier = RankListener(store, "127.0.0.1", peer_timeout=5)
     earlier.close()
     connected: list[connections.Connection] = []
     thread = _connect_in_thread(store, connected)
-    time.sleep(0.3)  # lets the first attempt fail
+    assert has_failed.wait(20)
     now = RankListener(store, "127.0.0.1", peer_timeout=5)
     assert _accept(now)[0] == HELLO
     thread.join()

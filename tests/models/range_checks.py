@@ -18,7 +18,9 @@ from svdpp.plan.layout import Roles
 
 
 def request_of(
-    prompt: str = "a cat walks over the grass", seed: int = 3, negative_prompt: str | None = None
+    prompt: str | None = "a cat walks over the grass",
+    seed: int = 3,
+    negative_prompt: str | None = None,
 ) -> ClipRequest:
     """A clip's request."""
     return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)

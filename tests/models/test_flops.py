@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from svdpp.config import LtxSampling, ModelConfig, SvdSampling, WanSampling
 from svdpp.diagnostics import utilisation as module
+from svdpp.diagnostics.figures import figures_of
 from svdpp.diagnostics.utilisation import (
     PartFlops,
     Speeds,
@@ -109,7 +111,8 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
     assert flops.step == pytest.approx(hand.flops, rel=0.02)
     assert min(flops.encode, flops.decode) > 0
     figures = replayed(model=asdict(named), sampling=asdict(sampling))
-    assert len(speeds_of(figures).ranks) == 2
+    read_back = figures_of(json.loads(json.dumps({"measured": figures.to_json()})), "")
+    assert len(speeds_of(figures).ranks) == len(speeds_of(read_back).ranks) == 2
     without = replace(sampling, guidance_scale=1.0)
     assert count_flops(named, without).step == pytest.approx(flops.step / 2, rel=0.02)
 

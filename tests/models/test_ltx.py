@@ -16,13 +16,9 @@ from svdpp.models import loading
 from svdpp.models.base import GENERATOR
 from svdpp.models.engine.ltx import generator_device
 from tests.models.builders import edit_json
-from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
-    check_every_cut,
     loaded,
-    model_of,
     nothing,
-    photograph,
     ranks,
     read_folder,
     request_of,
@@ -34,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
 
 TIMESTEP = {"timestep_conditioning": True}
-BF16 = {"dtype": torch.bfloat16}
-MORE = [pytest.mark.long, pytest.mark.full]
 
 Save = Callable[..., Path]
 
@@ -56,36 +50,6 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 def sampling_of(**changes: Any) -> LtxSampling:
     sizes = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 8}
     return LtxSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
-
-
-@pytest.mark.parametrize(
-    ("saved", "has_image", "changes"),
-    [
-        pytest.param({}, False, {"guidance_rescale": 0.7}, id="t2v"),
-        pytest.param({}, False, {"guidance_scale": 1.0}, id="t2v-no-guidance"),
-        pytest.param({}, True, {"guidance_scale": 1.0}, id="i2v-no-guidance"),
-        pytest.param(
-            {**TIMESTEP, **BF16},
-            True,
-            {"decode_timestep": 0.05, "decode_noise_scale": 0.025},
-            id="i2v-timestep-bf16",
-        ),
-        pytest.param(TIMESTEP, False, {"decode_timestep": 0.05}, id="t2v-timestep"),
-        pytest.param({}, True, {}, id="i2v", marks=MORE),
-        pytest.param(BF16, False, {}, id="t2v-bf16", marks=MORE),
-        pytest.param(TIMESTEP, True, {"decode_timestep": 0.05}, id="i2v-timestep", marks=MORE),
-    ],
-)
-def test_every_cut_gives_the_bits_of_the_whole_call(
-    save: Save, saved: dict[str, Any], has_image: bool, changes: dict[str, Any]
-) -> None:
-    checkpoint = read_folder(save(**saved))
-    sampling = checkpoint.resolve(sampling_of(from_image=has_image, **changes))
-    dtype = "bf16" if "dtype" in saved else "fp32"
-    request, image = request_of(), photograph() if has_image else None
-    whole = latents_and_frames(model_of(checkpoint, dtype), sampling, request, image)
-    rank_for = ranks(checkpoint, sampling, dtype=dtype)
-    check_every_cut(rank_for, STEPS, whole, request, image)
 
 
 def test_a_rank_holds_only_what_it_runs(save: Save) -> None:

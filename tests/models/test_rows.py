@@ -34,6 +34,7 @@ from tests.models.range_checks import (
     read_folder,
     request_of,
 )
+from tests.models.tiny_families import WAN_UNIPC
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,16 +55,27 @@ class Case:
     sampling: dict[str, Any]
     image: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
+    negative: str | None = None
+    marks: tuple[Any, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Of the checkpoint's weights, and of the ranks."""
+        return "bf16" if "dtype" in self.changes else "fp32"
 
     def config(self, **changes: Any) -> SamplingConfig:
         """The clip's sampling parameters."""
         kind: Any = SAMPLING_CLASSES[self.family]
         values = {**SIZES, **self.sampling, **changes}
-        config: SamplingConfig = kind(**values, from_image=self.image)
+        if self.family == "svd":
+            values.pop("max_sequence_length")
+        else:
+            values["from_image"] = self.image
+        config: SamplingConfig = kind(**values)
         return config
 
 
-CASES = {
+CASES: dict[str, Case] = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
@@ -104,12 +116,51 @@ CASES = {
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
 
-#: The rows that have tests of their own.
-OTHERS = {
-    "wan": Case("wan", {"height": 16, "width": 16, "num_frames": 9}),
-    "wan-image": Case("wan", {"height": 16, "width": 16, "num_frames": 9}, image=True),
-    "ltx": Case("ltx", LTX),
-    "ltx-image": Case("ltx", LTX, image=True),
+T2V = {"boundary_ratio": 0.875}
+I2V = {"boundary_ratio": 0.9}
+WAN_5B = {"expand_timesteps": True}
+TIMESTEP = {"timestep_conditioning": True}
+BF16 = {"dtype": torch.bfloat16}
+EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
+ORDER_3 = {"scheduler": diffusers.UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})}
+FULL = (pytest.mark.long, pytest.mark.full)
+UNGUIDED = {"guidance_scale": 1.0}
+OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
+DECODED = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
+
+
+def _wan(
+    changes: dict[str, Any], more: dict[str, Any] | None = None, side: int = 32, **options: Any
+) -> Case:
+    sizes = {"height": side, "width": side, "num_frames": 5, "num_inference_steps": 4}
+    return Case("wan", {**sizes, **(more or {})}, changes=changes, **options)
+
+
+def _ltx(changes: dict[str, Any], more: dict[str, Any] | None = None, **options: Any) -> Case:
+    sizes = {**LTX, "width": 96, "num_inference_steps": 4}
+    return Case("ltx", {**sizes, **(more or {})}, changes=changes, **options)
+
+
+CASES |= {
+    "svd": Case("svd", {"height": 64, "width": 64, "num_frames": 4}, image=True),
+    "wan": _wan(T2V, OWN_SCALES, negative="blurred"),
+    "wan-euler-bf16": _wan({**T2V, **BF16, **EULER}),
+    "wan-image-bf16": _wan({**I2V, **BF16}, image=True),
+    "wan-2.1-image": _wan({"image_encoder": True}, image=True),
+    "wan-5b-unguided": _wan(WAN_5B, UNGUIDED, 64),
+    "wan-5b-image": _wan(WAN_5B, side=64, image=True, negative="static"),
+    "wan-euler": _wan({**T2V, **EULER}, marks=FULL),
+    "wan-bf16": _wan({**T2V, **BF16}, marks=FULL),
+    "wan-image-unguided": _wan(I2V, UNGUIDED, image=True, marks=FULL),
+    "wan-order-3": _wan({**T2V, **ORDER_3}, marks=FULL),
+    "ltx": _ltx({}, {"guidance_rescale": 0.7}),
+    "ltx-unguided": _ltx({}, UNGUIDED),
+    "ltx-image-unguided": _ltx({}, UNGUIDED, image=True, marks=FULL),
+    "ltx-image-timestep-bf16": _ltx({**TIMESTEP, **BF16}, DECODED, image=True),
+    "ltx-timestep": _ltx(TIMESTEP, {"decode_timestep": 0.05}),
+    "ltx-image": _ltx({}, image=True),
+    "ltx-bf16": _ltx(BF16, marks=FULL),
+    "ltx-image-timestep": _ltx(TIMESTEP, {"decode_timestep": 0.05}, image=True, marks=FULL),
 }
 
 
@@ -119,7 +170,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
 
     @functools.cache
     def checkpoint(name: str) -> Any:
-        case, folder = {**CASES, **OTHERS}[name], tmp_path_factory.mktemp(name)
+        case, folder = CASES[name], tmp_path_factory.mktemp(name)
         return read_folder(save_tiny(case.family, folder, image=case.image, **case.changes))
 
     return checkpoint
@@ -134,16 +185,22 @@ AGAIN = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=pytest.mark.long) if each in AGAIN else each for each in CASES],
+    [
+        pytest.param(each, marks=[*case.marks, *([pytest.mark.long] if each in AGAIN else [])])
+        for each, case in CASES.items()
+    ],
 )
 def test_every_cut_gives_the_bits_of_the_whole_call(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
     case, checkpoint = CASES[name], checkpoints(name)
     sampling = checkpoint.resolve(case.config())
-    request, image = request_of(), photograph() if case.image else None
-    latents, frames, audio = whole_clip(model_of(checkpoint), sampling, request, image)
-    rank_for, steps = ranks(checkpoint, sampling), sampling.num_inference_steps
+    prompt = {} if checkpoint.row.takes_prompt else {"prompt": None}
+    request = request_of(**prompt, negative_prompt=case.negative)
+    image = photograph() if case.image else None
+    model, steps = model_of(checkpoint, case.dtype), sampling.num_inference_steps
+    latents, frames, audio = whole_clip(model, sampling, request, image)
+    rank_for = ranks(checkpoint, sampling, model=model)
     check_every_cut(rank_for, steps, (latents, frames), request, image)
     assert (audio is None) == (checkpoint.row.vocoder is None)
     if audio is not None:
@@ -152,7 +209,8 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
         assert torch.equal(ours.samples, audio.samples)
         assert audio.samples.unique().numel() > 1
         assert ours.rate == audio.rate
-    assert {*loaded(rank_for(0, 1))} == {*checkpoint.row.denoisers} & {*checkpoint.weighted}
+    denoisers = {*checkpoint.row.denoisers} & {*checkpoint.weighted}
+    assert {*loaded(rank_for(0, 1)), *loaded(rank_for(steps - 1, steps))} == denoisers
 
 
 QUICK = "ltx2"
@@ -160,15 +218,19 @@ QUICK = "ltx2"
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    [
+        pytest.param(name, marks=[] if name == QUICK else [pytest.mark.long, *case.marks])
+        for name, case in CASES.items()
+    ],
 )
 def test_the_estimate_runs_the_call_without_weights(
     checkpoints: Callable[[str], Any], name: str
 ) -> None:
     case, checkpoint = CASES[name], checkpoints(name)
     sampling = checkpoint.resolve(case.config())
-    estimated = estimate(checkpoint, model_of(checkpoint), sampling, device="cpu")
-    rank_for, steps = ranks(checkpoint, sampling), sampling.num_inference_steps
+    model, steps = model_of(checkpoint, case.dtype), sampling.num_inference_steps
+    estimated = estimate(checkpoint, model, sampling, device="cpu")
+    rank_for = ranks(checkpoint, sampling, model=model)
     encoder = rank_for(0, 0)
     for part, model in (
         ("encode", encoder),

@@ -11,7 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import UniPCMultistepScheduler
 from transformers import TokenizersBackend
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
@@ -21,13 +21,9 @@ from svdpp.models.engine.configs import SchedulerConfig
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
-from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import (
-    check_every_cut,
     loaded,
-    model_of,
     nothing,
-    photograph,
     ranks,
     read_folder,
     request_of,
@@ -38,8 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
 
-ORDER_3 = UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})
-EULER = FlowMatchEulerDiscreteScheduler(shift=3.0)
 T2V = {"boundary_ratio": 0.875}
 I2V = {"boundary_ratio": 0.9, "image_to_video": True}
 I2V_CLIP = {"image_encoder": True, "image_to_video": True}
@@ -73,42 +67,7 @@ def sampling_of(side: int = 32, **changes: Any) -> WanSampling:
     return WanSampling(**{**sizes, "num_inference_steps": STEPS, **changes})
 
 
-OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
 NO_GUIDANCE = {"guidance_scale": 1.0}
-MORE = [pytest.mark.long, pytest.mark.full]
-
-
-@pytest.mark.parametrize(
-    ("saved", "side", "has_image", "changes", "negative"),
-    [
-        pytest.param(T2V, 32, False, OWN_SCALES, "blurred", id="t2v-unipc"),
-        pytest.param({**T2V, **BF16, "scheduler": EULER}, 32, False, {}, None, id="t2v-euler-bf16"),
-        pytest.param({**I2V, **BF16}, 32, True, {}, None, id="i2v-unipc-bf16"),
-        pytest.param(I2V_CLIP, 32, True, {}, None, id="i2v-wan-2.1"),
-        pytest.param(WAN_5B, 64, False, NO_GUIDANCE, None, id="t2v-5b-no-guidance"),
-        pytest.param(WAN_5B, 64, True, {}, "static", id="i2v-5b"),
-        pytest.param({**T2V, "scheduler": EULER}, 32, False, {}, None, id="t2v-euler", marks=MORE),
-        pytest.param({**T2V, **BF16}, 32, False, {}, None, id="t2v-unipc-bf16", marks=MORE),
-        pytest.param(I2V, 32, True, NO_GUIDANCE, None, id="i2v-no-guidance", marks=MORE),
-        pytest.param({**T2V, "scheduler": ORDER_3}, 32, False, {}, None, id="order-3", marks=MORE),
-    ],
-)
-def test_every_cut_gives_the_bits_of_the_whole_call(
-    save: Save,
-    saved: dict[str, Any],
-    side: int,
-    has_image: bool,
-    changes: dict[str, Any],
-    negative: str | None,
-) -> None:
-    checkpoint = read_folder(save(**saved))
-    sampling = checkpoint.resolve(sampling_of(side, from_image=has_image, **changes))
-    dtype = "bf16" if "dtype" in saved else "fp32"
-    request = request_of(negative_prompt=negative)
-    image = photograph() if has_image else None
-    whole = latents_and_frames(model_of(checkpoint, dtype), sampling, request, image)
-    rank_for = ranks(checkpoint, sampling, dtype=dtype)
-    check_every_cut(rank_for, STEPS, whole, request, image)
 
 
 def test_a_rank_holds_only_what_it_runs(save: Save) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from tests.models.builders import save_tiny_checkpoint
 from tests.models.tiny_families import (
     WAN_UNIPC,
     ltx_transformer,
@@ -43,6 +44,8 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
         return save_tiny_wan(folder, image_to_video=image, **changes)
     if family == "ltx":
         return save_tiny_ltx(folder, **changes)
+    if family == "svd":
+        return save_tiny_checkpoint(folder, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         name, parts = _MAKERS[family](image)

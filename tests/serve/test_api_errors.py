@@ -63,12 +63,25 @@ def test_an_error_names_no_folder_of_the_server() -> None:
     assert api_error.message == body.message
 
 
-def test_options_of_the_command_line_are_named_as_the_api_names_them() -> None:
-    error = as_api_error(
-        RequestError("--motion-bucket-id must be 0 to 9", "use --steps 4 or --frames 2")
-    )
-    assert error.message == "motion_bucket_id must be 0 to 9"
-    assert error.hint == "use steps 4 or frames 2"
+@pytest.mark.parametrize(
+    ("raised", "shown"),
+    [
+        (
+            ("--motion-bucket-id must be 0 to 9", "use --steps 4 or --frames 2"),
+            ("motion_bucket_id must be 0 to 9", "use steps 4 or frames 2"),
+        ),
+        (("--param flow_shift is too large", ""), ("flow_shift is too large", "")),
+        # What only whoever starts the server can do.
+        (("7 steps cannot be divided", "use --split balanced"), ("7 steps cannot be divided", "")),
+        (("too many pixels", "--max-megapixels 50"), ("too many pixels", "--max-megapixels 50")),
+    ],
+    ids=str,
+)
+def test_messages_name_fields_of_requests_and_no_options(
+    raised: tuple[str, str], shown: tuple[str, str]
+) -> None:
+    error = as_api_error(RequestError(*raised))
+    assert (error.message, error.hint) == shown
 
 
 def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

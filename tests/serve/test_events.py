@@ -6,14 +6,24 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from svdpp.serve.events import Events, JobEvent, Subscription
 
 
-async def _all(subscription: Subscription) -> list[JobEvent]:
-    return [event async for event in subscription if event is not None]
+async def _all(subscription: Subscription, found: list[JobEvent] | None = None) -> list[JobEvent]:
+    found = [] if found is None else found
+    async for event in subscription:
+        if event is not None:
+            found.append(event)
+    return found
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def test_a_subscriber_gets_the_newest_event_first_and_ends_after_a_final_one() -> None:
@@ -21,15 +31,14 @@ def test_a_subscriber_gets_the_newest_event_first_and_ends_after_a_final_one() -
         events = Events()
         events.publish("a", {"step": 1})
         events.publish("a", {"step": 2})
-        task = asyncio.create_task(_all(events.subscribe("a")))
-        await asyncio.sleep(0)
+        found: list[JobEvent] = []
+        task = asyncio.create_task(_all(events.subscribe("a"), found))
+        await _until(lambda: len(found) == 1)
         events.publish("b", {"step": 9})
         threading.Thread(target=events.publish, args=("a", {"step": 3})).start()
-        while (newest := events.newest("a")) is None or newest.data["step"] != 3:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+        await _until(lambda: len(found) == 2)
         events.publish("a", {"step": 4}, is_final=True)
-        found = await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 10)
         assert events.num_subscribers == 0
         assert events.watched() == set()
         return found
@@ -47,8 +56,9 @@ def test_a_subscription_resumes_by_the_last_id(known: str) -> None:
         old = events.publish("a", {"step": 1})
         newest = events.publish("a", {"step": 2})
         last_id = {"none": None, "old": old.id, "newest": newest.id}[known]
-        task = asyncio.create_task(_all(events.subscribe("a", last_id)))
-        await asyncio.sleep(0.01)
+        found: list[JobEvent] = []
+        task = asyncio.create_task(_all(events.subscribe("a", last_id), found))
+        await _until(lambda: known == "newest" or bool(found))
         events.publish("a", {"step": 3}, is_final=True)
         return [event.data["step"] for event in await asyncio.wait_for(task, 10)]
 
@@ -65,10 +75,8 @@ def test_a_slow_subscriber_skips_events_and_never_blocks_a_publisher() -> None:
     async def follow() -> list[int]:
         events = Events()
         subscription = events.subscribe("a")
-        begun = time.monotonic()
         for step in range(20_000):
             events.publish("a", {"step": step})
-        assert time.monotonic() - begun < 5
         first = await anext(subscription)
         events.publish("a", {"step": -1}, is_final=True)
         assert first is not None
@@ -91,8 +99,10 @@ def test_silence_yields_none() -> None:
 def test_a_vanished_client_leaves_nothing() -> None:
     async def follow() -> None:
         events = Events()
-        tasks = [asyncio.create_task(_all(events.subscribe("a"))) for _ in range(50)]
-        await asyncio.sleep(0.01)
+        events.publish("a", {})
+        found: list[list[JobEvent]] = [[] for _ in range(50)]
+        tasks = [asyncio.create_task(_all(events.subscribe("a"), each)) for each in found]
+        await _until(lambda: all(found))
         assert events.num_subscribers == 50
         for task in tasks:
             task.cancel()
@@ -133,7 +143,6 @@ def test_closing_and_forgetting_end_subscriptions() -> None:
     async def follow() -> None:
         events = Events()
         forgotten, closed = (asyncio.create_task(_all(events.subscribe(name))) for name in "ab")
-        await asyncio.sleep(0.01)
         events.forget("a")
         assert await asyncio.wait_for(forgotten, 10) == []
         threading.Thread(target=events.close).start()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.cli.shell import ROOT
+from svdpp.serve.auth import add_key
 from tests.serve.http_server import PHOTO, QUICK, HttpServer, error_of
 
 pytest.importorskip("fastapi")
@@ -21,21 +17,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 TYPES = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "BMP": "bmp", "TIFF": "tiff", "GIF": "gif"}
 
 
-def new_key(owner: str, file: Path) -> str:
-    made = subprocess.run(
-        [sys.executable, "-m", "svdpp", "serve", "--new-key", owner, "--api-key-file", file],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return made.stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     file = tmp_path_factory.mktemp("keys") / "keys"
-    return {"file": str(file), **{owner: new_key(owner, file) for owner in ("alice", "bob")}}
+    return {"file": str(file), **{owner: add_key(file, owner) for owner in ("alice", "bob")}}
 
 
 @pytest.fixture(scope="module")

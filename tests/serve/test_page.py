@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from svdpp.config import OutputConfig
 from svdpp.media.examples import example_photos
 from svdpp.media.video import write_clip
+from svdpp.serve.auth import add_key
 from tests.cli.shell import ROOT
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, wait
 
@@ -521,14 +520,7 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
 @pytest.mark.long
 def test_the_page_asks_for_a_key_and_uses_it(driver: Any, tmp_path: Path) -> None:
     keys = ("--api-key-file", str(tmp_path / "keys"))
-    made = subprocess.run(
-        [sys.executable, "-m", "svdpp", "serve", "--new-key", "alice", *keys],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    key = made.stdout.strip()
+    key = add_key(tmp_path / "keys", "alice")
     with HttpServer(tmp_path / "data", *QUICK, *keys, key=key) as server:
         server.wait_ready()
         (id,) = server.add()

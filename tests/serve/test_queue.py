@@ -67,7 +67,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.unproved() == [id]
     assert store.set_proof(id, "equal")
     assert store.unproved() == []
-    assert [job.id for job in store.finished()] == [id]
+    assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
     assert store.photos() == {}

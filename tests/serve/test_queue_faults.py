@@ -147,26 +147,18 @@ def test_a_closed_store_says_so(store: JobQueue) -> None:
             call()
 
 
-def spoil_folder(folder: Path) -> None:
-    folder.write_text("a file")
-
-
-def spoil_with_folder(folder: Path) -> None:
-    (folder / "queue.sqlite3").mkdir(parents=True)
-
-
-def spoil_with_text(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "queue.sqlite3").write_bytes(b"no database " * 1000)
-
-
-def spoil_lock(folder: Path) -> None:
-    (folder / "lock").mkdir(parents=True)
-
-
-@pytest.mark.parametrize("spoil", [spoil_folder, spoil_with_folder, spoil_with_text, spoil_lock])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: folder.write_text("a file"),
+        lambda folder: (folder / "queue.sqlite3").mkdir(parents=True),
+        lambda folder: folder.mkdir() or (folder / "queue.sqlite3").write_bytes(b"none " * 1000),
+        lambda folder: (folder / "lock").mkdir(parents=True),
+    ],
+    ids=["a file", "a folder as queue", "text as queue", "a folder as lock"],
+)
 def test_a_folder_that_cannot_be_used_is_named(
-    tmp_path: Path, spoil: Callable[[Path], None]
+    tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     spoil(tmp_path / "data")
     with pytest.raises(OutputError, match="data"):

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from svdpp.media.video import file_sha256
+from svdpp.serve.auth import add_key
 from tests.cli.shell import DEMO as ON_CPU
 from tests.cli.shell import Answer, assert_error, python, svdpp_here
 from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
@@ -55,16 +56,6 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
-def test_a_host_that_is_not_this_machine(tmp_path: Path) -> None:
-    key_file = tmp_path / "keys.txt"
-    svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
-    answer = start_here(
-        tmp_path, "--port", "0", "--host", "192.0.2.1", "--api-key-file", str(key_file)
-    )
-
-    assert_error(answer, 2, "cannot listen on 192.0.2.1")
-
-
 def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ServerSettings] = []
     monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
@@ -84,49 +75,37 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
     assert (settings.keep_seconds, settings.keep_bytes) == (2 * 86400, 1_500_000_000)
 
 
-@pytest.mark.parametrize(("name", "own"), [("steps", 8), ("frames", 14)])
-def test_a_limit_below_the_default_clip(tmp_path: Path, name: str, own: int) -> None:
-    answer = start_here(tmp_path, "--port", "0", f"--max-{name}", "3")
-
-    assert_error(answer, 2, f"--max-{name} 3 is less than the {own} {name}", f"--{name} 3")
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "clips.example"])
-def test_without_keys_other_hosts_are_refused(tmp_path: Path, host: str) -> None:
-    answer = start_here(tmp_path, "--port", "0", "--host", host)
-
-    assert_error(answer, 2, f"--host {host}", "--api-key-file", "--new-key")
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_missing_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        *(
+            (("--host", host), 2, (f"--host {host}", "--api-key-file", "--new-key"))
+            for host in ("0.0.0.0", "::", "192.168.1.5", "clips.example")
+        ),
+        (("--host", "192.0.2.1", "--api-key-file", "keys"), 2, ("cannot listen on 192.0.2.1",)),
+        (("--api-key-file", "none"), 7, ("none",)),
+        (("--api-key-file", "open"), 2, ("0644", "chmod 600")),
+        (("--max-steps", "3"), 2, ("--max-steps 3 is less than the 8 steps", "--steps 3")),
+        (("--max-frames", "3"), 2, ("--max-frames 3 is less than the 14 frames", "--frames 3")),
+        (("--model", "./empty"), 5, ("empty",)),
+        (("--data", "keys"), 8, ("keys",)),
+    ],
+    ids=str,
+)
+def test_a_start_that_is_refused_leaves_no_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    code: int,
+    words: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    model = ("--device", "cpu", "--model", str(tmp_path / "empty"))
-    answer = svdpp_here("serve", "--data", str(tmp_path / "data"), *model, "--port", "0")
-
-    assert_error(answer, 5, "empty")
+    for name, mode in (("keys", 0o600), ("open", 0o644)):
+        add_key(tmp_path / name, "alice")
+        (tmp_path / name).chmod(mode)
+    assert_error(start_here(tmp_path, "--port", "0", *options), code, *words)
     assert not (tmp_path / "data").exists()
-
-
-def test_a_missing_key_file(tmp_path: Path) -> None:
-    missing = str(tmp_path / "keys.txt")
-    answer = start_here(tmp_path, "--port", "0", "--api-key-file", missing)
-    assert_error(answer, 7, "keys.txt")
-
-
-def test_a_key_file_that_others_may_read(tmp_path: Path) -> None:
-    key_file = tmp_path / "keys.txt"
-    svdpp_here("serve", "--new-key", "alice", "--api-key-file", str(key_file))
-    key_file.chmod(0o644)
-    answer = start_here(tmp_path, "--port", "0", "--api-key-file", str(key_file))
-
-    assert_error(answer, 2, "0644", "chmod 600")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("a file")
-    assert_error(start_here(tmp_path, "--port", "0"), 8, "data")
 
 
 @pytest.mark.processes
@@ -223,10 +202,7 @@ def test_a_new_key_leaves_a_wrong_file_alone(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.txt"
-    alice, bob = (
-        svdpp_here("serve", "--new-key", name, "--api-key-file", str(key_file)).out.strip()
-        for name in ("alice", "bob")
-    )
+    alice, bob = (add_key(key_file, name) for name in ("alice", "bob"))
     options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(key_file))
     with HttpServer(tmp_path / "data", *options, key=alice) as server:
         (id,) = server.add(steps=20)

@@ -150,7 +150,7 @@ def test_a_rank(tmp_path: Path) -> None:
 def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[type[torch.Tensor]] = []
     for name in ("send", "isend"):
-        monkeypatch.setattr(dist, name, lambda tensor, _: sent.append(type(tensor)))
+        monkeypatch.setattr(dist, name, lambda tensor, *_, **__: sent.append(type(tensor)))
     link = Transport(0, CPU, backend, Mock(), checksum=True)
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()

@@ -54,6 +54,13 @@ class LayoutOptions:
         "Ranks at the end of each pipeline that finish and decode clips in turn.",
         shown="1",
     )
+    cfg_parallel: int | None = setting(
+        LAYOUT,
+        "1|2",
+        "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
+        "the guidance; a clip takes about half as long.",
+        shown="1",
+    )
     costs: str | None = setting(
         LAYOUT,
         "FILE|PRESET",
@@ -79,7 +86,8 @@ class LayoutOptions:
     @property
     def given(self) -> dict[str, Any]:
         """All given options of the layout, by name."""
-        return {**self.refined, **({"layout": self.layout} if self.layout else {})}
+        others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
+        return {**self.refined, **{name: value for name, value in others.items() if value}}
 
     @property
     def must_divide(self) -> bool:
@@ -97,7 +105,10 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        return {"replicas": world_size} if self.layout == "data-parallel" else self.refined
+        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.cfg_parallel}
+        if self.layout == "data-parallel":
+            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **pairs}
+        return {**self.refined, **pairs}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
         """Names a faster layout if the user has not chosen one; else "".
@@ -176,6 +187,7 @@ class LayoutOptions:
             costs=costs,
             decodes=decodes,
             memory_gib=has,
+            cfg_parallel=self.cfg_parallel or 1,
             **(experts or {}),
         )
         why = f"layout: {choice.reason}"
@@ -223,12 +235,15 @@ class ExpertOptions(ShareOptions):
 
 def options_for(layout: Layout) -> str:
     """The options that select `layout`."""
+    pairs = " --cfg-parallel 2" if layout.cfg_parallel == 2 else ""
     if layout.replica_size == 1:
-        return "--layout data-parallel"
+        return f"--layout data-parallel{pairs}"
     simple = {"split": "uniform", "replicas": 1, "decoders": 1}
-    chosen = {name: value for name, value in _fields(layout).items() if value != simple[name]}
-    return " ".join(f"--{name} {value}" for name, value in chosen.items()) or "--layout pipeline"
+    chosen = {name: getattr(layout, name) for name in simple}
+    texts = [f"--{name} {value}" for name, value in chosen.items() if value != simple[name]]
+    return (" ".join(texts) or "--layout pipeline") + pairs
 
 
 def _fields(layout: Layout) -> Mapping[str, Any]:
-    return {"split": layout.split, "replicas": layout.replicas, "decoders": layout.decoders}
+    names = ("split", "replicas", "decoders", "cfg_parallel")
+    return {name: getattr(layout, name) for name in names}

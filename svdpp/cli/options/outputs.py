@@ -11,7 +11,6 @@ from svdpp.config import OutputConfig
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
-    from svdpp.cli.trace_outputs import TraceOutputs
     from svdpp.driver.jobs import OutputPolicy
 
 _FORMATS = ("mp4", "gif", "webp", "frames")
@@ -151,31 +150,3 @@ def _has_fields(text: str) -> bool:
             f"--out has an unknown field {{{name}}}", "fields are {name}, {seed} and {index}"
         )
     return bool(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """Pictures and traces of a run."""
-
-    trace: Path | None = setting(
-        DIAGNOSTICS,
-        "FILE.json",
-        "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
-    )
-    timeline: Path | None = setting(
-        DIAGNOSTICS,
-        "FILE.svg|png",
-        "Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
-    )
-    profile: Path | None = setting(
-        DIAGNOSTICS,
-        "FILE.json",
-        "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
-        "every kernel in Chrome's trace format.",
-    )
-
-    def checked(self) -> "TraceOutputs":
-        """The files, checked before any work."""
-        from svdpp.cli.trace_outputs import TraceOutputs
-
-        return TraceOutputs(trace=self.trace, timeline=self.timeline, profile=self.profile)

@@ -20,6 +20,7 @@ from svdpp.config import (
     params_of,
     sampling_defaults,
 )
+from svdpp.config.limits import check_seed
 from svdpp.errors import RequestError
 
 #: The value of --decode-chunk-size that takes as many frames as fit.
@@ -194,7 +195,7 @@ def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
             raise RequestError(
                 f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds"
             )
-        _check_seed(last)
+        check_seed(last)
         result.update(dict.fromkeys(range(first, last + 1)))
     return list(result)
 
@@ -202,13 +203,8 @@ def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
 def _one_seed(text: str) -> int:
     if not re.fullmatch(r"-?\d{1,20}", text, re.ASCII):
         raise RequestError(f"--seed must be a whole number or random, got {text!r}")
-    _check_seed(int(text))
+    check_seed(int(text))
     return int(text)
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise RequestError(f"a seed must be 0 to 2^63 - 1, got {seed}")
 
 
 def parse_decode_chunk(text: str | None) -> int | None:

@@ -3,9 +3,8 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, flag, option
+from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, setting, switch
 from svdpp.cli.options.inputs import ImageOptions
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
@@ -19,162 +18,83 @@ _MAX_SIZES = 32
 class ServeOptions(ImageOptions):
     """Where the service listens, what it keeps, and what clients may request."""
 
-    host: Annotated[
-        str,
-        option(
-            "--host",
-            panel=SERVICE,
-            metavar="HOST",
-            help="Address to listen on. One that other machines reach needs --api-key-file.",
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        option("--port", panel=SERVICE, metavar="PORT", help="Port; 0 takes a free one."),
-    ] = 8000
-    data: Annotated[
-        Path,
-        option(
-            "--data",
-            panel=SERVICE,
-            metavar="DIR",
-            help="Folder of queue, photographs and clips; a new start with it goes on.",
-        ),
-    ] = Path("svdpp-data")
-    adopt: Annotated[
-        bool,
-        flag(
-            "--adopt",
-            panel=SERVICE,
-            help="Start a new queue in a --data folder that has other files; they are left alone.",
-        ),
-    ] = False
-    api_key_file: Annotated[
-        Path | None,
-        option(
-            "--api-key-file",
-            panel=SERVICE,
-            metavar="FILE",
-            help="Serve only requests with a key in this file, each its own clips.",
-            default="no keys: this machine only",
-        ),
-    ] = None
-    new_key: Annotated[
-        str | None,
-        option(
-            "--new-key",
-            panel=SERVICE,
-            metavar="NAME",
-            help="Add the hash of a new API key to --api-key-file, print the key, and end.",
-            default="start the server",
-        ),
-    ] = None
-    max_queue: Annotated[
-        int,
-        option(
-            "--max-queue",
-            panel=SERVICE,
-            metavar="N",
-            help="Clips that may wait or be made; further requests are told when to come again.",
-        ),
-    ] = 1000
-    max_upload_mb: Annotated[
-        int,
-        option(
-            "--max-upload-mb",
-            panel=SERVICE,
-            metavar="MIB",
-            help="Largest photograph, in MiB.",
-        ),
-    ] = 32
-    max_steps: Annotated[
-        int,
-        option(
-            "--max-steps",
-            panel=SERVICE,
-            metavar="N",
-            help="Denoising steps that a request may ask for.",
-        ),
-    ] = MAX_STEPS
-    max_frames: Annotated[
-        int,
-        option(
-            "--max-frames",
-            panel=SERVICE,
-            metavar="N",
-            help="Frames that a request may ask for.",
-        ),
-    ] = MAX_FRAMES
-    keep_days: Annotated[
-        float | None,
-        option(
-            "--keep-days",
-            panel=SERVICE,
-            metavar="DAYS",
-            help="Remove finished clips, with their rows, after this time.",
-            default="never",
-        ),
-    ] = None
-    keep_gb: Annotated[
-        float | None,
-        option(
-            "--keep-gb",
-            panel=SERVICE,
-            metavar="GB",
-            help="Remove the oldest finished clips beyond this size of all files.",
-            default="no limit",
-        ),
-    ] = None
-    verify_when_idle: Annotated[
-        bool,
-        flag(
-            "--verify-when-idle",
-            panel=SERVICE,
-            help="Make finished clips again on one device while nothing waits, the newest first, "
-            "and compare them bit by bit.",
-        ),
-    ] = False
-    sizes: Annotated[
-        str | None,
-        option(
-            "--sizes",
-            panel=VIDEO,
-            metavar="WxH,WxH",
-            help="Further sizes, such as 768x448.",
-            default="none",
-        ),
-    ] = None
-    time_scale: Annotated[
-        float | None,
-        option(
-            "--time-scale",
-            panel=COSTS,
-            metavar="X",
-            help="For tests with --model dummy: make it sleep for the time of --costs times X.",
-            default="no sleep",
-        ),
-    ] = None
-    grace: Annotated[
-        float,
-        option(
-            "--grace",
-            panel=RECOVERY,
-            metavar="SECONDS",
-            help="On SIGTERM, finish the clips in progress within this time; the others continue "
-            "from their latent checkpoints at the next start.",
-        ),
-    ] = 30.0
+    host: str = setting(
+        SERVICE,
+        "HOST",
+        "Address to listen on. One that other machines reach needs --api-key-file.",
+        default="127.0.0.1",
+    )
+    port: int = setting(SERVICE, "PORT", "Port; 0 takes a free one.", default=8000)
+    data: Path = setting(
+        SERVICE,
+        "DIR",
+        "Folder of queue, photographs and clips; a new start with it goes on.",
+        default=Path("svdpp-data"),
+    )
+    adopt: bool = switch(
+        SERVICE, "Start a new queue in a --data folder that has other files; they are left alone."
+    )
+    api_key_file: Path | None = setting(
+        SERVICE,
+        "FILE",
+        "Serve only requests with a key in this file, each its own clips.",
+        shown="no keys: this machine only",
+    )
+    new_key: str | None = setting(
+        SERVICE,
+        "NAME",
+        "Add the hash of a new API key to --api-key-file, print the key, and end.",
+        shown="start the server",
+    )
+    max_queue: int = setting(
+        SERVICE,
+        "N",
+        "Clips that may wait or be made; further requests are told when to come again.",
+        default=1000,
+    )
+    max_upload_mb: int = setting(SERVICE, "MIB", "Largest photograph, in MiB.", default=32)
+    max_steps: int = setting(
+        SERVICE, "N", "Denoising steps that a request may ask for.", default=MAX_STEPS
+    )
+    max_frames: int = setting(
+        SERVICE, "N", "Frames that a request may ask for.", default=MAX_FRAMES
+    )
+    keep_days: float | None = setting(
+        SERVICE, "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
+    )
+    keep_gb: float | None = setting(
+        SERVICE,
+        "GB",
+        "Remove the oldest finished clips beyond this size of all files.",
+        shown="no limit",
+    )
+    verify_when_idle: bool = switch(
+        SERVICE,
+        "Make finished clips again on one device while nothing waits, the newest first, "
+        "and compare them bit by bit.",
+    )
+    sizes: str | None = setting(VIDEO, "WxH,WxH", "Further sizes, such as 768x448.", shown="none")
+    time_scale: float | None = setting(
+        COSTS,
+        "X",
+        "For tests with --model dummy: make it sleep for the time of --costs times X.",
+        shown="no sleep",
+    )
+    grace: float = setting(
+        RECOVERY,
+        "SECONDS",
+        "On SIGTERM, finish the clips in progress within this time; the others continue "
+        "from their latent checkpoints at the next start.",
+        default=30.0,
+    )
 
-    heartbeat_timeout: Annotated[
-        float,
-        option(
-            "--heartbeat-timeout",
-            panel=RECOVERY,
-            metavar="SECONDS",
-            help="Start the ranks again if one does not send its heartbeat, due every second, for "
-            "this long.",
-        ),
-    ] = 15.0
+    heartbeat_timeout: float = setting(
+        RECOVERY,
+        "SECONDS",
+        "Start the ranks again if one does not send its heartbeat, due every second, for "
+        "this long.",
+        default=15.0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
+from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import (
     Node,
@@ -62,6 +63,7 @@ class RangeCall:
         end: the call ends before this step; None: it runs to the end, and decodes.
         generators: of the clip.
         after_step: called after each step of the range; what it raises ends the call.
+        branches: of a pair of ranks; None: this rank evaluates both branches of the guidance.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RangeCall:
         end: int | None,
         generators: list[torch.Generator],
         after_step: AfterStep | None = None,
+        branches: Branches | None = None,
     ) -> None:
         self.structure: Node = {}
         """Of the packet after the last step of the range, or before the first one."""
@@ -80,6 +83,7 @@ class RangeCall:
         """Those of `structure`."""
         self._pipe, self._row = pipe, row
         self._generators, self._after_step = generators, after_step
+        self._branches = branches
         self._start, self._end = start, end
         self._given: Node | None = None if packet is None else packet[0]
         self._received: Tensors = {} if packet is None else packet[1]
@@ -185,7 +189,10 @@ class RangeCall:
                 return self._phantom_output()
             if getattr(module, "is_skeleton", False):
                 raise ValueError(f"step {self._index} needs {name}, which is not loaded")
-            output = real(*args, **kwargs)
+            if self._branches is None:
+                output = real(*args, **kwargs)
+            else:
+                output = self._branches.evaluate(self._index, real, args, kwargs)
             if self._is_last:
                 self._outputs.append(output)
             return output
@@ -228,6 +235,8 @@ class RangeCall:
         if self._index < self._start:
             return self._phantom_step(scheduler, place, call)
         self._ran = True
+        if self._branches is not None:
+            self._branches.end_step(self._index)
         result = real(*args, **kwargs)
         versions = [each._version for each in _tensors_in(result)]
         self._results.append(
@@ -342,7 +351,7 @@ class RangeCall:
         """Keeps what the next ranks need of a chunk that is finished."""
         name = f"chunk.{self._chunk}"
         if self._index >= self._start:
-            self._chunks.append(self._packed_results(self._packer, name))
+            self._chunks.append(self._packed_results(name))
             return
         assert self._given is not None
         self._chunks.append(
@@ -355,7 +364,7 @@ class RangeCall:
             ]
         )
 
-    def _packed_results(self, packer: Packer, name: str) -> list[list[Node]]:
+    def _packed_results(self, name: str) -> list[list[Node]]:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before, versions in self._results:
             changed = versions != [each._version for each in _tensors_in(result)]
@@ -363,11 +372,11 @@ class RangeCall:
                 results[place].append(describe(result))
             else:
                 value, call = before if changed else result, len(results[place])
-                results[place].append(packer.pack(value, f"{name}.{place}.{call}"))
+                results[place].append(self._packer.pack(value, f"{name}.{place}.{call}"))
         return results
 
     def _packed_step(self, packer: Packer) -> Node:
-        chunks = [*self._chunks, self._packed_results(packer, "result")]
+        chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."

@@ -14,8 +14,9 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Audio, Tensors
+from svdpp.models.base import AfterStep, Audio, Partner, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
 from svdpp.models.engine.load import Parts, load_parts, set_up
 from svdpp.models.engine.rows import Row
@@ -41,6 +42,7 @@ class EngineModel:
         self._pipe = parts.pipe
         self._row = parts.checkpoint.row
         self._sampling = sampling
+        self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """The same loaded components with other sampling parameters."""
@@ -78,7 +80,14 @@ class EngineModel:
         given = {"negative_prompt": request.negative_prompt is not None}
         return _packet(call, {"given": given})
 
-    def denoise(self, tensors: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
         """Runs steps `start` to `end` (exclusive); returns the packet after them.
 
         Raises:
@@ -87,7 +96,11 @@ class EngineModel:
         assert start < end
         structure, tensors = self._opened(tensors, start)
         generator = torch.Generator(self._generator_device)
-        call = self._call((structure, tensors), start, end, generator, after_step)
+        branches = None
+        if partner is not None:
+            assert self._row.branches is not None
+            branches = Branches(self._row.branches, partner, self.device, self._outputs)
+        call = self._call((structure, tensors), start, end, generator, after_step, branches)
         call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
         return _packet(call, {"given": structure["given"]})
 
@@ -161,9 +174,11 @@ class EngineModel:
         end: int | None,
         generator: torch.Generator,
         after_step: AfterStep | None = None,
+        branches: Branches | None = None,
     ) -> RangeCall:
         set_up(self._pipe, self._parts.checkpoint, self._sampling)
-        return RangeCall(self._pipe, self._row, packet, start, end, [generator], after_step)
+        given = packet, start, end, [generator], after_step, branches
+        return RangeCall(self._pipe, self._row, *given)
 
     def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""

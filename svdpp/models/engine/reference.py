@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, Audio, Frames, Tensors
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import changed_state, packed_state, snapshot
 from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
@@ -62,6 +62,7 @@ class Reference:
         set_up(pipe, checkpoint, sampling)
         before: dict[str, Any] = {}
         last: Tensors = {}
+        outputs: list[Any] = []
 
         def begin(*_: Any) -> None:
             if not before:
@@ -73,6 +74,9 @@ class Reference:
         def on_step_end(_: Any, __: int, ___: Any, values: Tensors) -> Tensors:
             packer = Packer()
             packed_state(packer, changed_state(before, pipe.scheduler))
+            for branch, output in enumerate(outputs):
+                packer.pack(output, f"{PREDICTION}{branch}")
+            outputs.clear()
             last[LATENTS] = values[LATENTS]
             after_step(next(steps), {**packer.tensors, **last})
             return {}
@@ -86,6 +90,12 @@ class Reference:
         # They change no tensor; the first call is the end of the encode.
         modules = [getattr(pipe, name, None) for name in row.denoisers]
         hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
+        if row.branches == "calls":
+            hooks += [
+                each.register_forward_hook(lambda *call: outputs.append(call[-1]))
+                for each in modules
+                if each is not None
+            ]
         output = pipe(
             **call_arguments(pipe, checkpoint, sampling),
             **request_arguments(row, sampling, request, image, generator),

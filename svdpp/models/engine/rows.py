@@ -128,6 +128,9 @@ class Row:
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
+    branches: Literal["calls", "batch"] | None = None
+    """How a guided step evaluates its two branches: by two calls whose results are used after both,
+    or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
@@ -158,6 +161,7 @@ class Row:
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
+        branches="batch",
         image="StableVideoDiffusionPipeline",
         components={
             "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
@@ -181,6 +185,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "wan": Row(
         title="Wan 2.1 and 2.2",
+        branches="calls",
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         components={
@@ -201,6 +206,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "wan_vace": Row(
         title="Wan VACE, whose image is a reference",
+        branches="calls",
         text="WanVACEPipeline",
         image="WanVACEPipeline",
         components={
@@ -221,6 +227,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "ltx": Row(
         title="LTX-Video",
+        branches="batch",
         text="LTXPipeline",
         image="LTXImageToVideoPipeline",
         both=True,
@@ -237,6 +244,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "ltx_condition": Row(
         title="LTX-Video 0.9.5 and later, whose image is a condition",
+        branches="batch",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
         both=True,
@@ -319,6 +327,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
+        branches="calls",
         text="HunyuanVideo15Pipeline",
         image="HunyuanVideo15ImageToVideoPipeline",
         components={
@@ -347,6 +356,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "cogvideox": Row(
         title="CogVideoX",
+        branches="batch",
         text="CogVideoXPipeline",
         image="CogVideoXImageToVideoPipeline",
         components={
@@ -361,6 +371,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
+        branches="calls",
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         components={
@@ -377,6 +388,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "skyreels_v2_df": Row(
         title="SkyReels-V2, diffusion forcing with all frames in step",
+        branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         components={
             "tokenizer": _T5,
@@ -391,6 +403,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "kandinsky5": Row(
         title="Kandinsky 5",
+        branches="calls",
         text="Kandinsky5T2VPipeline",
         image="Kandinsky5I2VPipeline",
         both=True,
@@ -410,6 +423,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "mochi": Row(
         title="Mochi 1",
+        branches="batch",
         text="MochiPipeline",
         components={
             "tokenizer": _T5,
@@ -423,6 +437,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "latte": Row(
         title="Latte",
+        branches="batch",
         text="LattePipeline",
         components={
             "tokenizer": _T5,

@@ -1,0 +1,106 @@
+"""One branch of the guidance on each of two ranks: whose evaluation a denoiser's call gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from svdpp.errors import ModelError
+from svdpp.models.base import Partner, Tensors
+from svdpp.models.engine.values import Node, Packer, describe, unpack, zeros
+
+
+class Branches:
+    """The evaluations of one call's steps, of which this rank computes one in two.
+
+    The rule `calls` is for pipelines that call the denoiser twice and use the results after that.
+    The second rank cannot know the arguments of its call, the second one, when the first one is
+    made: it returns a tensor for that, and fills it later. The rule `batch` is for pipelines that
+    call it once, with a batch of two.
+
+    Args:
+        rule: of the family's row.
+        partner: the other rank.
+        device: of the tensors.
+        outputs: describes the result of a call; empty until the first step of a process.
+    """
+
+    def __init__(
+        self, rule: str, partner: Partner, device: torch.device, outputs: list[Node]
+    ) -> None:
+        self._rule, self._partner, self._device = rule, partner, device
+        self._outputs = outputs
+        self._calls = 0
+        self._first: Any = None
+
+    def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a call of the denoiser `real` returns on both ranks.
+
+        Raises:
+            ModelError: the step does not evaluate two branches as the rule says.
+        """
+        self._calls += 1
+        if self._rule == "batch":
+            return self._of_batch(step, real, args, kwargs)
+        if self._calls > 2:
+            raise ModelError(f"step {step} evaluates the denoiser more than twice")
+        if self._partner.branch == 0:
+            if self._calls == 2:
+                return self._first
+            own, self._first = self._exchange(step, lambda: real(*args, **kwargs))
+            return own
+        if self._calls == 1:
+            known = self._outputs
+            self._first = zeros(known[0], self._device) if known else real(*args, **kwargs)
+            return self._first
+        own, other = self._exchange(step, lambda: real(*args, **kwargs))
+        for ours, theirs in zip(tree_leaves(self._first), tree_leaves(other), strict=True):
+            if isinstance(ours, torch.Tensor):
+                ours.copy_(theirs)
+        return own
+
+    def end_step(self, step: int) -> None:
+        """Checks that both branches of a step are evaluated; called before the scheduler's step.
+
+        Raises:
+            ModelError: they are not.
+        """
+        if self._rule == "calls" and self._calls == 1:
+            raise ModelError(
+                f"step {step} evaluates one branch of the guidance only",
+                "leave --cfg-parallel out",
+            )
+        self._calls, self._first = 0, None
+
+    def _of_batch(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        branch = self._partner.branch
+
+        def half(value: Any) -> Any:
+            is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == 2
+            return value[branch : branch + 1] if is_batch else value
+
+        own_args, own_kwargs = tree_map(half, (args, kwargs))
+        own, other = self._exchange(step, lambda: real(*own_args, **own_kwargs))
+        first, second = (other, own) if branch else (own, other)
+        return tree_map(_joined, first, second)
+
+    def _exchange(self, step: int, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
+        """This rank's result and the other one's."""
+        packer, own = Packer(), []
+
+        def prediction() -> Tensors:
+            own.append((output := evaluate(), packer.pack(output, "prediction")))
+            return packer.tensors
+
+        received = self._partner.exchange(step, prediction)
+        output, node = own[0]
+        if not self._outputs:
+            self._outputs.append(describe(output))
+        return output, unpack(node, received, self._device)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

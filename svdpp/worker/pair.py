@@ -1,0 +1,77 @@
+"""The exchange of predictions between the two ranks of a pair, during one DENOISE of a clip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from svdpp.comm.packet import Packet
+from svdpp.comm.transport import PendingPacket, Transport
+from svdpp.models.base import Tensors
+from svdpp.plan.actions import Action
+
+
+class NotWantedError(Exception):
+    """The clip was cancelled, or the other rank of the pair has dropped it."""
+
+
+class Pair:
+    """A `Partner` for one DENOISE; both ranks send one message at each step until one drops it.
+
+    Args:
+        transport: the rank's links.
+        rank: this rank.
+        action: a DENOISE whose peer is the other rank.
+        waiting: entered with a step, while the rank waits for the other one.
+        sent: what is sent of a step, given what this rank computes.
+        received: called with each step and the other rank's prediction.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        action: Action,
+        *,
+        waiting: Callable[[int], AbstractContextManager[None]],
+        sent: Callable[[int, Tensors], Tensors],
+        received: Callable[[int, Tensors], None],
+    ) -> None:
+        self.branch = int(rank > action.peer)
+        self._transport, self._action, self._waiting = transport, action, waiting
+        self._sent, self._received = sent, received
+        self._next: int | None = action.start
+
+    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
+        """The other rank's prediction of `step`, for this rank's, which `evaluate` computes.
+
+        Raises:
+            NotWantedError: the other rank has dropped the clip.
+        """
+        pending = self._expected(step)
+        self._send(step, self._sent(step, evaluate()))
+        with self._waiting(step):
+            packet = pending.wait()
+        self._next = None if packet.tombstone else step + 1
+        if packet.tombstone:
+            raise NotWantedError
+        self._received(step, packet.tensors)
+        return packet.tensors
+
+    def drop(self) -> None:
+        """Tells the other rank, in place of the next prediction, that this one drops the clip."""
+        if self._next is None or self._next == self._action.end:
+            return
+        pending = self._expected(self._next)
+        self._send(self._next, None)
+        with self._waiting(self._next):
+            pending.wait()
+
+    def _expected(self, step: int) -> PendingPacket:
+        return self._transport.post_receive(
+            self._action.clip, step, self._action.peer, "predictions"
+        )
+
+    def _send(self, step: int, tensors: Tensors | None) -> None:
+        packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)
+        self._transport.send(packet, self._action.peer, "predictions")

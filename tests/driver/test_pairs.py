@@ -1,0 +1,209 @@
+"""Pairs of ranks, one for each branch of the guidance: the bits of diffusers' own pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.config import (
+    ClipRequest,
+    LtxSampling,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    WanSampling,
+)
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import resolve
+from svdpp.errors import RequestError
+from svdpp.media.examples import example_photos
+from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from tests.driver.dummies import clips
+from tests.driver.dummies import config as dummy
+from tests.faults.damage import Damage
+from tests.models.small_svd import small_svd
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WAN: dict[str, Any] = {
+    **{"num_inference_steps": 6, "height": 32, "width": 32, "num_frames": 5},
+    "max_sequence_length": 8,
+}
+LTX: dict[str, Any] = {**WAN, "height": 64, "width": 64, "num_frames": 9}
+REQUESTS = [
+    ClipRequest(seed=1, prompt="the sea at night"),
+    ClipRequest(seed=2, prompt="a cat", negative_prompt="blurred"),
+    ClipRequest(seed=3, prompt="the sea at night"),
+]
+MORE = [pytest.mark.long, pytest.mark.full]
+
+#: How each model is saved, its dtype, and whether clips are made from an image.
+MODELS: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "t2v-two-experts": ({"boundary_ratio": 0.875}, "fp32", False),
+    "i2v-bf16": ({"image_to_video": True, "dtype": torch.bfloat16}, "bf16", True),
+    "5b": ({"expand_timesteps": True}, "fp32", False),
+}
+
+
+def config_of(name: str, folder: Path, **changes: Any) -> PipelineConfig:
+    saved, dtype, from_image = MODELS[name]
+    save_tiny_wan(folder, **saved)
+    return PipelineConfig(
+        model=ModelConfig(name=str(folder), dtype=dtype),
+        sampling=WanSampling(**WAN, from_image=from_image),
+        **{"world_size": 2, "cfg_parallel": 2, **changes},
+    )
+
+
+def requests_of(config: PipelineConfig) -> list[ClipRequest]:
+    from_image = isinstance(config.sampling, WanSampling) and config.sampling.from_image
+    return [
+        replace(each, image=str(example_photos()[0]) if from_image else None) for each in REQUESTS
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("t2v-two-experts", {"world_size": 4, "split": "dithered"}),
+        ("i2v-bf16", {"world_size": 4, "replicas": 2}),
+        ("5b", {"share_experts": False}),
+        pytest.param("t2v-two-experts", {"world_size": 6, "split": "balanced"}, marks=MORE),
+        pytest.param(
+            "t2v-two-experts",
+            {"world_size": 4, "split": "uniform", "share_experts": True},
+            marks=MORE,
+        ),
+        pytest.param("i2v-bf16", {"world_size": 4, "split": "balanced"}, marks=MORE),
+        pytest.param("5b", {"world_size": 6, "decoders": 2, "split": "balanced"}, marks=MORE),
+    ],
+)
+def test_verify_finds_equal_bits(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
+    config, _ = resolve(config_of(name, tmp_path, **layout))
+    result = verify(config, requests_of(config))
+    assert result.bitwise
+    assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"} - (
+        {"latent"} if config.layout.num_stages == 1 else set()
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [2, 3])
+def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> None:
+    config = config_of("5b", tmp_path / "model", world_size=4)
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    run_pipelined(config, REQUESTS[:1], folder, fault=Damage("prediction", rank, 0))
+    run_sequential(config, REQUESTS[:1], folder)
+    first = compare(config, 1, folder).first_difference
+    assert first is not None
+    assert (first.what, first.rank, first.step, first.branch) == ("prediction", rank, 3, rank - 2)
+    assert f"branch {rank - 2} in step 3, done by rank {rank}" in str(first)
+    assert first.max_ulp == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "first", [1, 2], ids=["from one rank to a pair", "from a pair to one rank"]
+)
+def test_a_clip_resumes_in_another_layout(tmp_path: Path, first: int) -> None:
+    """The second half of the first run is lost; the clip goes on from the latent checkpoint."""
+    config = config_of(
+        "t2v-two-experts", tmp_path / "model", world_size=2 * first, cfg_parallel=first
+    )
+    key = "ab" * 32
+    asked = replace(REQUESTS[0], latents_key=key)
+    latents = tmp_path / "latents"
+    latents.mkdir()
+    whole = replace(config, world_size=1, cfg_parallel=1)
+    with Pipeline(whole) as pipeline:
+        expected = pipeline.run(REQUESTS[0]).metadata
+    last = config.world_size - 1
+    fault = Damage("nan", last - (first - 1), 0)
+    with Pipeline(config, latents_folder=str(latents), fault=fault) as pipeline:
+        assert pipeline.submit(asked).exception() is not None
+    (kept,) = latents.iterdir()
+    done = int(kept.stem.rpartition("step")[2])
+    again = replace(whole, world_size=3 - first, cfg_parallel=3 - first)
+    with Pipeline(again, latents_folder=str(latents)) as pipeline:
+        found = pipeline.run(replace(asked, done_steps=done)).metadata
+    assert found["latents_sha256"] == expected["latents_sha256"]
+    assert found["frames_sha256"] == expected["frames_sha256"]
+
+
+@pytest.mark.processes
+def test_a_batch_of_two_is_divided_but_not_proven(tmp_path: Path) -> None:
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=str(save_tiny_ltx(tmp_path))),
+        sampling=LtxSampling(**LTX),
+        cfg_parallel=2,
+    )
+    with Pipeline(config) as pipeline:
+        assert pipeline.run(REQUESTS[0]).metadata["exact"] == "unproven"
+    result = verify(config, REQUESTS[:1], tolerance=2 / 255)
+    assert result.equal
+    ((latent, _),) = [result.checks]
+    assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_cancelled_and_lost_clips_leave_the_pair_in_step(world_size: int) -> None:
+    config = dummy(world_size, steps=8, cfg_parallel=2)
+    seeds = (1, 2, 3, 4)
+    with Pipeline(dummy(1, steps=8)) as pipeline:
+        expected = [each.metadata["latents_sha256"] for each in pipeline.run(clips(*seeds))]
+    for rank in range(world_size):
+        with Pipeline(config, fault=Damage("nan", rank, 1)) as pipeline:
+            handles = pipeline.submit(clips(*seeds))
+            handles[2].cancel()
+            found = [
+                None if handle.exception() else handle.result()
+                for handle in (handles[0], handles[1], handles[3])
+            ]
+        assert found[1] is None
+        assert "not finite after step" in str(handles[1].exception())
+        assert [each.metadata["latents_sha256"] for each in found if each] == [
+            expected[0],
+            expected[3],
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 3}, "needs pairs of ranks, got 3"),
+        ({"cfg_parallel": 3}, "must be 1 or 2, got 3"),
+        ({"replicas": 2}, "1 pairs of ranks cannot form 2 replicas"),
+        ({"allow_mixed_devices": True}, "cannot be used with --allow-mixed-devices"),
+    ],
+)
+def test_what_is_no_pair_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        replace(dummy(2, steps=6), **{"cfg_parallel": 2, **changes})
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_guidance_that_is_off_is_refused(tmp_path: Path, scale: float) -> None:
+    config = config_of("5b", tmp_path)
+    sampling: SamplingConfig = WanSampling(**WAN, guidance_scale=scale)
+    with pytest.raises(RequestError, match="the guidance is off: each step has one branch"):
+        resolve(replace(config, sampling=sampling))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_halves_of_svds_batch_are_close(dtype: Any) -> None:
+    config = small_svd(2, cfg_parallel=2)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    request = ClipRequest(seed=1, image=str(example_photos()[0]))
+    result = verify(config, [request], tolerance=0.05)
+    (latent,) = (check for check in result.checks if check.what == "final_latent")
+    assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
