@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling
+from svdpp.config import (
+    Lora,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SvdSampling,
+    WanSampling,
+)
 from svdpp.media.image import read_photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.serve.capabilities import Capabilities
 from svdpp.worker.clip_metadata import (
     clip_metadata,
     latents_key,
@@ -23,6 +31,8 @@ from svdpp.worker.clip_metadata import (
 )
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
+from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_loras import save_tiny_lora
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -91,6 +101,33 @@ def test_a_new_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -> 
     assert parameters_sha256(plain) != parameters_sha256(other)
     weights = weights_identity(checkpoint)
     assert latents_key(plain, weights) != latents_key(other, weights)
+
+
+@pytest.mark.long
+def test_another_lora_is_another_clip(tmp_path: Path) -> None:
+    model = save_tiny_wan(tmp_path / "wan")
+    files = [save_tiny_lora(model, tmp_path / f"{n}.safetensors", seed=n) for n in (1, 2)]
+    sampling = WanSampling(num_inference_steps=2, height=32, width=32, num_frames=5)
+    output = OutputConfig(path=str(tmp_path / "clip.mp4"))
+    made_from = ClipInput(None, "the sea", None)
+    none, first, second, weaker = (
+        [],
+        [Lora(name=str(files[0]))],
+        [Lora(name=str(files[1]))],
+        [Lora(name=str(files[0]), weight=0.5)],
+    )
+    keys, parameters = set(), set()
+    for loras in (none, first, second, weaker):
+        name = ModelConfig(name=str(model), loras=tuple(loras))
+        config = PipelineConfig(world_size=2, model=name, sampling=sampling)
+        checkpoint = find_checkpoint(name)
+        metadata = clip_metadata(made_from, 0, output, config, checkpoint)
+        assert [each["weight"] for each in metadata.get("lora", [])] == [x.weight for x in loras]
+        keys.add(latents_key(metadata, weights_identity(checkpoint)))
+        parameters.add(metadata["parameters_sha256"])
+        weights = Capabilities.of("wan", checkpoint, sampling=sampling, sizes=()).weights
+        assert weights.count(":transformer") == len(loras)
+    assert len(keys) == len(parameters) == 4
 
 
 def test_verify_finds_the_folder_and_notices_other_weights(
