@@ -95,7 +95,12 @@ def row(name: str) -> Callable[[Path], tuple[Any, SamplingConfig, bool]]:
     return save
 
 
-PAIRED = {name: row(name) for name, case in CASES.items() if ROWS[case.family].branches}
+OWN = ("wan", "ltx", "svd")
+PAIRED = {
+    name: row(name)
+    for name, case in CASES.items()
+    if ROWS[case.family].branches and case.family not in OWN
+}
 MODELS = {"wan": wan, "wan-image": wan_image, "ltx": ltx, **PAIRED}
 
 
