@@ -53,10 +53,11 @@ NAMES = {
     **{"width": "width", "max_sequence_length": "max-prompt-tokens"},
 }
 WAN = {"height": 32, "width": 32, "num_frames": 5, **SIZES}
+SVD = {"height": 32, "width": 32, "num_frames": 2, "num_inference_steps": 3}
 LTX = {"height": 64, "width": 96, "num_frames": 9, **SIZES}
 #: Families with makers of their own: the checkpoint, the parameters, whether there is an image.
 MORE: dict[str, tuple[Callable[[Path], object], dict[str, Any], bool]] = {
-    "svd": (lambda folder: shutil.copytree(DEMO, folder), {"num_inference_steps": 3}, True),
+    "svd": (partial(shutil.copytree, DEMO), SVD, True),
     "wan": (save_tiny_wan, WAN, False),
     "wan-two-experts": (partial(save_tiny_wan, boundary_ratio=0.875), WAN, False),
     "wan-image": (partial(save_tiny_wan, image_to_video=True), WAN, True),
