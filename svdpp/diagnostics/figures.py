@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
-from svdpp.plan.costs import Costs, PerRank
+from svdpp.plan.costs import Costs, PerRank, step_from_pair
 from svdpp.plan.layout import Layout, Split
 
 #: Checked when they are read back, because a manifest is untrusted input.
@@ -172,7 +172,7 @@ class RunFigures:
     @property
     def costs(self) -> Costs:
         """The measured costs, for each rank where their speeds differ."""
-        steps = [rank.step for rank in self.ranks]
+        steps = [self._on_one_rank(rank.step) for rank in self.ranks]
         stepped = [step.mean_seconds for step in steps if step.count]
         if not stepped:
             raise RequestError("no step was measured")
@@ -187,6 +187,11 @@ class RunFigures:
             source="measured by svdpp run",
             device=self.ranks[0].device,
         )
+
+    def _on_one_rank(self, step: WorkFigures) -> WorkFigures:
+        if self.cfg_parallel == 1:
+            return step
+        return replace(step, mean_seconds=step_from_pair(step.mean_seconds, self.transfer_seconds))
 
     @property
     def layout(self) -> Layout:

@@ -212,6 +212,7 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
             num_clips=clips,
             costs=figures.costs,
             decodes=figures.decodes,
+            cfg_parallel=figures.cfg_parallel,
         ).layout
         now = figures.forecast_seconds * clips / figures.clips
         times = now / forecast_layout(layout, clips).makespan

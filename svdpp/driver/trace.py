@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import Costs, step_from_pair
 from svdpp.plan.forecast import Forecast, Span, percentile, summarise
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
@@ -123,9 +123,9 @@ class MeanCosts:
 
     @property
     def _step_seconds(self) -> float:
-        """Mean seconds of a step on one rank; a pair of ranks does half, then a transfer."""
+        """Mean seconds of a step on one rank, also if pairs did it."""
         mean = self._mean("step")
-        return 2 * max(mean - self.transfer_seconds, mean / 2) if self._has_pairs else mean
+        return step_from_pair(mean, self.transfer_seconds) if self._has_pairs else mean
 
     def _count(self, what: str, seconds: float) -> None:
         self._sums[what] += seconds

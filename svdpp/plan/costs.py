@@ -220,6 +220,11 @@ class Costs:
         return Costs(**values)
 
 
+def step_from_pair(seconds: float, transfer: float) -> float:
+    """Seconds of a step on one rank, from those on a pair; see `Costs.pair_step`."""
+    return 2 * max(seconds - transfer, seconds / 2)
+
+
 def _on(value: PerRank, rank: int) -> float:
     return value[rank] if isinstance(value, tuple) else value
 

@@ -80,7 +80,9 @@ class Engine:
         self._observers: list[Observer] = []
         self._to_request = ToRequest(self.config, self.checkpoint, folder)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
-        self._costs = MeasuredCosts(assumed, self.config.sampling)
+        self._costs = MeasuredCosts(
+            assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
+        )
         self._changed = threading.Condition()
         self._notifier = Notifier(queue, events, describe=describe, on_ended=on_ended)
         self.feeder = Feeder(

@@ -20,7 +20,7 @@ from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import PRESETS, Costs, PerRank
+from svdpp.plan.costs import PRESETS, Costs, PerRank, step_from_pair
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
@@ -86,9 +86,13 @@ class MeasuredCosts:
     Args:
         assumed: costs of a clip of `sampling`, before a measurement; None: the preset of an A100.
         sampling: of the pipeline.
+        in_pairs: whether pairs of ranks do the steps.
     """
 
-    def __init__(self, assumed: Costs | None, sampling: SamplingConfig) -> None:
+    def __init__(
+        self, assumed: Costs | None, sampling: SamplingConfig, *, in_pairs: bool = False
+    ) -> None:
+        self._in_pairs = in_pairs
         self._is_given = assumed is not None
         self._assumed = assumed or _PRESET
         self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
@@ -134,6 +138,8 @@ class MeasuredCosts:
     def _costs_by(self, shape: _Shape, means: dict[str, float]) -> Costs:
         """The costs of `shape`; what is not measured is scaled by the time of a step."""
         assumed, step = self._assumed_for(shape), max(means[_STEP], 1e-9)
+        if self._in_pairs:
+            step = step_from_pair(step, means.get(_TRANSFER, 0.0))
         scale = step / assumed.step_on(0)
         return Costs(
             step_seconds=step,

@@ -184,3 +184,40 @@ def test_tensors_in_host_memory_are_in_the_description() -> None:
 def test_a_description_that_does_not_fit_is_refused(description: bytes, words: str) -> None:
     with pytest.raises(TransportError, match=words):
         assemble(description, torch.zeros(4, dtype=torch.uint8))
+
+
+def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
+    """Both ranks of a pair send a prediction at each step, while a packet is on its way."""
+    transfers: list[Transfer] = []
+    context.join()
+    transport = Transport(
+        context.world.rank, torch.device("cpu"), context.backend, transfers.append
+    )
+    transport.connect(connect_rounds([(0, 1)]), None, [(0, 1)])
+    rank, other = context.world.rank, 1 - context.world.rank
+    waiting = None if rank == 0 else transport.post_receive(7, 0, 0)
+    found = []
+    for step in range(steps):
+        pending = transport.post_receive(7, step, other, "predictions")
+        own = torch.full((3, 5), float(10 * rank + step))
+        transport.send(Packet(7, step, 0.0, {"prediction": own}), other, "predictions")
+        found.append(float(pending.wait().tensors["prediction"][0, 0]))
+    if rank == 0:
+        transport.send(Packet(7, 0, 0.0, {"latents": torch.zeros(2)}), 1)
+    if waiting is not None:
+        waiting.wait()
+    transport.drain()
+    transport.close()
+    wire = sorted((t.channel, t.kind, t.next_step, t.num_bytes) for t in transfers)
+    return {"found": found, "wire": wire}
+
+
+def test_a_pair_sends_one_prediction_for_each_step_and_direction() -> None:
+    results = run_ranks(_exchange, 2, 3)
+    for rank, result in enumerate(results):
+        assert result["found"] == [10 * (1 - rank) + step for step in range(3)]
+        clip = ["clips", "send" if rank == 0 else "recv", 0, 8]
+        exchanged = [
+            ["predictions", kind, step, 60] for kind in ("recv", "send") for step in range(3)
+        ]
+        assert result["wire"] == [clip, *exchanged]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.driver.trace import StepSpan, Trace, WaitSpan
+from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
 
@@ -59,6 +60,22 @@ def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:
     assert costs.encode_seconds == 1.0
     assert costs.decode_seconds == 1.0
     assert costs.transfer_seconds == 0.25
+
+
+def test_steps_of_a_pair_cost_what_a_forecast_halves() -> None:
+    trace = Trace(2)
+    for rank in (0, 1):
+        trace.add(rank, StepDone(clip=0, step=0, seconds=0.7))
+        action = Action(Kind.DENOISE, 0, 0, 1, 1 - rank)
+        trace.add(rank, ActionDone(action=action, start=0.0, end=0.7, waited=0.0))
+    trace.add(
+        1,
+        TransferDone(
+            direction="recv", clip=0, next_step=0, peer=0, num_bytes=1, seconds=0.2, end=0.0
+        ),
+    )
+    assert trace.costs().step_seconds == pytest.approx(1.0)
+    assert trace.costs().of(action, 0) == pytest.approx(0.7)
 
 
 def test_summary_is_in_the_forecasts_terms() -> None:
