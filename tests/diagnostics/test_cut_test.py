@@ -103,7 +103,9 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
+)
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +23,25 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
-from tests.cli.shell import ROOT, svdpp_here
+from tests.cli.shell import svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing
 from tests.models.test_rows import CASES, SIZES
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
 
 PHOTO = example_photos()[0]
-DEMO = ROOT / "svdpp/assets/demo-model"
 
 
 def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     case = CASES[name]
     save_tiny(case.family, folder, image=case.image, **case.changes)
-    model = ModelConfig(name=str(folder))
-    request = ClipRequest(seed=3, prompt="the sea", image=str(PHOTO) if case.image else None)
+    dtype: Any = case.dtype
+    model = ModelConfig(name=str(folder), dtype=dtype)
+    is_svd = case.family == "svd"
+    image = str(PHOTO) if case.image or is_svd else None
+    request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image)
     config = PipelineConfig(world_size=2, model=model, sampling=case.config(), split="balanced")
     return config, request
 
@@ -51,38 +49,18 @@ def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
 NAMES = {
     **{"num_inference_steps": "steps", "num_frames": "frames", "height": "height"},
     **{"width": "width", "max_sequence_length": "max-prompt-tokens"},
+    "guidance_scale": "guidance-scale",
 }
-WAN = {"height": 32, "width": 32, "num_frames": 5, **SIZES}
-LTX = {"height": 64, "width": 96, "num_frames": 9, **SIZES}
-#: Cases of the families that are rows alone.
-ALONE = [name for name, case in CASES.items() if case.family not in ("svd", "wan", "ltx")]
-#: Families with makers of their own: the checkpoint, the parameters, whether there is an image.
-MORE: dict[str, tuple[Callable[[Path], object], dict[str, Any], bool]] = {
-    "svd": (lambda folder: shutil.copytree(DEMO, folder), {"num_inference_steps": 3}, True),
-    "wan": (save_tiny_wan, WAN, False),
-    "wan-two-experts": (partial(save_tiny_wan, boundary_ratio=0.875), WAN, False),
-    "wan-image": (partial(save_tiny_wan, image_to_video=True), WAN, True),
-    "wan-5b": (
-        partial(save_tiny_wan, expand_timesteps=True),
-        {**WAN, "height": 64, "width": 64},
-        True,
-    ),
-    "ltx": (partial(save_tiny_ltx, timestep_conditioning=True), LTX, False),
-    "ltx-image": (save_tiny_ltx, LTX, True),
-}
+MARKED = [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*ALONE, *MORE])
+@pytest.mark.parametrize("name", MARKED)
 def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "model"
-    if name in MORE:
-        save, parameters, image = MORE[name]
-        save(folder)
-    else:
-        case = CASES[name]
-        parameters, image = {**SIZES, **case.sampling}, case.image
-        save_tiny(case.family, folder, image=image, **case.changes)
+    folder, case = tmp_path / "model", CASES[name]
+    save_tiny(case.family, folder, image=case.image, **case.changes)
+    sampling = vars(case.config())
+    parameters = {key: sampling[key] for key in {**SIZES, **case.sampling} if key in sampling}
     unused = find_checkpoint(ModelConfig(name=str(folder))).unused_parameters
     options = [
         f"--{NAMES[key]}={value}" if key in NAMES else f"--param={key}={value}"
@@ -92,8 +70,8 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     answer = svdpp_here(
         *("verify", "--model", str(folder), "--device", "cpu", "--threads", "1", "--gpus", "2"),
         *("--split", "balanced", "--clips", "1", "--json", *options),
-        *((str(PHOTO),) if image else ("--prompt", "the sea")),
-        *(("--prompt", "the sea") if image and name != "svd" else ()),
+        *("--dtype", case.dtype, *((str(PHOTO),) if case.image or case.family == "svd" else ())),
+        *(("--prompt", "the sea") if case.family != "svd" else ()),
     )
     assert answer.code == 0, answer
     proof = json.loads(answer.out)
@@ -102,7 +80,7 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", MARKED)
 def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -> None:
     config, request = _config(name, tmp_path / "model")
     config, checkpoint = resolve(config)
