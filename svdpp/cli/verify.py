@@ -21,14 +21,14 @@ from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.run_report import labels
-from svdpp.cli.verify_report import difference, end_one, end_several, print_verdict
+from svdpp.cli.verify_report import end, print_verdict
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.verification.clip_proof import ClipProof, Settings
+    from svdpp.verification.clip_proof import Settings
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
@@ -240,8 +240,8 @@ def _compare(
         console.json({**verdict.to_json(), "conditions": conditions})
     else:
         print_verdict(console, verdict)
-    if not verdict.equal:
-        raise VerificationError(difference(verdict))
+    if verdict.first_difference is not None:
+        raise VerificationError(f"not equal: {verdict.first_difference}")
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
@@ -286,11 +286,4 @@ def _verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -
         schedule = build_schedule(routes, 1)
         with Progress(console, "verify", schedule, labels=names) as progress:
             proofs += prove(tasks, observers=(progress,))
-    _end(console, proofs)
-
-
-def _end(console: Console, proofs: list[ClipProof]) -> None:
-    if len(proofs) == 1:
-        end_one(console, proofs[0])
-    else:
-        end_several(console, sorted(proofs, key=lambda proof: proof.path))
+    end(console, sorted(proofs, key=lambda proof: proof.path))

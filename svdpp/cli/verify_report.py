@@ -43,55 +43,50 @@ def print_verdict(console: Console, verdict: VerificationResult) -> None:
         console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
-def difference(verdict: VerificationResult) -> str:
-    """A sentence on the first difference."""
-    check = verdict.first_difference
-    assert check is not None
-    return f"not equal: {check}"
-
-
-def end_one(console: Console, proof: ClipProof) -> None:
-    """Prints the verdicts on a single clip."""
-    if proof.error is not None:
-        raise proof.error
-    if console.as_json:
-        console.json({"schema_version": 2, **proof.to_json()})
-    for check in proof.checks:
-        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
-        sha256 = (check.found or "")[:12]
-        console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
-    name = proof.path.name
-    if proof.different:
-        raise VerificationError(_difference(proof), _CONDITIONS if _is_recomputed(proof) else "")
-    console.result(f"bitwise equal: {name} is what diffusers computes, and its file is whole")
-
-
-def end_several(console: Console, proofs: Sequence[ClipProof]) -> None:
-    """Prints one line for each clip, and a summary."""
+def end(console: Console, proofs: Sequence[ClipProof]) -> None:
+    """Prints the checks of a single clip, or a line for each of several and a summary."""
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
+    is_single = len(proofs) == 1
+    if is_single and errors:
+        raise errors[0]
     if console.as_json:
-        clips = [proof.to_json() for proof in proofs]
         equal = not different and not errors
-        console.json({"schema_version": 2, "equal": equal, "clips": clips})
-    counts = {
-        "bitwise equal": len(proofs) - len(different) - len(errors),
-        "different": len(different),
-        "not verified": len(errors),
-    }
-    for proof in proofs:
-        console.result(str(proof))
-    summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    console.result(f"{len(proofs)} clips: {summary}")
+        several = {"equal": equal, "clips": [proof.to_json() for proof in proofs]}
+        console.json({"schema_version": 2, **(proofs[0].to_json() if is_single else several)})
+    if is_single:
+        _print_checks(console, proofs[0])
+    else:
+        for proof in proofs:
+            console.result(str(proof))
+        counts = {
+            "bitwise equal": len(proofs) - len(different) - len(errors),
+            "different": len(different),
+            "not verified": len(errors),
+        }
+        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        console.result(f"{len(proofs)} clips: {summary}")
+    many = f"{len(different or errors)} of {len(proofs)} clips"
     if different:
+        words = _difference(different[0])
         raise VerificationError(
-            f"{len(different)} of {len(proofs)} clips differ: {_difference(different[0])}",
+            words if is_single else f"{many} differ: {words}",
             _CONDITIONS if any(map(_is_recomputed, different)) else "",
         )
     if errors:
         highest = highest_code(errors)
-        message = f"{len(errors)} of {len(proofs)} clips not verified: {highest}"
-        raise error_from_dict({**error_to_dict(highest), "message": message})
+        record = {**error_to_dict(highest), "message": f"{many} not verified: {highest}"}
+        raise error_from_dict(record)
+
+
+def _print_checks(console: Console, proof: ClipProof) -> None:
+    for check in proof.checks:
+        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+        sha256 = (check.found or "")[:12]
+        console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
+    if not proof.different:
+        name = proof.path.name
+        console.result(f"bitwise equal: {name} is what diffusers computes, and its file is whole")
 
 
 def _difference(proof: ClipProof) -> str:

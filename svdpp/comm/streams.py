@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -90,19 +90,6 @@ class SideStream:
             tensor = torch.empty_like(host, device=self._device)
             tensor.copy_(host, non_blocking=True)
         return tensor
-
-    def round_trip_seconds(self, weights: Sequence[torch.Tensor]) -> float:
-        """Seconds to copy tensors in pageable host memory to the device and back, one by one.
-
-        That is how `torch.nn.Module.to` moves a component.
-        """
-        begun = time.monotonic()
-        with self.beside():
-            moved = [weight.to(self._device, copy=True) for weight in weights]
-        with self.beside():
-            for weight in moved:
-                weight.to("cpu", copy=True)
-        return time.monotonic() - begun
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Memory on the device that this stream may fill at once; for use within `beside`."""

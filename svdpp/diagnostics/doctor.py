@@ -223,7 +223,7 @@ def _enough(device: str, needed: int, free: int) -> str:
     if needed > free:
         raise OutOfMemoryError(
             text,
-            "--decode-chunk-size 2, --memory-opt, --dtype fp16, or fewer ranks lower it",
+            "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
             details={"asked": needed, "free": free},
         )
     return text

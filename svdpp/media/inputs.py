@@ -76,16 +76,8 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
     return found
 
 
-def check_photos(paths: Sequence[Path]) -> list[Photo]:
-    """Decode each photograph completely, without keeping the pixels."""
-    problems: list[InputError] = []
-    photos = _check(paths, problems)
-    raise_all(problems)
-    return photos
-
-
 def check_inputs(inputs: Sequence[str]) -> list[Photo]:
-    """`find_images` and `check_photos`, with all problems of both in one error."""
+    """The photographs that `inputs` name, decoded completely; one error lists all problems."""
     photos, problems = sift_inputs(inputs)
     raise_all(problems)
     return photos

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from typing import Any
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig, SvdSampling
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.resolve import resolved_for
 from svdpp.driver.work import ClipWork
@@ -120,24 +120,14 @@ class Admission:
         return ""
 
 
+#: What memory depends on, beside guidance.
+_SHAPE = ("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length", "from_image")
+
+
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
     """`sampling` with only what memory depends on, so that few sizes are estimated."""
-    shape: dict[str, Any] = {
-        "height": sampling.height,
-        "width": sampling.width,
-        "num_frames": sampling.num_frames,
-    }
-    guidance_scale = 2.0 if sampling.guided else 1.0
-    if isinstance(sampling, PromptedSampling):
-        return type(sampling)(
-            **shape,
-            from_image=sampling.from_image,
-            max_sequence_length=sampling.max_sequence_length,
-            guidance_scale=guidance_scale,
-        )
-    return SvdSampling(
-        **shape,
-        decode_chunk_size=sampling.decode_chunk_size,
-        max_guidance_scale=guidance_scale,
-        min_guidance_scale=1.0,
-    )
+    names = {field.name for field in fields(sampling)}
+    shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
+    scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
+    shape[scale] = 2.0 if sampling.guided else 1.0
+    return type(sampling)(**shape)

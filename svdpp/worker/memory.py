@@ -82,14 +82,6 @@ def reset_peak_of(device: torch.device) -> int:
     return status_bytes("VmRSS")
 
 
-def peak_in_use(device: torch.device) -> int:
-    """The peak of bytes in use on `device` since `reset_peak_of`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device))
-    return status_bytes("VmHWM")
-
-
 def _reset_resident_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
 
@@ -115,7 +107,7 @@ _PARTS = {
 }
 _LOADING = (
     "loading the model",
-    "fewer ranks on this device, or half precision in place of --dtype fp32, lower it",
+    "fewer ranks on this device, or no --dtype fp32, lower it",
 )
 _REFERENCE = (
     "computing a clip in one process",

@@ -14,7 +14,7 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.config import SamplingConfig
-from svdpp.errors import InputError, NotFiniteError, SvdppError
+from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
@@ -364,12 +364,8 @@ class PipelineStage:
         except NotWantedError:
             packet.make_tombstone()
         except (InputError, NotFiniteError) as error:
-            self._lost(packet.clip, error)
+            self._reporter.clip_failed(packet.clip, error)
             packet.make_tombstone()
-
-    def _lost(self, clip: int, error: SvdppError) -> None:
-        """Reports a clip that is lost at this rank."""
-        self._reporter.clip_failed(clip, error)
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:

@@ -23,7 +23,7 @@ from PIL import ExifTags, Image, ImageFile
 from svdpp.errors import InputError
 from svdpp.media import image as media
 from svdpp.media.image import fit_photo, read_photo
-from svdpp.media.inputs import check_photos, find_images
+from svdpp.media.inputs import check_inputs, find_images
 from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
@@ -412,15 +412,15 @@ def test_check_photos_lists_every_bad_one(tmp_path: Path) -> None:
     good.write_bytes(encoded(gradient(), "PNG"))
     text.write_bytes(b"text")
     empty.write_bytes(b"")
-    assert [photo.path for photo in check_photos([good, good])] == [good, good]
+    assert [photo.path for photo in check_inputs([str(good), str(good)])] == [good]
     with pytest.raises(InputError) as caught:
-        check_photos([text, good, empty])
+        check_inputs([str(text), str(good), str(empty)])
     first, *rest = caught.value.message.splitlines()
     assert first == "2 inputs cannot be used:"
     assert "'" + str(text) in rest[0]
     assert "'" + str(empty) in rest[1]
     with pytest.raises(InputError, match=r"^'.*text\.png' is not an image") as caught:
-        check_photos([text])
+        check_inputs([str(text)])
     assert caught.value.hint
 
 

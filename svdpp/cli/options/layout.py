@@ -227,11 +227,6 @@ class ExpertOptions(ShareOptions):
         """The options as fields of a `Layout`."""
         return {"expert_boundary": self.expert_boundary, "share_experts": self.share_experts}
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options by name; None and False count as not given."""
-        return {name.replace("_", "-"): value for name, value in self.fields.items()}
-
 
 def options_for(layout: Layout) -> str:
     """The options that select `layout`."""
