@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import LtxSampling, SamplingConfig, WanSampling
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.engine.model import EngineModel, load_model
@@ -26,14 +26,9 @@ from tests.models.range_checks import (
     request_of,
 )
 from tests.models.test_rows import CASES, STEPS
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SMALL: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
-WAN = {**SMALL, "height": 32, "width": 32, "num_frames": 5}
-LTX = {**SMALL, "height": 64, "width": 64, "num_frames": 9}
 
 
 class Half:
@@ -73,52 +68,35 @@ def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) ->
     return [results[0], results[1]]
 
 
-def wan(folder: Path) -> tuple[Any, SamplingConfig, bool]:
-    return read_folder(save_tiny_wan(folder)), WanSampling(**WAN), False
+NAMES = [
+    name for name, case in CASES.items() if ROWS[case.family].branches and case.config().guided
+]
+QUICK = next(name for name in NAMES if CASES[name].family == "wan")
 
 
-def wan_image(folder: Path) -> tuple[Any, SamplingConfig, bool]:
-    saved = save_tiny_wan(folder, image_to_video=True)
-    return read_folder(saved), WanSampling(**WAN, from_image=True), True
+def saved(name: str, folder: Path) -> Any:
+    case = CASES[name]
+    return read_folder(save_tiny(case.family, folder, image=case.image, **case.changes))
 
 
-def ltx(folder: Path) -> tuple[Any, SamplingConfig, bool]:
-    return read_folder(save_tiny_ltx(folder)), LtxSampling(**LTX), False
-
-
-def row(name: str) -> Callable[[Path], tuple[Any, SamplingConfig, bool]]:
-    def save(folder: Path) -> tuple[Any, SamplingConfig, bool]:
-        case = CASES[name]
-        saved = save_tiny(case.family, folder, image=case.image, **case.changes)
-        return read_folder(saved), case.config(), case.image
-
-    return save
-
-
-OWN = ("wan", "ltx", "svd")
-PAIRED = {
-    name: row(name)
-    for name, case in CASES.items()
-    if ROWS[case.family].branches and case.family not in OWN
-}
-MODELS = {"wan": wan, "wan-image": wan_image, "ltx": ltx, **PAIRED}
-
-
-def loaded(checkpoint: Any, sampling: SamplingConfig) -> EngineModel:
-    roles = Roles(encode=True, denoise=True, decode=True)
-    return load_model(checkpoint, model_of(checkpoint), sampling, "cpu", roles)
+def loaded(checkpoint: Any, name: str, sampling: SamplingConfig) -> EngineModel:
+    experts = frozenset(range(checkpoint.num_experts))
+    roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
+    model = model_of(checkpoint, CASES[name].dtype)
+    return load_model(checkpoint, model, sampling, "cpu", roles)
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "wan" else pytest.param(name, marks=pytest.mark.long) for name in MODELS],
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMES],
 )
 def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None:
-    checkpoint, sampling, has_image = MODELS[name](tmp_path)
-    sampling = checkpoint.resolve(sampling)
-    models = [loaded(checkpoint, sampling) for _ in range(2)]
-    image = models[0].prepare(photograph()) if has_image else {}
-    packet = models[0].encode(image, request_of())
+    checkpoint = saved(name, tmp_path)
+    sampling = checkpoint.resolve(CASES[name].config())
+    models = [loaded(checkpoint, name, sampling) for _ in range(2)]
+    image = models[0].prepare(photograph()) if CASES[name].image else {}
+    request = ClipRequest(seed=3) if CASES[name].family == "svd" else request_of()
+    packet = models[0].encode(image, request)
     alone = models[0].denoise(packet, 0, STEPS, nothing)
 
     middle = pair_of(models, packet, 0, 2)
@@ -134,9 +112,10 @@ def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None
 
 
 def test_a_step_of_one_branch_is_refused(tmp_path: Path) -> None:
-    checkpoint, sampling, _ = wan(tmp_path)
-    models = [loaded(checkpoint, sampling) for _ in range(2)]
-    packet = models[0].encode({}, request_of())
-    unguided = [model.with_sampling(WanSampling(**WAN, guidance_scale=1.0)) for model in models]
+    checkpoint, config = saved(QUICK, tmp_path), CASES[QUICK].config
+    models = [loaded(checkpoint, QUICK, checkpoint.resolve(config())) for _ in range(2)]
+    image = models[0].prepare(photograph()) if CASES[QUICK].image else {}
+    packet = models[0].encode(image, request_of())
+    unguided = [model.with_sampling(config(guidance_scale=1.0)) for model in models]
     with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
         pair_of(unguided, packet, 0, 1)
