@@ -19,7 +19,8 @@ class InjectedFault:
     """One fault, at one rank and clip; the tests derive others from it.
 
     Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
-    floating-point number; `skip` omits the rank's first step of the clip.
+    floating-point number; `skip` omits the rank's first step of the clip. A fault at one rank of a
+    pair is one of the pair, whose ranks do the same steps; `partner` is the other rank, or -1.
     """
 
     kind: str
@@ -48,17 +49,17 @@ class InjectedFault:
         """Whether this fault is of `kind`, at `rank` and `clip`."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
-    def skipped_steps(self, rank: int, clip: int) -> int:
+    def skipped_steps(self, rank: int, clip: int, partner: int) -> int:
         """Called before the rank's first step of a clip; returns how many steps it leaves out."""
-        return int(self.strikes("skip", rank, clip))
+        return int(self.strikes("skip", rank, clip) or self.strikes("skip", partner, clip))
 
     def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:  # noqa: ARG002
         """The tensors with which the rank starts, given those that it has received."""
         return tensors
 
-    def sent(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+    def sent(self, rank: int, clip: int, tensors: Tensors, partner: int) -> Tensors:
         """The tensors that the rank sends, given those that it has computed."""
-        if self.strikes("ulp", rank, clip):
+        if self.strikes("ulp", rank, clip) or self.strikes("ulp", partner, clip):
             return {**tensors, LATENTS: one_ulp_off(tensors[LATENTS])}
         return tensors
 

@@ -41,6 +41,7 @@ class Pair:
         self._transport, self._action, self._waiting = transport, action, waiting
         self._sent, self._received = sent, received
         self._next: int | None = action.start
+        self._pending: PendingPacket | None = None
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """The other rank's prediction of `step`, for this rank's, which `evaluate` computes.
@@ -50,8 +51,7 @@ class Pair:
         """
         pending = self._expected(step)
         self._send(step, self._sent(step, evaluate()))
-        with self._waiting(step):
-            packet = pending.wait()
+        packet = self._arrived(step, pending)
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:
             raise NotWantedError
@@ -64,13 +64,20 @@ class Pair:
             return
         pending = self._expected(self._next)
         self._send(self._next, None)
-        with self._waiting(self._next):
-            pending.wait()
+        self._arrived(self._next, pending)
 
     def _expected(self, step: int) -> PendingPacket:
-        return self._transport.post_receive(
-            self._action.clip, step, self._action.peer, "predictions"
-        )
+        """The message of `step`; begins to receive it, unless an evaluation that failed has."""
+        if self._pending is None:
+            clip, peer = self._action.clip, self._action.peer
+            self._pending = self._transport.post_receive(clip, step, peer, "predictions")
+        return self._pending
+
+    def _arrived(self, step: int, pending: PendingPacket) -> Packet:
+        with self._waiting(step):
+            packet = pending.wait()
+        self._pending = None
+        return packet
 
     def _send(self, step: int, tensors: Tensors | None) -> None:
         packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)

@@ -59,7 +59,7 @@ class PipelineStage:
         tensor_store: keeps the latent after each DENOISE for verification; None keeps none.
         profiler: profiles one clip; None profiles none.
         fault: the fault to inject.
-        read_photo: returns the bytes of a photograph.
+        read_photo: returns the bytes of a clip's image.
     """
 
     def __init__(
@@ -90,11 +90,10 @@ class PipelineStage:
         self._is_cancelled = is_cancelled
         self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
-        self._checkpoint_writer = (
-            LatentCheckpointWriter(checkpoints, model.device, reporter) if checkpoints else None
-        )
         reporter.add_writer(clip_writer.is_busy)
-        if self._checkpoint_writer is not None:
+        self._checkpoint_writer: LatentCheckpointWriter | None = None
+        if checkpoints is not None:
+            self._checkpoint_writer = LatentCheckpointWriter(checkpoints, model.device, reporter)
             reporter.add_writer(self._checkpoint_writer.is_busy)
         self._tensor_store = tensor_store
         self._profiler = profiler
@@ -198,21 +197,22 @@ class PipelineStage:
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
         pair = self._new_pair(action) if action.peer >= 0 else None
-        is_second = -1 < action.peer < self._rank  # with the same latents
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
                 packet.tensors = self._denoised(action, packet, pair)
                 packet.memory_pressure |= self._memory_pressure.rose()
-                if self._tensor_store is not None and not is_second:
-                    latent = self._on_host(packet.tensors[LATENTS])
-                    history = {
-                        name: self._on_host(tensor)
-                        for name, tensor in solver_history(packet.tensors).items()
-                    }
-                    self._tensor_store.keep_latent(action.clip, action.end, latent, history)
+                if pair is None or pair.branch == 0:  # both ranks of a pair have the same latent
+                    self._keep_latent(action, packet.tensors)
         if pair is not None and packet.tombstone:
             pair.drop()
         packet.next_step = action.end
+
+    def _keep_latent(self, action: Action, tensors: Tensors) -> None:
+        if self._tensor_store is None:
+            return
+        latent = self._on_host(tensors[LATENTS])
+        history = {name: self._on_host(each) for name, each in solver_history(tensors).items()}
+        self._tensor_store.keep_latent(action.clip, action.end, latent, history)
 
     def _new_pair(self, action: Action) -> Pair:
         fault, store = self._fault, self._tensor_store
@@ -241,7 +241,7 @@ class PipelineStage:
         start, end, tensors = action.start, action.end, packet.tensors
         if self._fault:
             self._reporter.at(action, start)
-            skipped = self._fault.skipped_steps(self._rank, action.clip)
+            skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
             # An encoded packet must be stepped from its first step on.
             start, end = (start + skipped, end) if start else (start, end - skipped)
             tensors = self._fault.received(self._rank, action.clip, tensors)
@@ -255,7 +255,9 @@ class PipelineStage:
         model = self._model_of(packet.clip)
         tensors = model.denoise(tensors, start, end, after_step, pair)
         checks.finish()
-        return self._fault.sent(self._rank, action.clip, tensors) if self._fault else tensors
+        if self._fault:
+            tensors = self._fault.sent(self._rank, action.clip, tensors, action.peer)
+        return tensors
 
     def _before_step(self, action: Action, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""
@@ -280,13 +282,10 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
+        writer, key = self._checkpoint_writer, self._keys.get(action.clip)
         with self._waiting(action, "send"):
-            if (
-                self._checkpoint_writer is not None
-                and action.clip in self._keys
-                and not packet.tombstone
-            ):
-                self._checkpoint_writer.put(self._keys[action.clip], packet)
+            if writer is not None and key is not None and not packet.tombstone:
+                writer.put(key, packet)
             self._transport.send(packet, action.peer)
         self._forget(action.clip)
 
@@ -310,8 +309,8 @@ class PipelineStage:
                     FinishedClip(
                         job=self._jobs[action.clip],
                         latent=packet.tensors[LATENTS],
-                        frames=self._frames.pop(action.clip, None),
-                        audio=self._audio.pop(action.clip, None),
+                        frames=self._frames.get(action.clip),
+                        audio=self._audio.get(action.clip),
                         ready=streams.mark(self._device),
                         begun_at=packet.begun_at,
                         memory_pressure=packet.memory_pressure,
@@ -342,15 +341,14 @@ class PipelineStage:
         return self._samplings.get(clip, self._sampling)
 
     def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
-        """Prepares a photograph; runs in the reader's thread."""
+        """Prepares an image; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
         return model.prepare(image)
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        self._jobs.pop(clip, None)
-        self._keys.pop(clip, None)
-        self._samplings.pop(clip, None)
+        for values in (self._jobs, self._keys, self._samplings, self._frames, self._audio):
+            values.pop(clip, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""

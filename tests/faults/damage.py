@@ -30,23 +30,23 @@ class Damage(InjectedFault):
 
     field: str = ""
 
-    def skipped_steps(self, rank: int, clip: int) -> int:
+    def skipped_steps(self, rank: int, clip: int, partner: int) -> int:
         if self.strikes("raise", rank, clip):
             raise RuntimeError("an injected fault")
         while self.strikes("hang", rank, clip):
             time.sleep(1)
-        return super().skipped_steps(rank, clip)
+        return super().skipped_steps(rank, clip, partner)
 
     def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
         if self.strikes("nan", rank, clip):
             return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
         return tensors
 
-    def sent(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
+    def sent(self, rank: int, clip: int, tensors: Tensors, partner: int) -> Tensors:
         if self.strikes("state", rank, clip):
             name = next(iter(solver_history(tensors)))
             return {**tensors, name: one_ulp_off(tensors[name])}
-        return super().sent(rank, clip, tensors)
+        return super().sent(rank, clip, tensors, partner)
 
     def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
         if not self.strikes("prediction", rank, clip):

@@ -1,4 +1,4 @@
-"""One rank's stage alone: the times that it reports."""
+"""One rank's stage alone: the times that it reports, and what it keeps of a clip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.config import ClipRequest, LatentSpec, SvdSampling
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.worker import stage
-from svdpp.worker.messages import ActionDone, ClipJob, Event, Work
+from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event, Work
 
 
 class _Clock:
@@ -66,3 +66,22 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
     assert waits == [0.0] * 4
     assert clock.now == 100.0
+
+
+def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
+    clock, cancelled = _Clock(), set[int]()
+    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
+    model = DummyModel(spec, 1, torch.device("cpu"))
+    doubles: Any = clock
+    alone = stage.PipelineStage(
+        *(0, model, doubles, doubles, doubles, SvdSampling()), is_cancelled=cancelled.__contains__
+    )
+    texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DECODE c0 @1", "FINISH c0 @1"
+    alone.expect(Work(actions=texts, jobs=(ClipJob(clip=0, request=ClipRequest(seed=0)),)))
+    for text in texts:
+        if text.startswith("FINISH"):
+            assert alone._frames.keys() == {0}
+            cancelled.add(0)
+        alone.perform(Action.parse(text))
+    assert isinstance(clock.said[-1], ClipDropped)
+    assert not any((alone._frames, alone._audio, alone._packets, alone._jobs))

@@ -1,0 +1,89 @@
+"""The exchange of one rank of a pair, with a transport that notes what it is asked for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.comm.packet import Packet
+from svdpp.errors import NotFiniteError
+from svdpp.models.base import Tensors
+from svdpp.plan.actions import Action
+from svdpp.worker.pair import NotWantedError, Pair
+
+THEIRS = {"prediction": torch.ones(1)}
+
+
+class _Links:
+    """The other rank sends its prediction of each step, and a tombstone at step `dropped`."""
+
+    def __init__(self, dropped: int | None = None) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._dropped = dropped
+
+    def post_receive(self, clip: int, step: int, *_: Any) -> _Links:
+        self.calls.append(("receive", step))
+        is_lost = step == self._dropped
+        self._packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, tombstone=is_lost)
+        return self
+
+    def wait(self) -> Packet:
+        return self._packet
+
+    def send(self, packet: Packet, *_: Any) -> None:
+        self.calls.append(("tombstone" if packet.tombstone else "send", packet.next_step))
+
+
+def _pair(links: Any) -> Pair:
+    return Pair(
+        links,
+        0,
+        Action.parse("DENOISE c0 2:4 =1"),
+        waiting=lambda _: nullcontext(),
+        sent=lambda _, tensors: tensors,
+        received=lambda *_: None,
+    )
+
+
+def _predict() -> Tensors:
+    return {"prediction": torch.zeros(1)}
+
+
+def test_both_messages_of_each_step_pass() -> None:
+    links = _Links()
+    pair = _pair(links)
+    assert [pair.exchange(step, _predict) for step in (2, 3)] == [THEIRS, THEIRS]
+    pair.drop()  # too late: the other rank expects no more
+    assert links.calls == [("receive", 2), ("send", 2), ("receive", 3), ("send", 3)]
+
+
+def test_a_clip_is_dropped_between_two_steps() -> None:
+    links = _Links()
+    pair = _pair(links)
+    pair.exchange(2, _predict)
+    pair.drop()
+    assert links.calls[2:] == [("receive", 3), ("tombstone", 3)]
+
+
+def test_the_other_rank_has_dropped_the_clip() -> None:
+    links = _Links(dropped=2)
+    pair = _pair(links)
+    with pytest.raises(NotWantedError):
+        pair.exchange(2, _predict)
+    pair.drop()
+    assert links.calls == [("receive", 2), ("send", 2)]
+
+
+def test_an_evaluation_that_fails_takes_one_message_of_the_other_rank() -> None:
+    def fail() -> Tensors:
+        raise NotFiniteError("no prediction")
+
+    links = _Links()
+    pair = _pair(links)
+    with pytest.raises(NotFiniteError):
+        pair.exchange(2, fail)
+    pair.drop()
+    assert links.calls == [("receive", 2), ("tombstone", 2)]
