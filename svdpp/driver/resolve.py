@@ -71,7 +71,7 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
             "parameters the guidance is off: each step has one branch",
             leave_out,
         )
-    if checkpoint.branches is None:
+    if checkpoint.row.branches is None:
         raise RequestError(
             f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than "
             "two evaluations, or use the first at once",

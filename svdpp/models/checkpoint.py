@@ -85,11 +85,6 @@ class Checkpoint:
     """Whether the decode draws noise."""
 
     @property
-    def branches(self) -> Literal["calls", "batch"] | None:
-        """How a guided step evaluates its two branches; see `Row`."""
-        return self.row.branches
-
-    @property
     def label(self) -> str:
         """The model's name in messages."""
         return f"model {hub.show_name(self.name)}"

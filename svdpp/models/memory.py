@@ -135,11 +135,8 @@ def estimate(
         packet, denoise = hollow.denoise(packet)
         denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
         return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
-    except (
-        IndexError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # such as a table of positions that ends
+    except (IndexError, RuntimeError, ValueError) as error:
+        # For example, a table of positions ends.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
             f"model {show_name(model.name)} cannot make a clip of {size} ({first_line(error)})",

@@ -7,7 +7,6 @@ equal in two components stay equal, because a key has the same limit in all of t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import shutil
@@ -21,12 +20,12 @@ import torch
 from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.load import component_class
 from svdpp.models.loading import silence_libraries
 
 #: Steps of the tiny copy's clips.
 NUM_STEPS = 4
 _SIDE, _FRAMES = 64, 16
-_LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 
 _WIDTH = 64
 _LIMITS: Mapping[str, Any] = {
@@ -70,7 +69,8 @@ def write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
         for part in checkpoint.folder.iterdir():
             if part.name in checkpoint.weighted and index.get(part.name, [None])[0]:
                 config = json.loads((part / "config.json").read_text())
-                _new(index[part.name][1], tiny(config)).save_pretrained(folder / part.name)
+                cls = component_class(part.name, index[part.name][1])
+                _new(cls, tiny(config)).save_pretrained(folder / part.name)
             elif part.is_dir() and part.name in index:
                 shutil.copytree(part, folder / part.name)
 
@@ -143,9 +143,7 @@ def _with_smallest(unit: int, value: list[int]) -> list[int]:
     return value if divisor == 1 else [max(unit, v // divisor // unit * unit) for v in value]
 
 
-def _new(name: str, config: Mapping[str, Any]) -> Any:
-    found = (importlib.import_module(library) for library in _LIBRARIES)
-    cls: Any = next(getattr(library, name) for library in found if hasattr(library, name))
+def _new(cls: Any, config: Mapping[str, Any]) -> Any:
     if hasattr(cls, "from_config") and cls.__module__.startswith("diffusers"):
         return cls.from_config(config)
     return cls(cls.config_class.from_dict(config))

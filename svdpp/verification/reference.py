@@ -165,13 +165,10 @@ class _Hooks:
         self._reporter = reporter
         self._kept = kept
         self._begun = self._mark = time.monotonic()
-        self._denoising = False
 
     def before_steps(self) -> None:
-        """Called before the first step, or before each; the time until then is the encode's."""
-        if not self._denoising:
-            self._denoising = True
-            self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
+        """Called before the first step; the time until then is the encode's."""
+        self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
 
     def after_step(self, step: int, tensors: Tensors) -> None:
         now = self._now()

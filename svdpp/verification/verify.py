@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -174,9 +175,10 @@ def _compare_histories(
     ours: TensorStore, theirs: TensorStore, clip: int, step: int, rank: int
 ) -> list[Check]:
     """The first part of the solver's history that differs after `step` steps, if any."""
-    expected, found = theirs.history(clip, step), ours.history(clip, step)
-    # The reference sees the pipeline's own scheduler, and not the copies that some pipelines make.
-    for name, tensor in ((name, found[name]) for name in found if name in expected):
+    expected = theirs.history(clip, step)
+    for name, tensor in ours.history(clip, step).items():
+        if name not in expected:  # of a copy that the pipeline has made of its scheduler
+            continue
         check = compare_latents(
             tensor, expected[name], clip=clip, step=step, rank=rank, final=False, axes=""
         )
@@ -193,19 +195,18 @@ def _compare_predictions(
         return []
     parts = config.layout.route(clip).ranges
     steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
-    for first, step in steps:
-        for branch in (0, 1):
-            check = compare_latents(
-                ours.prediction(clip, step, branch),
-                theirs.prediction(clip, step, branch),
-                clip=clip,
-                step=step,
-                rank=first + branch,
-                final=False,
-                axes=latent_axes(config),
-            )
-            if not check.bitwise:
-                return [replace(check, what="prediction", branch=branch)]
+    for (first_rank, step), branch in itertools.product(steps, (0, 1)):
+        check = compare_latents(
+            ours.prediction(clip, step, branch),
+            theirs.prediction(clip, step, branch),
+            clip=clip,
+            step=step,
+            rank=first_rank + branch,
+            final=False,
+            axes=latent_axes(config),
+        )
+        if not check.bitwise:
+            return [replace(check, what="prediction", branch=branch)]
     return []
 
 

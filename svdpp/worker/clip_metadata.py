@@ -63,8 +63,8 @@ _PROMPTS = ("prompt", "negative_prompt")
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
     """Whether each rank of a pair evaluates half of a batch, which may change the bits."""
-    branches = None if checkpoint is None else checkpoint.branches
-    return config.cfg_parallel > 1 and branches == "batch"
+    is_batch = checkpoint is not None and checkpoint.row.branches == "batch"
+    return config.cfg_parallel > 1 and is_batch
 
 
 def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import re
 from collections.abc import Iterator
@@ -68,22 +67,7 @@ def reset_peak() -> None:
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # a kernel may refuse; the old peak then stays
-        _reset_resident_peak()
-
-
-def reset_peak_of(device: torch.device) -> int:
-    """Resets the peak on `device` to the bytes in use now, and returns them."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(torch.cuda.memory_allocated(device))
-    ctypes.CDLL(None).malloc_trim(0)  # malloc reuses freed memory, which would hide a later need
-    _reset_resident_peak()
-    return status_bytes("VmRSS")
-
-
-def _reset_resident_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
 
 
 def status_bytes(name: str) -> int:

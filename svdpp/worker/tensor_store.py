@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
-from svdpp.models.base import LATENTS, Audio, Frames, Tensors, solver_history
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
 
 _NAME = re.compile(r"clip\d+_((step\d+(_branch\d)?|audio)\.safetensors|frames\.npy)", re.ASCII)
 
@@ -72,7 +72,7 @@ class TensorStore:
 
     def keep_prediction(self, clip: int, step: int, branch: int, prediction: torch.Tensor) -> None:
         """Keeps what `step` of `clip` predicts for one branch of the guidance, in host memory."""
-        data = save({"prediction": prediction.detach().contiguous()})
+        data = save({PREDICTION: prediction.detach().contiguous()})
         self._keep(self._path(clip, f"step{step}_branch{branch}.safetensors").name, data)
 
     def has_prediction(self, clip: int) -> bool:
@@ -82,7 +82,7 @@ class TensorStore:
     def prediction(self, clip: int, step: int, branch: int) -> torch.Tensor:
         """The kept prediction; FileNotFoundError if there is none."""
         path = self._path(clip, f"step{step}_branch{branch}.safetensors")
-        prediction: torch.Tensor = load_file(path)["prediction"]
+        prediction: torch.Tensor = load_file(path)[PREDICTION]
         return prediction
 
     def keep_frames(self, clip: int, frames: Frames) -> None:

@@ -18,12 +18,8 @@ PACKAGE = Path(svdpp.__file__).parent
 # What other modules may do, and why.
 ALLOWED = {
     "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
-    "worker/memory.py": {"synchronize"},  # measures a part's memory, not a clip
     # Once for a clip and rank:
-    "models/engine/model.py": {
-        "all",
-        "numpy",
-    },  # finite? image, structure: on the host
+    "models/engine/model.py": {"all", "numpy"},  # finite? image, structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
     "worker/clip_writer.py": {"numpy"},

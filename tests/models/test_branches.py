@@ -14,6 +14,7 @@ import torch
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
+from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
@@ -104,7 +105,7 @@ def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None
 
     assert_equal(*middle)
     assert_equal(*ends)
-    if checkpoint.branches == "calls":
+    if checkpoint.row.branches == "calls":
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
     # The shapes are known from here on, so that no rank evaluates both branches.
@@ -119,3 +120,29 @@ def test_a_step_of_one_branch_is_refused(tmp_path: Path) -> None:
     unguided = [model.with_sampling(config(guidance_scale=1.0)) for model in models]
     with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
         pair_of(unguided, packet, 0, 1)
+
+
+def test_both_ranks_have_predictions_with_the_same_order_in_memory() -> None:
+    """Kernels differ by it, and the second rank makes the tensor before it knows the values."""
+    ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def evaluate(branch: int) -> None:
+        partner = Half(branch, ends[branch], ends[1 - branch])
+        branches = Branches("calls", partner, torch.device("cpu"), [])
+        for step in range(2):  # the shapes are known in the second one
+            predictions = [
+                branches.evaluate(step, lambda value: torch.full((2, 3, 4), value).mT, (call,), {})
+                for call in (1.0, 2.0)
+            ]
+            branches.end_step(step)
+        results[branch] = predictions
+
+    threads = [threading.Thread(target=evaluate, args=(branch,)) for branch in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for call, (first, second) in enumerate(zip(*results.values(), strict=True)):
+        assert first.stride() == second.stride() == (12, 1, 4)
+        assert first.unique().tolist() == second.unique().tolist() == [call + 1.0]

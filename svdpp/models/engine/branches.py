@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
-from svdpp.models.base import Partner, Tensors
-from svdpp.models.engine.values import Node, Packer, describe, unpack, zeros
+from svdpp.models.base import PREDICTION, Partner, Tensors
+from svdpp.models.engine.values import Node, Packer, unpack, zeros
 
 
 class Branches:
@@ -25,7 +25,7 @@ class Branches:
         rule: of the family's row.
         partner: the other rank.
         device: of the tensors.
-        outputs: describes the result of a call; empty until the first step of a process.
+        outputs: the structure of a call's result; empty until the first step of a process.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Branches:
         packer, own = Packer(), []
 
         def prediction() -> Tensors:
-            own.append((output := evaluate(), packer.pack(output, "prediction")))
+            own.append((output := evaluate(), packer.pack(output, PREDICTION)))
             return packer.tensors
 
         received = self._partner.exchange(step, prediction)
         output, node = own[0]
         if not self._outputs:
-            self._outputs.append(describe(output))
+            self._outputs.append(node)
         return output, unpack(node, received, self._device)
 
 

@@ -149,13 +149,13 @@ class RangeCall:
                 return real(*args, **kwargs)
             if self._given is not None:
                 return self._replay(name, real, args, kwargs)
-            before = [each.get_state() for each in self._generators]
+            before = self._generator_states()
             self._depth += 1
             try:
                 result = real(*args, **kwargs)
             finally:
                 self._depth -= 1
-            after = [each.get_state() for each in self._generators]
+            after = self._generator_states()
             drew = any(map(_differ, before, after))
             if drew or _has_tensors(result):
                 self._records.append((name, _copied(result), after if drew else None))
@@ -169,12 +169,17 @@ class RangeCall:
         record = self._queues[name].pop(0)
         if record["drew"] is not None:
             self._restore(record["drew"])
-        return unpack(record["result"], self._received, self._device)
+        return self._unpacked(record["result"])
 
     def _restore(self, node: Node) -> None:
-        states = unpack(node, self._received, self._device)
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(self._generators, self._unpacked(node), strict=True):
             generator.set_state(state)
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _unpacked(self, node: Node) -> Any:
+        return unpack(node, self._received, self._device)
 
     # 2. A step.
 
@@ -248,15 +253,12 @@ class RangeCall:
         assert self._given is not None
         step = self._given["step"]
         if place == len(self._states):
-            self._states.append(unpack(step["states"][place], self._received, self._device))
+            self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
         if self._index == self._start - 1:
             self._restore(step["generators"])
         chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
-        return self._received_result(chunks[min(self._chunk, len(chunks) - 1)][place][call])
-
-    def _received_result(self, node: Node) -> Any:
-        return unpack(node, self._received, self._device)
+        return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][call])
 
     def _finish_step(self) -> None:
         """Ends a step that ran; only now, as a pipeline may change what its scheduler keeps."""
@@ -278,7 +280,7 @@ class RangeCall:
         self._latents = values[LATENTS]
         if self._given is None or self._index != self._start - 1:
             return {}
-        return {LATENTS: self._received_result(self._given["step"]["latents"])}
+        return {LATENTS: self._unpacked(self._given["step"]["latents"])}
 
     # 3. The loop.
 
@@ -357,7 +359,7 @@ class RangeCall:
         self._chunks.append(
             [
                 [
-                    self._packer.pack(self._received_result(node), f"{name}.{i}.{j}")
+                    self._packer.pack(self._unpacked(node), f"{name}.{i}.{j}")
                     for j, node in enumerate(nodes)
                 ]
                 for i, nodes in enumerate(self._given["step"]["chunks"][self._chunk])
@@ -385,7 +387,7 @@ class RangeCall:
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": packer.pack([each.get_state() for each in self._generators], GENERATOR),
+            "generators": packer.pack(self._generator_states(), GENERATOR),
         }
 
     # 5. The pipeline, its components and its scheduler, while the call lasts.

@@ -67,7 +67,7 @@ class Reference:
         def begin(*_: Any) -> None:
             if not before:
                 before.update(snapshot(pipe.scheduler))
-            before_steps()
+                before_steps()
 
         steps = itertools.count()  # those of all loops, if there are several
 
@@ -89,13 +89,11 @@ class Reference:
         generator = torch.Generator(device).manual_seed(request.seed)
         # They change no tensor; the first call is the end of the encode.
         modules = [getattr(pipe, name, None) for name in row.denoisers]
-        hooks = [each.register_forward_pre_hook(begin) for each in modules if each is not None]
+        denoisers = [module for module in modules if module is not None]
+        hooks = [each.register_forward_pre_hook(begin) for each in denoisers]
         if row.branches == "calls":
-            hooks += [
-                each.register_forward_hook(lambda *call: outputs.append(call[-1]))
-                for each in modules
-                if each is not None
-            ]
+            keep = lambda *call: outputs.append(call[-1])  # noqa: E731
+            hooks += [each.register_forward_hook(keep) for each in denoisers]
         output = pipe(
             **call_arguments(pipe, checkpoint, sampling),
             **request_arguments(row, sampling, request, image, generator),

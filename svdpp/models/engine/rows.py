@@ -20,6 +20,8 @@ _T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
 _CLIP_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
 _LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
 _SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
+_UMT5 = {"tokenizer": _T5, "text_encoder": ("UMT5EncoderModel", "T5EncoderModel")}
+_TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _HUNYUAN = {
     "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
     "text_encoder_2": ("CLIPTextModel",),
@@ -189,8 +191,7 @@ ROWS: Mapping[str, Row] = {
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         components={
-            "tokenizer": _T5,
-            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            **_UMT5,
             "vae": ("AutoencoderKLWan",),
             "transformer": ("WanTransformer3DModel",),
             "transformer_2": ("WanTransformer3DModel",),
@@ -210,8 +211,7 @@ ROWS: Mapping[str, Row] = {
         text="WanVACEPipeline",
         image="WanVACEPipeline",
         components={
-            "tokenizer": _T5,
-            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            **_UMT5,
             "vae": ("AutoencoderKLWan",),
             "transformer": ("WanVACETransformer3DModel",),
             "transformer_2": ("WanVACETransformer3DModel",),
@@ -297,11 +297,11 @@ ROWS: Mapping[str, Row] = {
             "text_encoder": ("LlamaModel", "LlavaForConditionalGeneration"),
             **_HUNYUAN,
             "transformer": ("HunyuanVideoTransformer3DModel",),
-            "image_processor": ("CLIPImageProcessor", "CLIPImageProcessorPil"),
+            "image_processor": _CLIP_PROCESSORS,
         },
         optional=frozenset({"image_processor"}),
         schedulers=("FlowMatchEulerDiscreteScheduler",),
-        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode=_TWO_ENCODERS,
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
         results_in_latents=1,
@@ -319,7 +319,7 @@ ROWS: Mapping[str, Row] = {
             "feature_extractor": _SIGLIP,
         },
         schedulers=("FlowMatchEulerDiscreteScheduler",),
-        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
         check=hunyuan.check_framepack,
@@ -343,7 +343,7 @@ ROWS: Mapping[str, Row] = {
         },
         optional=frozenset({"image_encoder", "feature_extractor"}),
         schedulers=("FlowMatchEulerDiscreteScheduler",),
-        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
         only_encode=("encoder",),
@@ -375,8 +375,7 @@ ROWS: Mapping[str, Row] = {
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         components={
-            "tokenizer": _T5,
-            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            **_UMT5,
             "vae": ("AutoencoderKLWan",),
             "transformer": ("SkyReelsV2Transformer3DModel",),
             "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
@@ -391,8 +390,7 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         components={
-            "tokenizer": _T5,
-            "text_encoder": ("UMT5EncoderModel", "T5EncoderModel"),
+            **_UMT5,
             "vae": ("AutoencoderKLWan",),
             "transformer": ("SkyReelsV2Transformer3DModel",),
         },
@@ -414,7 +412,7 @@ ROWS: Mapping[str, Row] = {
             "transformer": ("Kandinsky5Transformer3DModel",),
         },
         schedulers=("FlowMatchEulerDiscreteScheduler",),
-        encode=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
+        encode=_TWO_ENCODERS,
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
         results_in_latents=1,

@@ -111,9 +111,14 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
 def zeros(node: Node, device: torch.device) -> Any:
     """A value of the same structure whose tensors are zero."""
-    return _build(
-        node, lambda leaf: torch.zeros(leaf["shape"], dtype=_DTYPES[leaf["dtype"]], device=device)
-    )
+
+    def tensor(leaf: Node) -> torch.Tensor:
+        shape, dtype = leaf["shape"], _DTYPES[leaf["dtype"]]
+        if leaf["stride"] is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, leaf["stride"], dtype=dtype, device=device).zero_()
+
+    return _build(node, tensor)
 
 
 def leaves(node: Node) -> list[Node]:

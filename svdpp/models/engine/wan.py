@@ -13,11 +13,7 @@ from typing import Any
 from svdpp.config import WanSampling
 from svdpp.config.limits import require
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.engine.configs import (
-    Configs,
-    Facts,
-    SchedulerConfig,
-)
+from svdpp.models.engine.configs import Configs, Facts, SchedulerConfig
 from svdpp.models.json_file import JsonFile, short_repr
 
 
