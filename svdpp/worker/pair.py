@@ -22,6 +22,7 @@ class Pair:
         transport: the rank's links.
         rank: this rank.
         action: a DENOISE whose peer is the other rank.
+        clip: the clip's packet; its `memory_pressure` is that of both ranks.
         waiting: entered with a step, while the rank waits for the other one.
         sent: what is sent of a step, given what this rank computes.
         received: called with each step and the other rank's prediction.
@@ -32,14 +33,15 @@ class Pair:
         transport: Transport,
         rank: int,
         action: Action,
+        clip: Packet,
         *,
         waiting: Callable[[int], AbstractContextManager[None]],
         sent: Callable[[int, Tensors], Tensors],
         received: Callable[[int, Tensors], None],
     ) -> None:
         self.branch = int(rank > action.peer)
-        self._transport, self._action, self._waiting = transport, action, waiting
-        self._sent, self._received = sent, received
+        self._transport, self._action, self._clip = transport, action, clip
+        self._waiting, self._sent, self._received = waiting, sent, received
         self._next: int | None = action.start
         self._pending: PendingPacket | None = None
 
@@ -52,6 +54,7 @@ class Pair:
         pending = self._expected(step)
         self._send(step, self._sent(step, evaluate()))
         packet = self._arrived(step, pending)
+        self._clip.memory_pressure |= packet.memory_pressure
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:
             raise NotWantedError
@@ -81,4 +84,5 @@ class Pair:
 
     def _send(self, step: int, tensors: Tensors | None) -> None:
         packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)
+        packet.memory_pressure = self._clip.memory_pressure
         self._transport.send(packet, self._action.peer, "predictions")

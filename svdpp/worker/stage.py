@@ -196,7 +196,7 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        pair = self._new_pair(action) if action.peer >= 0 else None
+        pair = self._new_pair(action, packet) if action.peer >= 0 else None
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
                 packet.tensors = self._denoised(action, packet, pair)
@@ -214,10 +214,11 @@ class PipelineStage:
         history = {name: self._on_host(each) for name, each in solver_history(tensors).items()}
         self._tensor_store.keep_latent(action.clip, action.end, latent, history)
 
-    def _new_pair(self, action: Action) -> Pair:
+    def _new_pair(self, action: Action, packet: Packet) -> Pair:
         fault, store = self._fault, self._tensor_store
 
         def sent(step: int, tensors: Tensors) -> Tensors:
+            packet.memory_pressure |= self._memory_pressure.rose()
             if fault is None or step > action.start:
                 return tensors
             return fault.predicted(self._rank, action.clip, tensors)
@@ -231,6 +232,7 @@ class PipelineStage:
             self._transport,
             self._rank,
             action,
+            packet,
             waiting=partial(self._waiting_at, action),
             sent=sent,
             received=received,

@@ -22,26 +22,31 @@ class _Links:
 
     def __init__(self, dropped: int | None = None) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.pressures: list[bool] = []
+        self.memory_pressure = False
         self._dropped = dropped
 
     def post_receive(self, clip: int, step: int, *_: Any) -> _Links:
         self.calls.append(("receive", step))
         is_lost = step == self._dropped
-        self._packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, tombstone=is_lost)
+        self._packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, is_lost)
+        self._packet.memory_pressure = self.memory_pressure
         return self
 
     def wait(self) -> Packet:
         return self._packet
 
     def send(self, packet: Packet, *_: Any) -> None:
+        self.pressures.append(packet.memory_pressure)
         self.calls.append(("tombstone" if packet.tombstone else "send", packet.next_step))
 
 
-def _pair(links: Any) -> Pair:
+def _pair(links: Any, clip: Packet | None = None) -> Pair:
     return Pair(
         links,
         0,
         Action.parse("DENOISE c0 2:4 =1"),
+        clip or Packet(0, 2, 0.0, {}),
         waiting=lambda _: nullcontext(),
         sent=lambda _, tensors: tensors,
         received=lambda *_: None,
@@ -87,3 +92,14 @@ def test_an_evaluation_that_fails_takes_one_message_of_the_other_rank() -> None:
         pair.exchange(2, fail)
     pair.drop()
     assert links.calls == [("receive", 2), ("tombstone", 2)]
+
+
+def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:
+    """The second rank's packet is dropped after the last step, and with it what it says."""
+    links, clip = _Links(), Packet(0, 2, 0.0, {})
+    pair = _pair(links, clip)
+    links.memory_pressure = True
+    pair.exchange(2, _predict)
+    assert clip.memory_pressure
+    pair.exchange(3, _predict)
+    assert links.pressures == [False, True]
