@@ -8,6 +8,7 @@ through pinned host memory under gloo, which does not carry CUDA tensors point t
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import zlib
@@ -114,12 +115,12 @@ class Transport:
             DeviceError, OutOfMemoryError: this rank's GPU cannot open the link.
         """
         links: list[tuple[int, int, Channel]] = [
-            (*pair, "clips") for each in rounds for pair in each
+            (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)
         ]
-        if both := tuple(pairs):
+        if pairs := tuple(pairs):
             self._groups = {up: dist.new_group(timeout=GROUP_TIMEOUT) for up in (True, False)}
-            links += [(low, high, "predictions") for low, high in both]
-            links += [(high, low, "predictions") for low, high in both]
+            links += [(low, high, "predictions") for low, high in pairs]
+            links += [(high, low, "predictions") for low, high in pairs]
         for source, target, channel in links:
             if self._rank not in (source, target):
                 continue
@@ -228,11 +229,7 @@ class Transport:
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
-            header.check(
-                clip=clip,
-                next_step=next_step,
-                sequence=link.next_sequence(),
-            )
+            header.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
             description = _receive_bytes(header.description_bytes, link)
             payload = self._receive_payload(link, header)
         self._report("recv", header, link, begun)
@@ -270,8 +267,8 @@ class Transport:
     ) -> None:
         if header.clip != _HELLO_CLIP:
             end = time.monotonic()
-            what = header.clip, header.next_step, link.peer, header.num_bytes
-            self._on_transfer(Transfer(kind, *what, end - begun, waited, end, link.channel))
+            packet = header.clip, header.next_step, link.peer, header.num_bytes
+            self._on_transfer(Transfer(kind, *packet, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:

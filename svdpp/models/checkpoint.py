@@ -136,7 +136,7 @@ class Checkpoint:
 
         Args:
             sampling: of the clip, resolved.
-            image: whether the clip has a photograph.
+            image: whether the clip is made from an image.
             prompt: None if the clip has none.
             negative_prompt: None if the clip has none.
 

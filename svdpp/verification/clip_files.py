@@ -1,4 +1,4 @@
-"""Finished clips on disk: the search for their files, metadata and photographs, and a check.
+"""Finished clips on disk: the search for their files, metadata and images, and a check.
 
 An input names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
 holds several clips. The files are untrusted: everything read here is bounded and checked.
@@ -51,7 +51,7 @@ class ClipOnDisk:
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are finished clips; False if they are photographs."""
+    """Whether `inputs` are finished clips; False if they are images."""
     kinds = {text: _names_clips(text) for text in inputs}
     clips = [text for text, is_clip in kinds.items() if is_clip]
     others = [text for text, is_clip in kinds.items() if not is_clip]
@@ -104,11 +104,11 @@ def read_clip(path: Path) -> ClipOnDisk:
 
 
 def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
-    """The photograph that a clip was made from, found by its sha256.
+    """The image that a clip was made from, found by its sha256.
 
     Args:
-        clip: its metadata has the photograph's path and hash.
-        image: the photograph, or a folder that holds it; None searches the recorded path, then
+        clip: its metadata has the image's path and hash.
+        image: the file, or a folder that holds it; None searches the recorded path, then
             the images beside the clip.
     """
     wanted, folder = clip.metadata["input_sha256"], clip.path.parent

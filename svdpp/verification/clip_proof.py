@@ -40,7 +40,7 @@ class Settings:
     threads: int | None = None
     """Must be the clip's own number, if given."""
     image: Path | None = None
-    """The photograph, or a folder that holds it; None searches for it."""
+    """The clip's image, or a folder that holds it; None searches for it."""
     local_files_only: bool = False
     timeout: float = 600.0
     start_timeout: float = 600.0

@@ -1,4 +1,4 @@
-"""The prefetch of photographs: read and prepared one clip ahead, beside the denoising."""
+"""The prefetch of images: read and prepared one clip ahead, beside the denoising."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from svdpp.errors import InputError
 from svdpp.media import image as photos
 from svdpp.models.base import Tensors
 
-#: Returns the bytes of a clip's photograph, given its path on rank 0's host.
+#: Returns the bytes of a clip's image, given its path on rank 0's host.
 ReadPhoto = Callable[[int, Path], bytes]
 
 
 def from_disk(clip: int, path: Path) -> bytes:  # noqa: ARG001
-    """The photograph's bytes, from this host's disk; InputError if they cannot be read."""
+    """The image's bytes, from this host's disk; InputError if they cannot be read."""
     return photos.read_bytes(path)
 
 
 class PhotoReader:
-    """Reads photographs in the order of `expect`, at most one ahead.
+    """Reads images in the order of `expect`, at most one ahead.
 
     `prepare` makes an image into CPU tensors, in the thread. `sampling` is for clips whose
     requests have none.
@@ -53,7 +53,7 @@ class PhotoReader:
             self._read_next()
 
     def take(self, clip: int) -> Tensors:
-        """The prepared photograph of `clip`, empty if it has none; starts reading the next."""
+        """The prepared image of `clip`, empty if it has none; starts reading the next."""
         future = self._ahead.pop(clip)
         try:
             return future.result()

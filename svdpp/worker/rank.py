@@ -182,7 +182,7 @@ def _new_stage(
 
 
 def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:
-    """Reads photographs from rank 0's host, which may be another one."""
+    """Reads images from rank 0's host, which may be another one."""
 
     def read(clip: int, path: Path) -> bytes:
         reporter.send(PhotoWanted(clip=clip))
