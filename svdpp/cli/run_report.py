@@ -128,7 +128,11 @@ def print_clips(
         console.result(f"{name}  (lost: {clip['error']['message']})")
     if skipped:
         console.info(f"already finished: {counted(len(skipped), 'clip')}")
-    exact = [each for each in made if each["exact"] and not _elsewhere(each)]
+    exact = [metadata for metadata in made if metadata["exact"] is True]
+    if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
+        console.info("not called exact: pairs divide a batch of two; how far apart that is:")
+        console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
+    exact = [metadata for metadata in exact if not _elsewhere(metadata)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
         console.infos(["to prove one:", f"  svdpp verify {shlex.quote(output.path)}"])

@@ -166,6 +166,8 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
     names = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
     unproven = "" if clip.metadata["exact"] is True else "its metadata say: exact is unproven"
+    if unproven and clip.metadata.get("cfg_parallel", 1) > 1:
+        unproven = "a pair divided a batch: svdpp verify --cfg-parallel 2 measures the distance"
     for what, name in names.items():
         recorded, found = clip.metadata.get(name), recomputed.get(name)
         if what == "audio" and recorded is None:  # silent, or of svdpp 0.4

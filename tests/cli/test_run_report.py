@@ -42,6 +42,15 @@ def test_the_command_that_proves_a_clip_names_it(
     assert f"svdpp verify {named}\n" in heard.getvalue()
 
 
+def test_clips_of_divided_batches_are_not_called_exact() -> None:
+    console, heard = Console(), io.StringIO()
+    console.err = RichConsole(file=heard, width=80)
+    clip = {"output": "cat_0.mp4", "format": "mp4", "exact": "unproven", "cfg_parallel": 2}
+    print_clips(console, Path("out"), [], [clip], [])
+    assert "svdpp verify --cfg-parallel 2" in heard.getvalue()
+    assert "to prove one" not in heard.getvalue()
+
+
 @pytest.mark.processes
 def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_AT_ONCE", 2)

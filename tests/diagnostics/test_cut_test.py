@@ -14,7 +14,7 @@ from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.diagnostics import cut_test, doctor
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
-from tests.models.test_rows import CASES
+from tests.models.test_rows import CASES, one_of_each_family
 from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
@@ -103,9 +103,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
-)
+@pytest.mark.parametrize("name", one_of_each_family())
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)

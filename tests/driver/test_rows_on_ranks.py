@@ -26,7 +26,7 @@ from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
 from tests.cli.shell import svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing
-from tests.models.test_rows import CASES, SIZES
+from tests.models.test_rows import CASES, SIZES, one_of_each_family
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
@@ -51,11 +51,10 @@ NAMES = {
     **{"width": "width", "max_sequence_length": "max-prompt-tokens"},
     "guidance_scale": "guidance-scale",
 }
-MARKED = [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", one_of_each_family())
 def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     folder, case = tmp_path / "model", CASES[name]
     save_tiny(case.family, folder, image=case.image, **case.changes)
@@ -80,7 +79,7 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", one_of_each_family())
 def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -> None:
     config, request = _config(name, tmp_path / "model")
     config, checkpoint = resolve(config)

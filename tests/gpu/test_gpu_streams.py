@@ -107,11 +107,14 @@ class Wire:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: deque[torch.Tensor] = deque()
         for name in ("send", "isend"):
-            monkeypatch.setattr(dist, name, lambda tensor, _: self.sent.append(tensor.clone()))
+            monkeypatch.setattr(dist, name, self._send)
         for name in ("recv", "irecv"):
             monkeypatch.setattr(dist, name, self._receive)
 
-    def _receive(self, memory: torch.Tensor, _: int) -> None:
+    def _send(self, tensor: torch.Tensor, _: int, group: None) -> None:  # noqa: ARG002
+        self.sent.append(tensor.clone())
+
+    def _receive(self, memory: torch.Tensor, _: int, group: None) -> None:  # noqa: ARG002
         memory.copy_(self.sent.popleft(), non_blocking=True)
 
 

@@ -72,6 +72,8 @@ NAMES = [
     name for name, case in CASES.items() if ROWS[case.family].branches and case.config().guided
 ]
 QUICK = next(name for name in NAMES if CASES[name].family == "wan")
+MORE = (pytest.mark.long, pytest.mark.full)
+FIRST = {CASES[name].family: name for name in reversed(NAMES)}.values()
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -88,7 +90,11 @@ def loaded(checkpoint: Any, name: str, sampling: SamplingConfig) -> EngineModel:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMES],
+    [
+        QUICK,
+        *(pytest.param(name, marks=pytest.mark.long) for name in FIRST if name != QUICK),
+        *(pytest.param(name, marks=MORE) for name in NAMES if name not in FIRST),
+    ],
 )
 def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None:
     checkpoint = saved(name, tmp_path)

@@ -164,6 +164,12 @@ CASES |= {
 }
 
 
+def one_of_each_family() -> list[Any]:
+    """The cases as parameters: the first one of each family, and the others in full grids."""
+    first = {case.family: name for name, case in reversed(CASES.items())}.values()
+    return [name if name in first else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The tiny checkpoint of each case, saved once."""
