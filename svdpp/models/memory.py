@@ -22,6 +22,7 @@ import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -305,7 +306,9 @@ class _Hollow:
         self._counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
         self._inside = True
         try:
-            with self._fake, self._counter, self._live:
+            # Without `live` below the fake mode, where it would see temporary tensors by which fake
+            # kernels find out shapes.
+            with _disable_current_modes(), self._fake, self._counter, self._live:
                 result = real(*args, **kwargs)
         finally:
             self._inside = False
