@@ -57,11 +57,11 @@ def read_json(folder: Path, name: str) -> JsonFile:
     Raises:
         ModelError: the file is missing, unreadable or too long, or does not hold a JSON object.
     """
+    if not (folder / name).is_file():  # also a pipe, which would never end
+        raise ModelError(f"{name} is missing")
     try:
         with (folder / name).open("rb") as file:
             text = file.read(_MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError as error:
-        raise ModelError(f"{name} is missing") from error
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
     if len(text) > _MAX_CONFIG_BYTES:

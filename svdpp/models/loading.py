@@ -123,8 +123,8 @@ class ComponentLoader:
             ("mismatched", info["mismatched_keys"]),
         ):
             if names := sorted(map(str, found)):
-                count = f"{len(names)} weights are {problem}"
-                raise ModelError(f"{component}: {count}, the first is {short_repr(names[0])}")
+                first = f"weights are {problem}, the first is {short_repr(names[0])}"
+                raise ModelError(f"{component}: {first} of {len(names)}")
         return module
 
     @contextmanager

@@ -44,7 +44,8 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     Raises:
         ModelError: a file is missing, incomplete, or not a safetensors file.
     """
-    names = [f"{component}/{path.name}" for path in (folder / component).glob("*")]
+    paths = filter(Path.is_file, (folder / component).glob("*"))  # a pipe would never end
+    names = [f"{component}/{path.name}" for path in paths]
     files = choose_weight_files(names, component, variant)
     if files[-1].endswith(".json"):
         _check_index(read_json(folder, files.pop()), files)

@@ -86,7 +86,7 @@ def test_larger_frames_fit_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch) ->
     chunks = []
     for side in (128, 256):
         sampling = replace(DEMO_CONFIG.sampling, height=side, width=side)
-        monkeypatch.setattr(memory_estimate, "available_bytes", lambda: int(1.75 * 2**30))
+        monkeypatch.setattr(memory_estimate, "available_bytes", lambda: 2 * 2**30)
         chunks.append(fit_decode_chunk(replace(DEMO_CONFIG, sampling=sampling))[0])
     assert chunks[0] == 14
     assert 1 < chunks[1] < 14

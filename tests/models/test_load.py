@@ -251,14 +251,14 @@ def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], objec
         (
             UNET,
             lambda w: w.pop("conv_in.weight"),
-            "unet: 1 weights are missing, the first is 'conv_in.weight'",
+            "unet: weights are missing, the first is 'conv_in.weight' of 1",
         ),
         (UNET, lambda w: w.update(extra=torch.zeros(1)), "are unexpected, the first is 'extra'"),
         (UNET, lambda w: w.update({"conv_in.bias": torch.zeros(9)}), "conv_in.bias expected shape"),
         (
             CLIP,
             lambda w: w.update({"visual_projection.weight": torch.zeros(3, 3)}),
-            "1 weights are mismatched, the first is .*visual_projection.weight",
+            "weights are mismatched, the first is .*visual_projection.weight",
         ),
         (
             UNET,
@@ -289,7 +289,7 @@ def test_missing_weight_in_shards(tmp_path: Path) -> None:
     shard = min((tmp_path / "unet").glob("*-of-*.safetensors"))
     removed = min(load_file(shard))
     change_weights(shard, lambda weights: weights.pop(removed))
-    with pytest.raises(ModelError, match=f"1 weights are missing, the first is {removed!r}"):
+    with pytest.raises(ModelError, match=f"weights are missing, the first is {removed!r}"):
         parts_of(tmp_path, "X")
 
 

@@ -246,9 +246,8 @@ def test_the_estimate_runs_the_call_without_weights(
         memory = getattr(estimated, part)
         assert memory.weight_bytes == num_bytes(loaded(model).values()), part
         assert min(memory.activation_bytes, memory.flops) > 0
-    packet = encoder.encode(
-        encoder.prepare(photograph()) if case.image else {}, request_of("a cat")
-    )
+    request = request_of("a cat" if checkpoint.row.takes_prompt else None)
+    packet = encoder.encode(encoder.prepare(photograph()) if case.image else {}, request)
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
     probe = encoder.probe_packet()
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes
