@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from svdpp.config import PipelineConfig
 from svdpp.worker.messages import Event, Finished, GpuSample, Heartbeat, Joined, StepDone
 
+# Before a rank has joined, a library may hold the GIL for long, such as CUDA's initialisation with
+# many GPUs; so its silence counts only after this many times the limit for joined ranks.
+_PATIENCE_AT_START = 8
 # The parent polls several times a second; a longer pause means that it was stopped itself.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK = "raise --start-timeout for a slow disk"
@@ -45,9 +48,9 @@ class Stall:
 class Liveness:
     """Distinguishes a stalled rank from a slow one and from those that wait for it.
 
-    All times are seconds on one clock. All ranks must join within `start_timeout`. After that a
-    rank is stalled after `heartbeat_timeout` without a heartbeat, or `timeout` of computing
-    without progress.
+    All times are seconds on one clock. All ranks must join within `start_timeout`. A rank is
+    stalled after `heartbeat_timeout` without a heartbeat (eight times that before it has joined),
+    or, once all have joined, after `timeout` of computing without progress.
     """
 
     def __init__(
@@ -110,9 +113,8 @@ class Liveness:
         running = [rank for rank, seen in enumerate(self._seen) if not seen.finished]
         for rank in running:
             seen = self._seen[rank]
-            # Before a rank has joined, a library may hold the GIL for long, such as CUDA's
-            # initialisation with many GPUs.
-            if seen.joined and now - seen.heard > self._heartbeat_timeout:
+            limit = self._heartbeat_timeout * (1 if seen.joined else _PATIENCE_AT_START)
+            if seen.started and now - seen.heard > limit:
                 reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
                 hint = "check whether it is stopped, or its machine is out of memory"
                 return Stall(rank, reason, hint, silent=True)

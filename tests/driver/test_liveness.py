@@ -152,7 +152,19 @@ def test_a_rank_that_loads_for_too_long_is_named() -> None:
     assert (stall.rank, stall.reason) == (2, "did not get ready within 60 s")
 
 
-def test_no_heartbeat_is_missed_before_a_rank_has_joined() -> None:
+def test_a_rank_that_freezes_before_it_has_joined_is_named_and_not_those_that_wait_for_it() -> None:
+    liveness = Liveness(2, 0.0, start_timeout=600, heartbeat_timeout=10, timeout=100)
+    liveness.heard(1, Heartbeat(phase="opening its link with rank 0", peer=0), 0.0)
+    opening = Heartbeat(phase="opening its link with rank 1", peer=1)
+    _heartbeats_until(liveness, 80, {0: opening})
+    assert liveness.stall(80.0) is None
+    _heartbeats_until(liveness, 81, {0: opening})
+    stall = liveness.stall(81.0)
+    assert stall is not None
+    assert (stall.rank, stall.reason) == (1, "has sent no heartbeat for 81 s")
+
+
+def test_a_rank_may_be_silent_for_longer_before_it_has_joined() -> None:
     """CUDA's initialisation may hold the GIL for long."""
     liveness = _liveness(joined=False)
     liveness.heard(2, Heartbeat(), 0.0)
