@@ -63,6 +63,7 @@ def save_tiny_wan(
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
     width: int = 1,
+    layers: int = 1,
     **options: Any,
 ) -> Path:
     """Saves a Wan pipeline with random weights to `folder`, and returns the folder.
@@ -76,6 +77,7 @@ def save_tiny_wan(
         scheduler: UniPC as published if None.
         dtype: of all weights but the VAE's.
         width: multiplies the channels of all components.
+        layers: of each transformer.
         options: of `save_pretrained`.
     """
     z_dim = 8 if expand_timesteps else 4
@@ -87,13 +89,13 @@ def save_tiny_wan(
             "text_encoder": UMT5EncoderModel(UMT5Config(**t5_sizes(width))).to(dtype),
             "vae": _wan_vae(z_dim, expand_timesteps, width),
             "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
-            "transformer": _wan_transformer(channels, z_dim, image_encoder, width).to(dtype),
+            "transformer": _wan_transformer(channels, z_dim, image_encoder, width, layers).to(dtype),
             "transformer_2": None,
             "boundary_ratio": boundary_ratio,
             "expand_timesteps": expand_timesteps,
         }
         if boundary_ratio is not None:
-            second = _wan_transformer(channels, z_dim, image_encoder, width)
+            second = _wan_transformer(channels, z_dim, image_encoder, width, layers)
             parts["transformer_2"] = second.to(dtype)
         cls: Any = WanPipeline
         if image_to_video and not expand_timesteps:
@@ -170,7 +172,7 @@ def _wan_vae(z_dim: int, residual: bool, width: int) -> AutoencoderKLWan:
 
 
 def _wan_transformer(
-    in_channels: int, z_dim: int, image: bool, width: int
+    in_channels: int, z_dim: int, image: bool, width: int, layers: int
 ) -> WanTransformer3DModel:
     return WanTransformer3DModel(
         patch_size=(1, 2, 2),
@@ -181,7 +183,7 @@ def _wan_transformer(
         text_dim=_TEXT_DIM * width,
         freq_dim=16,
         ffn_dim=24 * width,
-        num_layers=1,
+        num_layers=layers,
         image_dim=_IMAGE_DIM if image else None,
         added_kv_proj_dim=24 * width if image else None,
         rope_max_seq_len=32,
