@@ -133,7 +133,7 @@ class Guard:
                 raise ApiError(
                     503,
                     "too_many_uploads",
-                    f"{used} photographs {whose}are being uploaded already",
+                    f"{used} images {whose}are being uploaded already",
                     headers={"Retry-After": "1"},
                     details={"limit": limit},
                 )
@@ -233,7 +233,7 @@ def _kind_of(content_type: str) -> str:
             415,
             "unsupported_media_type",
             f"the body must be multipart/form-data or {JSON}, not {shown or 'without a type'}",
-            "send the fields as curl -F does; a photograph is the field input_reference",
+            "send the fields as curl -F does; an image is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
@@ -247,7 +247,7 @@ def _too_large(limit: int) -> ApiError:
         413,
         "content_too_large",
         f"the body is larger than {limit / 2**20:g} MiB",
-        "make the photograph smaller; the clip is no larger than its size",
+        "make the image smaller; the clip is no larger than its size",
         details={"limit_bytes": limit},
         headers=_CLOSE,
     )

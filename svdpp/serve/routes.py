@@ -219,7 +219,7 @@ def _create(
         raise ApiError(
             413,
             "content_too_large",
-            f"the photograph has {size} bytes, the limit is {limits.upload_bytes}",
+            f"the image has {size} bytes, the limit is {limits.upload_bytes}",
             details={"limit_bytes": limits.upload_bytes},
         )
     return service.submit(form, owner, key)
@@ -355,7 +355,7 @@ def get_input(id: str, service: Served, owner: Owned, request: Request) -> Respo
         raise ApiError(404, "no_input", "the video was made from text alone")
     path = service.photo_path(job)
     if not path.is_file():
-        raise ApiError(404, "no_input", "the video has no photograph any more")
+        raise ApiError(404, "no_input", "the video has no image any more")
     return _private_file(path, MEDIA_TYPES[path.suffix], request)
 
 

@@ -245,7 +245,7 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     text = tmp_path / "notes.png"
     text.write_text("no image")
     page.one("#make").click()
-    assert page.text("#form-error") == "Choose a photograph first."
+    assert page.text("#form-error") == "Choose an image first."
     assert page.focused() == "files"
 
     page.choose(text)

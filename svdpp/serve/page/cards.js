@@ -31,7 +31,7 @@ function emptyText() {
   if (state.connection === "gone" && !state.listed) return "Unknown while the server is gone.";
   if (!state.listed) return "Loading.";
   if (!state.models) return "";
-  const what = model()?.inputs.input_reference === "needed" ? "Choose a photograph" : "Write a prompt";
+  const what = model()?.inputs.input_reference === "needed" ? "Choose an image" : "Write a prompt";
   return `Nothing here yet. ${what}, and its clip appears here.`;
 }
 

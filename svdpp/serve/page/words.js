@@ -25,7 +25,7 @@ const NAME_LETTERS = 60;
 
 /** The beginning of a clip's prompt, or the name of its photograph. */
 export function nameOf({ prompt, input }) {
-  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "photograph";
+  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "image";
   return text.length > NAME_LETTERS && prompt ? `${text.slice(0, NAME_LETTERS - 1).trimEnd()}…` : text;
 }
 
