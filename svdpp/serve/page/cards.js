@@ -108,8 +108,7 @@ const comingText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaT
 
 function madeText(video) {
   if (!video.completed_at) return "";
-  const took = video.started_at ? `, after ${duration(video.completed_at - video.started_at)}` : "";
-  return `finished ${ago(video.completed_at)}${took}`;
+  return `finished ${ago(video.completed_at)}, after ${duration(video.completed_at - video.created_at)}`;
 }
 
 function showProof({ parts: { proof, verify: button } }, video, isDone) {

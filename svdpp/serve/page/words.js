@@ -79,6 +79,12 @@ export function etaText(video) {
   return left < 1 ? "ready now" : `ready in ${duration(left)}`;
 }
 
+/** When all open clips are finished, once that is known of each. */
+export function allText(open) {
+  const etas = open.map(etaOf);
+  return etas.length > 1 && !etas.includes(null) ? `all finished in about ${duration(Math.max(...etas))}` : "";
+}
+
 export function ago(seconds) {
   const past = now() + state.clockOffset - seconds;
   if (past < 60) return "just now";
