@@ -34,9 +34,9 @@ from svdpp.models.engine.configs import (
     check_class,
     check_no_code,
     class_of,
+    library_errors,
 )
 from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
-from svdpp.models.engine.wan import boundary_step
 from svdpp.models.json_file import JsonFile, read_json, short_repr
 from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import fingerprint, weight_headers
@@ -200,12 +200,27 @@ class Checkpoint:
         """The scheduler, with the changes that the sampling parameters ask for."""
         return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
 
+    def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
+        """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
+        import diffusers  # seconds
+
+        config = self.scheduler if sampling is None else self.scheduler_of(sampling)
+        with library_errors("scheduler", self):
+            return getattr(diffusers, config.name).from_config(dict(config.values))
+
+    def timesteps(self, sampling: SamplingConfig) -> Any:
+        """Those of a clip's steps, as a tensor."""
+        scheduler = self.new_scheduler(sampling)
+        with library_errors("scheduler", self):
+            scheduler.set_timesteps(sampling.num_inference_steps, device="cpu")
+        return scheduler.timesteps
+
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
         if self.boundary_ratio is None:
             return None
-        scheduler = self.scheduler_of(sampling)
-        return boundary_step(scheduler, self.boundary_ratio, sampling.num_inference_steps)
+        boundary = self.boundary_ratio * self.scheduler.values.get("num_train_timesteps", 1000)
+        return int((self.timesteps(sampling) >= boundary).sum())  # as in `WanPipeline.__call__`
 
 
 def has_weights(part: str) -> bool:

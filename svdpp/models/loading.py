@@ -18,6 +18,7 @@ from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.configs import first_line, library_errors
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.json_file import short_repr
 from svdpp.models.safetensors_header import Header, num_elements, weight_headers
@@ -212,29 +213,9 @@ def meta_module(cls: Any, folder: Path) -> Any:
         return new_module(cls, folder)
 
 
-@contextmanager
-def library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iterator[None]:
-    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
-    label = f"{checkpoint.label}: " if checkpoint else ""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(label + error.message, error.hint) from error
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
-
-
 def _can_read_spiece() -> bool:
     return bool(is_sentencepiece_available() and is_protobuf_available())
 
 
 def _is_diffusers(cls: Any) -> bool:
     return bool(cls.__module__.split(".")[0] == "diffusers")
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, on one line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])

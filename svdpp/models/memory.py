@@ -32,6 +32,7 @@ from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.call import component_methods, replaced
+from svdpp.models.engine.configs import first_line
 from svdpp.models.engine.load import (
     Parts,
     apply_memory_options,
@@ -46,7 +47,6 @@ from svdpp.models.engine.values import Node, describe, zeros
 from svdpp.models.hub import show_name
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.loading import (
-    first_line,
     fp32_parameters,
     new_module,
     silence_libraries,

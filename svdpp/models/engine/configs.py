@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, is_out_of_memory
 from svdpp.models.json_file import JsonFile, read_json, short_repr
 
 #: What a family's configs say of a checkpoint: fields of `Checkpoint`.
@@ -116,6 +117,26 @@ def check_no_code(folder: Path) -> None:
                 f"the folder contains {name}, but {_NO_CODE}",
                 "remove the file if the weights do not need it",
             )
+
+
+@contextmanager
+def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
+    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    label = f"{checkpoint.label}: " if checkpoint else ""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(label + error.message, error.hint) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, on one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
 
 
 _SCHEDULER = "scheduler/scheduler_config.json"

@@ -14,11 +14,11 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.loading import (
     ComponentLoader,
-    library_errors,
     meta_module,
     silence_libraries,
     torch_dtype,
@@ -132,7 +132,7 @@ def new_pipeline(
         settings = cls.load_config(checkpoint.folder, local_files_only=True)
         # Of the others, the config has the library and the class.
         known = {name: value for name, value in settings.items() if not isinstance(value, list)}
-        known |= {**parts, "scheduler": new_scheduler(checkpoint, None)}
+        known |= {**parts, "scheduler": checkpoint.new_scheduler(None)}
         pipe = cls(
             **{
                 name: known.get(name)
@@ -145,16 +145,9 @@ def new_pipeline(
     return pipe
 
 
-def new_scheduler(checkpoint: Checkpoint, sampling: Any) -> Any:
-    """A scheduler for one clip."""
-    scheduler = checkpoint.scheduler if sampling is None else checkpoint.scheduler_of(sampling)
-    with library_errors("scheduler", checkpoint):
-        return getattr(diffusers, scheduler.name).from_config(dict(scheduler.values))
-
-
 def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
     """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
-    pipe.scheduler = new_scheduler(checkpoint, sampling)
+    pipe.scheduler = checkpoint.new_scheduler(sampling)
     if (guider := getattr(pipe, "guider", None)) is not None:
         scale = {"guidance_scale": sampling.guidance_scale}
         pipe.guider = type(guider).from_config({**guider.config, **scale})
