@@ -31,9 +31,8 @@ from svdpp.models import hub
 from svdpp.models.engine.configs import (
     Configs,
     SchedulerConfig,
-    check_class,
     check_no_code,
-    class_of,
+    classes_of,
     library_errors,
 )
 from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
@@ -200,6 +199,11 @@ class Checkpoint:
         """The scheduler, with the changes that the sampling parameters ask for."""
         return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
 
+    def count_weights(self) -> int:
+        """The number of tensors in the weight files, all of which are there and complete."""
+        files = (weight_headers(self.folder, part, self.variant) for part in self.weighted)
+        return sum(len(header) for headers in files for header in headers.values())
+
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
         import diffusers  # seconds
@@ -357,10 +361,10 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     family = family_of_pipeline(index)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
-    for part, allowed in row.components.items():
-        check_class(index, part, allowed, optional=part in row.optional)
+    classes = classes_of(index, row.parts, row.denoiser)
+    for part in sorted(row.required - classes.keys()):
+        raise index.error(f"the component {part} is missing")
     configs = Configs(folder, index, row.schedulers)
-    classes = {part: name for part in row.components if (name := class_of(index, part)) is not None}
     for part in filter(has_weights, classes):
         configs.of(part)
     from_image = index.values["_class_name"] == row.image

@@ -38,7 +38,6 @@ from svdpp.models.engine.load import (
     apply_memory_options,
     component_class,
     dtype_of,
-    load_processor,
     new_pipeline,
     unused_parts,
 )
@@ -48,6 +47,7 @@ from svdpp.models.hub import show_name
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.loading import (
     fp32_parameters,
+    load_processor,
     new_module,
     silence_libraries,
     torch_dtype,
@@ -212,7 +212,7 @@ class _Hollow:
                 parts[part] = self._module(cls, part, dtype_of(checkpoint, part, model.dtype))
                 apply_memory_options(checkpoint, part, parts[part], model)
             else:
-                parts[part] = load_processor(checkpoint, part, cls, cpu)
+                parts[part] = load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
         from_image = sampling.from_image
         self._pipe = new_pipeline(checkpoint, from_image, parts, cpu)
@@ -271,7 +271,7 @@ class _Hollow:
         removed = [
             (module, name, module._modules.pop(name))
             for part, module in self._modules.items()
-            for name in unused[part]
+            for name in module._modules.keys() & unused[part]
         ]
         loaded = checkpoint.components_of(roles, self._sampling)
         weights = num_bytes(self._modules[part] for part in loaded)

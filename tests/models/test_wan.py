@@ -291,7 +291,7 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
         ("model_index.json", {"transformer": [None, None]}, "transformer is missing"),
         ("model_index.json", {"_class_name": "WanOtherPipeline"}, "WanOtherPipeline"),
         ("model_index.json", {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
-        ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "vae is of class"),
+        ("model_index.json", {"vae": ["diffusers", "UNet2DModel"]}, "vae is of class"),
         ("transformer/config.json", {"in_channels": 7}, "in_channels is 7, not 4 or 12"),
         ("transformer/config.json", {"num_layers": 10**6}, "num_layers"),
         ("transformer/config.json", {"pos_embed_seq_len": 514}, "a first and a last image"),
