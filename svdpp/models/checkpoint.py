@@ -138,9 +138,6 @@ class Checkpoint:
             image: whether the clip is made from an image.
             prompt: None if the clip has none.
             negative_prompt: None if the clip has none.
-
-        Raises:
-            RequestError: the clip lacks an input, or has one that the model does not take.
         """
         inputs = (
             ("a photograph", image, self.image_use, "name a photograph"),
@@ -176,11 +173,7 @@ class Checkpoint:
             )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
-        """`sampling` with the model's own values in place of None.
-
-        Raises:
-            RequestError: the parameters are those of another family, or this model cannot run them.
-        """
+        """`sampling` with the model's own values in place of None."""
         if sampling.family != self.family:
             raise RequestError(
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
@@ -242,12 +235,6 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     Args:
         model: not the dummy model.
         weights: whether to download and check the weight files of all components too.
-
-    Raises:
-        ModelError: there is no such model, the user may not download it, or it is not a valid
-            checkpoint of a known family with safetensors.
-        RequestError: a folder with a revision, or an invalid name of a variant.
-        ValueError: the dummy model, which has no checkpoint (a programming error).
     """
     checkpoint = _find_configs(model)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
@@ -264,9 +251,6 @@ def with_weights(
         checkpoint: of `model`, found without weights.
         model: a folder, or a hub id.
         components: some of `checkpoint.weighted`.
-
-    Raises:
-        ModelError: a file is missing, incomplete or damaged, or cannot be downloaded.
     """
     loras = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
     checkpoint = replace(checkpoint, loras=tuple(loras))
@@ -299,11 +283,7 @@ def _find_configs(model: ModelConfig) -> Checkpoint:
 
 
 def family_of_model(model: ModelConfig) -> str:
-    """The family of a model, from its `model_index.json`; downloads at most the configs.
-
-    Raises:
-        ModelError: there is no such model, or its family is not known.
-    """
+    """The family of a model, from its `model_index.json`; downloads at most the configs."""
     if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     folder = _local_folder(model.name) or hub.download(model)

@@ -122,9 +122,6 @@ def estimate(
         sampling: resolved, so that frame count and decode chunk are numbers.
         device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.
         num_threads: intra-op threads of a CPU rank, on which torch's choice of kernels depends.
-
-    Raises:
-        ModelError: the model's class rejects a config.
     """
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)

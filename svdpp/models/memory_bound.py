@@ -69,9 +69,6 @@ def weight_bytes(checkpoint: Checkpoint, model: ModelConfig, component: str) -> 
     """The weights of a component in the dtype that it is loaded in, from its files' headers.
 
     Files that have that dtype are mapped; otherwise each rank has a copy.
-
-    Raises:
-        ModelError: the files are incomplete.
     """
     dtype = "fp32" if component in checkpoint.row.fp32 else model.dtype
     headers = weight_headers(checkpoint.folder, component, checkpoint.variant)

@@ -118,11 +118,7 @@ class RangeCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Calls the pipeline; its result if `end` is None.
-
-        Raises:
-            ModelError: the result depends on what no packet carries.
-        """
+        """Calls the pipeline; its result if `end` is None."""
         _refuse_caches(self._pipe)
         extra: dict[str, Any] = {}
         if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:

@@ -38,9 +38,6 @@ class Configs:
         folder: of the checkpoint.
         index: its `model_index.json`.
         schedulers: the classes that it may have.
-
-    Raises:
-        ModelError: the scheduler is another one, or its config sets an unsupported option.
     """
 
     def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
@@ -59,11 +56,7 @@ class Configs:
         self._read: dict[str, JsonFile] = {}
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
-        """The config of one component, with its class's defaults for keys that it lacks.
-
-        Raises:
-            ModelError: the file is missing, names other code, or has a size out of range.
-        """
+        """The config of one component, with its class's defaults for keys that it lacks."""
         if part not in self._read:
             config = self._read[part] = read_json(self.folder, f"{part}/config.json")
             for key, value in config.values.items():
@@ -81,11 +74,7 @@ class Configs:
 
 
 def classes_of(index: JsonFile, parts: frozenset[str], denoiser: str) -> dict[str, str]:
-    """The class of each of `parts` that the checkpoint has.
-
-    Raises:
-        ModelError: a class is not one of those that are loaded, which read no pickle and no code.
-    """
+    """The class of each of `parts` that the checkpoint has."""
     classes = {}
     for part in sorted(parts):
         library, name = _entry(index, part)

@@ -68,13 +68,7 @@ def preload(family: str) -> None:
 def load_parts(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Parts:
-    """Loads the components for a rank with these roles, and skeletons of the others.
-
-    Raises:
-        ModelError: the weights do not fit the model's class, or a library rejects them.
-        OutOfMemoryError: the device or the host has too little memory.
-        RequestError: the device cannot be used.
-    """
+    """Loads the components for a rank with these roles, and skeletons of the others."""
     silence_libraries()
     place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}

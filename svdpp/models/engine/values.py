@@ -47,11 +47,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """The structure of `value`, whose tensors get names that begin with `name`.
-
-        Raises:
-            NotPackableError: part of the value cannot travel.
-        """
+        """The structure of `value`, whose tensors get names that begin with `name`."""
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
         if value is None or isinstance(value, (bool, int, float, str)):
