@@ -20,7 +20,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.configs import first_line, library_errors
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.json_file import short_repr
-from svdpp.models.safetensors_header import num_elements, weight_headers
+from svdpp.models.safetensors_header import num_elements
 
 #: Weights of these dtypes need scales.
 _QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
@@ -42,7 +42,7 @@ def load_module(
         RequestError: the device cannot be used.
     """
     with library_errors(part, checkpoint):
-        headers = weight_headers(checkpoint.folder, part, checkpoint.variant)
+        headers = checkpoint.weight_files(part)
         dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
         if quantised := sorted(dtypes & _QUANTISED):
             raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")

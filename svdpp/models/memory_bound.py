@@ -13,7 +13,7 @@ from typing import NamedTuple
 from svdpp.config import DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.json_file import read_json
-from svdpp.models.safetensors_header import num_elements, weight_headers
+from svdpp.models.safetensors_header import num_elements
 
 # Live bytes for each position and channel of a part's widest tensor, in elements. Convolutions that
 # unfold their input take 9 (two dimensions) or 27 (three) of them.
@@ -71,7 +71,7 @@ def weight_bytes(checkpoint: Checkpoint, model: ModelConfig, component: str) -> 
     Files that have that dtype are mapped; otherwise each rank has a copy.
     """
     dtype = "fp32" if component in checkpoint.row.fp32 else model.dtype
-    headers = weight_headers(checkpoint.folder, component, checkpoint.variant)
+    headers = checkpoint.weight_files(component)
     stored = {name for header in headers.values() for name, _ in header.values()}
     is_shared = all(_DTYPES.get(name) == dtype for name in stored)
     return WeightBytes(num_elements(headers) * DTYPE_BYTES[dtype], is_shared)
