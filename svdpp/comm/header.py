@@ -28,7 +28,6 @@ _TOMBSTONE, _CHECKSUM, _MEMORY_PRESSURE = 1, 2, 4
 
 
 def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The offset of each field in a struct without gaps."""
     sizes = (struct.calcsize(f"<{each}") for each in formats.values())
     return zip(formats, accumulate(sizes, initial=0), strict=False)
 

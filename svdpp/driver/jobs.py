@@ -230,7 +230,6 @@ def _other_threads(plan: ClipPlan, saved: Set[str], weights: object) -> int | No
 def _outputs(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
-    """Every requested clip, in order: input, seed, and output."""
     folder = policy.folder.absolute()
     for index, (made_from, seed) in enumerate(itertools.product(inputs, seeds), start=1):
         name, template = made_from.name, policy.template
@@ -241,7 +240,6 @@ def _outputs(
 def _shared_names(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, ClipInput, RequestError]]:
-    """For each output that an earlier clip has: its input, the earlier one's, and the error."""
     owners: dict[str, tuple[ClipInput, str]] = {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
@@ -253,7 +251,6 @@ def _shared_names(
 
 
 def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
-    """The error for two clips with the same output."""
     name = Path(output.path).name
     numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
     numbered = shlex.quote(numbered.replace("NAME", "{name}"))

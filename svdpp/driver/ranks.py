@@ -126,7 +126,6 @@ class PipelineRanks:
             self._join().kill(error)
 
     def _open(self) -> Group:
-        """All ranks, at work."""
         if self.world is not None:
             group = self._join()
             group.begin(rank_main, self._setup)

@@ -141,7 +141,6 @@ class Supervisor:
         return any(code or not self._liveness.is_finished(rank) for rank, code in exited.items())
 
     def _raise_cause(self) -> None:
-        """Waits a moment for all reports, then raises the failure that caused the others."""
         self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause

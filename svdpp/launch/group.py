@@ -159,7 +159,6 @@ class Group(ABC):
         return messages
 
     def _sentinels(self) -> list[Any]:
-        """What becomes ready when a rank ends."""
         return []
 
     def _read_all(self, rank: int) -> list[tuple[int, bytes]]:

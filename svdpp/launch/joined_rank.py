@@ -111,7 +111,6 @@ _parents: list[_ParentLink] = []
 
 
 def _exit_on_signal(number: int) -> NoReturn:
-    """Reports signal `number`, so that it does not look like a crash, and exits with its code."""
     for parent in _parents:
         parent.report_signal(number)
     process_lifetime.exit_with_signal_code(number)

@@ -256,7 +256,6 @@ def _address_towards(peer: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Each interface with its first IPv4 and IPv6 address."""
     names = [name for _, name in socket.if_nameindex()]
     return [(name, own) for name in names for own in (_ipv4(name), _ipv6(name)) if own]
 

@@ -162,7 +162,6 @@ class _StartArguments:
 
 
 def _started_main(rank: int, start: _StartArguments, connections: Sequence[Connection]) -> None:
-    """The main function of a started process."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
@@ -214,7 +213,6 @@ def _output_file(folder: Path, rank: int) -> Path:
 
 
 def _redirect_output(path: Path) -> None:
-    """Redirects this process's stdout and stderr, including those of C++ libraries, to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

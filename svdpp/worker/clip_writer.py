@@ -134,7 +134,6 @@ class ClipWriter(BoundedExecutor):
         return Audio(samples, finished.audio.rate)
 
     def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
-        """`output` in this host's folder, if the host has one."""
         if output is None or self._folder is None:
             return output
         return replace(output, path=str(self._folder / Path(output.path).name))
