@@ -55,12 +55,9 @@ class Transfer(NamedTuple):
 
 
 class Transport:
-    """All links of one rank.
+    """All links of one rank; received tensors end up on its `device`.
 
     Args:
-        rank: this rank.
-        device: where received tensors end up.
-        backend: of the payload, `gloo` or `nccl`.
         on_transfer: called from the links' threads after each transfer.
         checksum: whether payloads carry a crc32, computed by the sender, compared by the receiver.
         tamper: changes headers before they are sent, to test that receivers notice.
@@ -259,12 +256,7 @@ class Transport:
 
 
 class PendingPacket:
-    """A packet that is being received, or is there.
-
-    Args:
-        future: of its header, description and payload.
-        wall_ahead: as for `Transport`.
-    """
+    """A packet that is being received, or is there."""
 
     def __init__(
         self, future: Future[tuple[Header, bytes, torch.Tensor]], wall_ahead: float = 0.0

@@ -77,11 +77,7 @@ def check_outputs(
     seeds: Sequence[int],
     policy: OutputPolicy,
 ) -> int:
-    """Checks the output paths and the encoder, before the model is searched for.
-
-    Returns:
-        How many of the outputs exist already.
-    """
+    """Checks outputs and encoder before the model is searched for; returns how many exist."""
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_num_clips(len(inputs) * len(seeds), "inputs x seeds")

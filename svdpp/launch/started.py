@@ -41,16 +41,12 @@ _TAIL_CHARS = 4000
 class StartedGroup(Group):
     """Ranks started through torch.multiprocessing on this machine.
 
-    Args:
-        entry: the function that each rank runs.
-        argument: passed to each `entry`; must be picklable.
-        world_size: number of ranks.
-        backend: of the latent transfers.
-        device: of the ranks. CPU ranks are forked from a server: eight start in about the time of
-            one. CUDA ranks are spawned, and each imports torch and diffusers itself.
-        preload: modules that the fork server imports once for all ranks.
-        ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
-            send to all processes; they end with this process in any case.
+    Each runs `entry` with `argument`, which is pickled. CPU ranks are forked from a server, which
+    imports `preload` once for all: eight start in about the time of one. CUDA ranks are spawned,
+    and each imports torch and diffusers itself.
+
+    With `ignores_signals` the ranks survive INT, TERM and HUP, which a terminal and systemd send to
+    all processes; they end with this process in any case.
     """
 
     def __init__(

@@ -70,11 +70,7 @@ class ClipWriter(BoundedExecutor):
         self._stream = SideStream(device)
 
     def put(self, finished: FinishedClip) -> Future[bool]:
-        """Queues a finished clip; blocks while two others are queued.
-
-        Returns:
-            A future: whether the clip was written.
-        """
+        """Queues a clip, whose future says whether it was written; blocks while two are queued."""
         return self.submit(self._work, finished)
 
     def _work(self, finished: FinishedClip) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from svdpp.comm.packet import Packet
 from svdpp.config import (
     ClipRequest,
     LtxSampling,
@@ -26,15 +24,10 @@ from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.video import frames_sha256
-from svdpp.models import determinism
-from svdpp.models.engine.model import load_model
-from svdpp.plan.layout import Roles
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.damage import Damage
 from tests.models.diffusers_pipeline import latents_and_frames
-from tests.models.range_checks import nothing
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,25 +120,6 @@ def test_ranks_give_the_bits_of_diffusers(
         results = pipeline.run(family.requests)
     found = [(each.metadata["latents_sha256"], each.metadata["frames_sha256"]) for each in results]
     assert found == family.expected
-
-
-@pytest.mark.processes
-def test_a_clip_resumes_in_the_middle_of_the_solvers_history(wan: Family, tmp_path: Path) -> None:
-    """Another run stopped after 3 of 6 steps; 3 other ranks go on, with UniPC's older outputs."""
-    config, checkpoint = resolve(wan.config)
-    assert checkpoint is not None
-    both = Roles(encode=True, denoise=True, decode=False, experts=frozenset({0, 1}))
-    model = load_model(checkpoint, config.model, config.sampling, "cpu", both)
-    tensors = model.denoise(model.encode({}, wan.requests[1]), 0, 3, nothing)
-    assert "scheduler.model_outputs.0" in tensors
-    key = hashlib.sha256(b"clip").hexdigest()
-    conditions = determinism.conditions("cpu")
-    LatentCheckpoints(tmp_path, conditions).save(key, Packet(0, 3, 0.0, tensors))
-    again = replace(wan.requests[1], latents_key=key, done_steps=3)
-    three = replace(wan.config, world_size=3, split="balanced")
-    with Pipeline(three, latents_folder=str(tmp_path)) as pipeline:
-        metadata = pipeline.run([again])[0].metadata
-    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == wan.expected[1]
 
 
 @pytest.mark.processes
