@@ -198,7 +198,8 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
     fault = Damage("nan", 1, 0)
     with Pipeline(config(), fault=fault, history_clips=history_clips) as pipeline:
         with pytest.raises(NotFiniteError):
-            pipeline.run(clips(0, 1))
+            pipeline.run(clips(0, 1, 5))
+        assert pipeline._clips.is_idle, "it is raised when all others are made"
         (later,) = pipeline.submit(clips(2))
         assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
         assert [result.clip for result in pipeline.results()] == [2]
