@@ -57,7 +57,7 @@ class ServerSettings:
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
     costs: Costs | None = None
-    """Assumed before there is a measurement; None: published ones."""
+    """For ETAs before there is a measurement; None: until then there are no ETAs."""
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
 
