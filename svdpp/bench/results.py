@@ -43,12 +43,7 @@ _GIB = 2**30
 
 
 class Results:
-    """One run's folder: configuration and environment at the start, then rounds, then the summary.
-
-    Args:
-        root: the folder of all experiments.
-        bench: not run yet.
-    """
+    """The folder of one run: configuration and environment, then rounds, then the summary."""
 
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
@@ -228,7 +223,6 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
 
 
 def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each case and round."""
     about = {name: content[name] for name in ("experiment", "run_id", "config_sha256")}
     hashes = " ".join(content["latents_sha256"]) if content["same_bits"] else ""
     for case, values in content["cases"].items():
@@ -239,7 +233,6 @@ def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _new_folder(above: Path, sha256: str) -> Path:
-    """Creates a folder named by time and configuration."""
     folder = above / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{sha256[:8]}"
     try:
         folder.mkdir(parents=True)

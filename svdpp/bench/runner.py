@@ -120,8 +120,6 @@ class Bench:
     """One point of a grid: its cases, and their measured rounds.
 
     Args:
-        asked: the point.
-        config: of the pipeline case, resolved.
         world: of the launcher that has started the ranks; None if this process starts them. A rank
             other than 0 measures nothing.
     """
@@ -184,7 +182,6 @@ class Bench:
         A baseline's lack of memory is a result; every other error ends the bench.
 
         Args:
-            log: takes a line for each measurement.
             keep: takes every measured round of a case.
             ranks: of `pipelines`; None starts ranks for each pipeline.
         """

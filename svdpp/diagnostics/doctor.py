@@ -55,12 +55,7 @@ class Check:
 
 @dataclass
 class Examination:
-    """The state of an examination; checks fill it in.
-
-    Args:
-        config: of the intended run.
-        out: folder for its clips.
-    """
+    """The state of an examination; checks fill it in."""
 
     config: PipelineConfig
     out: Path

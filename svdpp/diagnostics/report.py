@@ -294,7 +294,6 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
     """The report on the run whose manifest is at `path`, or in that folder.
 
     Args:
-        path: of the run.
         counts_flops: whether to build the model without weights, for TFLOP/s; takes seconds.
     """
     manifest = _find_manifest(path)

@@ -119,7 +119,6 @@ class FigureRecorder:
     """An observer of ranks that sums up what `svdpp report` needs of their events.
 
     Args:
-        config: of the ranks, resolved.
         schedule: what the ranks do to make this many clips, for a forecast; None if it is unknown.
         trace: gets the events; None: one that keeps the last clips.
     """
@@ -258,12 +257,7 @@ class FigureRecorder:
 
 
 class RunRecorder(FigureRecorder):
-    """Records the figures of a pipeline's run.
-
-    Args:
-        pipeline: not entered yet.
-        requests: the clips that it will make.
-    """
+    """Records the figures of a pipeline's run."""
 
     def __init__(self, pipeline: Pipeline, requests: Sequence[ClipRequest]) -> None:
         def schedule(clips: int) -> Schedule | None:

@@ -86,13 +86,7 @@ def check_inputs(inputs: Sequence[str]) -> list[Photo]:
 def sift_inputs(
     inputs: Sequence[str], *, recursive: bool = False, max_pixels: int = MAX_PIXELS
 ) -> tuple[list[Photo], list[InputError]]:
-    """The photographs that can be used, and an error for each input that cannot.
-
-    Args:
-        inputs: as for `find_images`.
-        recursive: the same.
-        max_pixels: of a photograph.
-    """
+    """The photographs that can be used, and an error for each input that cannot."""
     problems: list[InputError] = []
     photos = _check(_find(inputs, problems, recursive=recursive), problems, max_pixels)
     if not photos:
@@ -104,7 +98,6 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
     """Raise a single problem unchanged, several as one error that lists them.
 
     Args:
-        problems: if empty, nothing is raised.
         hint: of the error; added to the hint of a single problem.
     """
     if len(problems) == 1:

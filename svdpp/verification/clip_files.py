@@ -40,7 +40,6 @@ class ClipOnDisk:
     Args:
         path: of the video or folder of frames; it need not exist.
         json_path: of its JSON; None if there is none, and the metadata comes from the file.
-        raw: the metadata as parsed.
         metadata: the same, checked, with defaults for missing fields.
     """
 
@@ -225,7 +224,6 @@ def _carries_metadata(path: Path) -> bool:
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
-    """A folder's images, sorted by name."""
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
     yield from (path for path in names if path.suffix.lower() in SUFFIXES)
 
@@ -249,7 +247,6 @@ class ClipCheck:
 
     Args:
         what: the final latent, the frames, or the file on disk.
-        equal: whether it is as recorded.
         recorded: the sha256 in the metadata; None if it has none.
         found: the sha256 of the recomputed tensor or of the file; None if there is no file.
         detail: what is wrong; if nothing is, what the check shows.

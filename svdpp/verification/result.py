@@ -160,7 +160,6 @@ def compare_latents(
 
 
 def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
-    """None if it is not finite."""
     peak, error = float(theirs.double().abs().max()), float(difference.square().mean())
     ratio = peak**2 / error if error > 0 else math.inf
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
