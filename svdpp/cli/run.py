@@ -156,7 +156,7 @@ def _make(
     ]
     warn_of_memory_pressure(console, made)
     if made and figures is not None:
-        announce_report(console, figures, policy.manifest, options)
+        announce_report(console, figures, policy.manifest)
     if console.as_json:
         speeds = utilisation(figures) if made and figures else None
         console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])
