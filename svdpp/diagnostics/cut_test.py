@@ -24,7 +24,7 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
-from svdpp.verification.result import compare_latents
+from svdpp.verification.result import Place, compare_latents
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
@@ -118,7 +118,7 @@ class _CutTest:
     def divided(self) -> str:
         """See `Found`."""
         whole, halves = (self._final_latent(divided=divided) for divided in (False, True))
-        check = compare_latents(halves, whole, clip=0, step=NUM_STEPS - 1, rank=0, final=True)
+        check = compare_latents(halves, whole, Place(clip=0, step=NUM_STEPS, rank=0))
         return "bitwise equal" if check.bitwise else f"{check.psnr_db or 0:.1f} dB apart"
 
     def _final_latent(self, *, divided: bool) -> torch.Tensor:

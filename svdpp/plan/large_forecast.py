@@ -128,7 +128,6 @@ def _step_seconds(route: Route, costs: Costs) -> list[float]:
 
 
 def _busy(route: Route, costs: Costs) -> float:
-    """Seconds of work of all ranks."""
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
     ends += costs.decode_on(route.ranges[-1].rank) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
