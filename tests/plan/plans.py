@@ -137,23 +137,14 @@ def steps_in(seconds: float, part: Part) -> float:
 
 
 @st.composite
-def route_lists(draw: st.DrawFn, *, one_order: bool = False) -> tuple[list[Route], int]:
-    """Any routes: each clip visits some ranks in some order, some of them for zero steps.
-
-    Args:
-        one_order: whether all clips visit their ranks in the same order.
-    """
+def route_lists(draw: st.DrawFn) -> tuple[list[Route], int]:
+    """Any routes: each clip visits some ranks in some order, some of them for zero steps."""
     world_size = draw(st.integers(1, 6))
-    order = draw(st.permutations(range(world_size)))
     routes = []
     for clip in range(draw(st.integers(1, 8))):
-        ranks = list(order) if one_order else draw(st.permutations(range(world_size)))
-        if one_order:
-            chosen = [rank for rank in ranks if draw(st.booleans())] or [ranks[0]]
-        else:
-            chosen = ranks[: draw(st.integers(1, world_size))]
+        ranks = draw(st.permutations(range(world_size)))
         done, ranges = 0, []
-        for rank in chosen:
+        for rank in ranks[: draw(st.integers(1, world_size))]:
             ranges.append(StepRange(rank, done, done + draw(st.integers(0, 4))))
             done = ranges[-1].end
         routes.append(Route(clip, tuple(ranges), draw(st.booleans())))
