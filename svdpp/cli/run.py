@@ -82,7 +82,7 @@ def run(
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
-    """Animate photographs, or make clips from prompts.
+    """Animate images, or make clips from prompts.
 
     A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
     request is checked before weights are loaded.

@@ -53,7 +53,7 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
     )
     if clips.other_threads is not None:
         console.info(
-            f"some clips in --latents-dir start again from the photograph: only with --threads "
+            f"some clips in --latents-dir start again from the image: only with --threads "
             f"{clips.other_threads} can they continue"
         )
 

@@ -187,9 +187,8 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    from svdpp.models.engine.load import count_weights  # imports diffusers: seconds
-
-    num_weights = count_weights(examination.checkpoint)
+    files = map(examination.checkpoint.weight_files, examination.checkpoint.weighted)
+    num_weights = sum(len(header) for headers in files for header in headers.values())
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 

@@ -121,11 +121,11 @@ def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
             return path
     where, name = recorded if image is None else image, clip.path.name
     if os.path.isfile(where):
-        what = f"{str(where)!r} is not the photograph that {name!r} was made from"
+        what = f"{str(where)!r} is not the image that {name!r} was made from"
     elif image is None:
-        what = f"{str(where)!r}, the photograph of {name!r}, is missing"
+        what = f"{str(where)!r}, the image of {name!r}, is missing"
     else:
-        what = f"there is no photograph of {name!r} at {str(where)!r}"
+        what = f"there is no image of {name!r} at {str(where)!r}"
     raise InputError(what, f"--image PATH names it; its sha256 is {wanted}")
 
 
