@@ -11,7 +11,7 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
@@ -59,7 +59,6 @@ def plan(
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
-    experts: ExpertOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
@@ -68,26 +67,30 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.cli import plan_report
+    from svdpp.cli.plan_report import Request
 
     if not forecast.memory:
         _refuse_idle(context)
+    _check_experts(layout, forecast)
     family = model.family if forecast.memory else "svd"
-    num_steps = sampling.num_steps(family)
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
-    _check_experts(experts, forecast)
+    boundary = forecast.expert_boundary
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
-        experts = replace(experts, expert_boundary=boundary)
     num_clips = forecast.num_clips(world_size)
-    request = plan_report.Request(
+    request = Request(
         num_clips=num_clips,
         arrivals=_arrivals(forecast.arrivals, num_clips),
         remarks=_remarks(forecast, layout, seconds, costs, ranks.device),
     )
-    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
-    counts |= experts.fields
+    counts = {
+        "num_steps": sampling.num_steps(family),
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": boundary,
+        "share_experts": layout.share_experts,
+    }
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     show = _show_comparison if forecast.compare else _show_layout
     try:
@@ -123,23 +126,22 @@ def _show_layout(
     limits: dict[str, Any],
 ) -> None:
     from svdpp.cli.plan_report import show_layout
+    from svdpp.plan.choose import choose_layout
     from svdpp.plan.layout import Layout
 
+    memory, world_size = limits["memory_gib"], counts["world_size"]
     if layout.layout == "auto":
-        from svdpp.plan.choose import choose_layout
-
         choice = choose_layout(**counts, **limits)
-        cards = choice.cards or range(counts["world_size"])
-        memory = limits["memory_gib"]
+        cards = choice.cards or range(world_size)
         unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
         show_layout(console, request, choice.layout, choice.reason, unequal)
         return
-    if limits["memory_gib"]:
+    if memory:
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
+    show_layout(console, request, Layout(**counts, **layout.fields(world_size)))
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -185,13 +187,13 @@ def _with_memory(
     return costs, config.expert_boundary
 
 
-def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
-    if experts.share_experts and experts.expert_boundary is None and not forecast.memory:
+def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
+    if layout.share_experts and forecast.expert_boundary is None and not forecast.memory:
         raise RequestError(
             "--share-experts has an effect only with --expert-boundary",
             "add --expert-boundary N, or leave out --share-experts",
         )
-    if experts.expert_boundary is not None and forecast.memory:
+    if forecast.expert_boundary is not None and forecast.memory:
         raise RequestError(
             "with --memory the model gives the boundary between its experts",
             "leave out --expert-boundary",
