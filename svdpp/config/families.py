@@ -55,10 +55,7 @@ def _row(
         name,
         [
             ("family", Literal[family], field(default=family)),
-            *(
-                (column, _COMMON[column], field(default=value))
-                for column, value in defaults.items()
-            ),
+            *((each, _COMMON[each], field(default=value)) for each, value in defaults.items()),
             *(
                 (each, Annotated[type(param.default), param], field(default=param.default))
                 for each, param in (own or {}).items()

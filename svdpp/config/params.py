@@ -58,10 +58,8 @@ class Param:
             check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
             return
         check_number(self.option, value, self.highest)
-        if self.above:
-            require(
-                value > self.lowest, f"{self.option} must be above {self.lowest:g}, got {value}"
-            )
+        is_low = self.above and value <= self.lowest
+        require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
 
 
 def within(low: float, high: float, help: str, **more: Any) -> Param:
