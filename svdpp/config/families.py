@@ -86,7 +86,7 @@ _ROWS = (
 _CLASSES = (SvdSampling, WanSampling, VaceSampling, LtxSampling, *_ROWS)
 
 #: The class of each family's parameters.
-SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind().family: kind for kind in _CLASSES}
+SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}
 
 #: Any family's parameters; the field `family` tells which.
 if TYPE_CHECKING:
