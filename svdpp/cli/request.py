@@ -19,6 +19,8 @@ from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Use
+    from svdpp.plan.choose import Pairs
+    from svdpp.plan.costs import Costs
 
 #: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
 #: rank's device, in GiB.
@@ -57,6 +59,7 @@ def resolve(
     family: str | None = None,
     on_cpu: int = 2,
     default_split: str | None = None,
+    serves: bool = False,
     time_scale: float | None = None,
     memory: Memory | None = None,
     **more: Any,
@@ -74,6 +77,7 @@ def resolve(
         on_cpu: default number of ranks that share the CPU, or one GPU.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
+        serves: whether the clips are those of a server, whose users wait for each.
         time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
         memory: tells `--layout auto` what fits; None: everything fits.
         more: further fields of the configuration.
@@ -88,31 +92,44 @@ def resolve(
     sampling = options.sampled(from_image=from_image, family=family)
     weights = model.to_config(device, sampling.family, dummy_sleeps=time_scale is not None)
     experts = {} if family else experts_of(weights, sampling, share=layout.share_experts)
-    if not experts and default_split and not layout.given:
+    if not experts and default_split and not (layout.refined or layout.layout):
         layout = replace(layout, split=default_split)
     elif experts and layout.must_divide and not layout.split:
         layout = replace(layout, split="balanced")
     world_size = joined_world(launched, ranks.world)
     if world_size is None:
-        steps, size = sampling.num_inference_steps, layout.cfg_parallel or 1
+        steps, size = sampling.num_inference_steps, layout.pair_size
         divide, on_cpu = layout.must_divide, max(size, on_cpu)
         world_size = default_world(device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
     # The launcher, not the costs, knows which ranks share a host.
     per_host = None if launched is None else launched.ranks_per_host
     decodes = time_scale is not None or not model.is_dummy
     costs = layout.assumed_costs(decodes=decodes, family=sampling.family)
-    plan = {**experts, **layout.fields(world_size)}
-    plan["costs"], why = replace(costs, ranks_per_host=per_host), ""
-    if layout.layout == "auto":
-        counts: dict[str, Any] = {
-            "num_steps": sampling.num_inference_steps,
-            "world_size": world_size,
-        }
-        counts["num_clips"] = num_clips(world_size) if callable(num_clips) else num_clips
-        chosen, why = auto_layout(plan, counts, memory, decodes=decodes)
+    costs, why = replace(costs, ranks_per_host=per_host), ""
+    plan = {**experts, "costs": costs}
+    if layout.chooses:
+        clips = num_clips(world_size) if callable(num_clips) else num_clips
+        counts = {"num_steps": sampling.num_inference_steps, "world_size": world_size}
+        pairs, no_pairs = pairs_of(model, sampling, ranks) if layout.chooses_pairs else ("no", "")
+        chosen, why = auto_layout(
+            layout,
+            {**counts, "num_clips": clips},
+            memory,
+            **plan,
+            decodes=decodes,
+            # A server without pairs also takes clips without guidance: only the user gives that up.
+            pairs="no" if serves and layout.cfg_parallel is None else pairs,
+            sooner=serves or (clips or 0) < world_size,
+        )
         plan |= chosen
         if layout.costs is None and decodes and sampling.family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
+        elif layout.costs is None:
+            why += "; no times are known: a step counts as 1 s, and all else as 0 s"
+        if no_pairs and layout.cfg_parallel == "auto":
+            why += f"; {no_pairs}"
+    else:
+        plan |= layout.fields(world_size)
     if time_scale is not None:  # transfers and files take their real time
         plan["costs"] = plan["costs"].scaled(time_scale)
     num_local = world_size if launched is None else launched.local_size
@@ -139,20 +156,35 @@ def resolve(
 
 
 def auto_layout(
-    plan: Mapping[str, Any], counts: Mapping[str, Any], memory: Memory | None, *, decodes: bool
+    layout: LayoutOptions,
+    counts: Mapping[str, Any],
+    memory: Memory | None,
+    *,
+    costs: Costs,
+    **more: Any,
 ) -> tuple[dict[str, Any], str]:
-    """The fields of the layout that `--layout auto` chooses, and why."""
+    """What `auto` chooses, as fields of a `PipelineConfig`, and why.
+
+    `counts` are those of steps, ranks and clips; `more` are further arguments of `choose_layout`.
+    """
     if counts["num_clips"] is None:
+        option = "--layout auto" if layout.layout == "auto" else "--cfg-parallel auto"
         raise RequestError(
-            "--layout auto needs the number of clips, and under torchrun only rank 0 knows it",
-            "svdpp plan --layout auto --clips M shows which --split and --replicas to give",
+            f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
+            f"svdpp plan {option} --clips M shows which options to give",
         )
     from svdpp.plan.choose import choose_layout
 
     needs, limits = ({}, ()) if memory is None else memory(counts["world_size"])
-    costs = replace(plan["costs"], **needs)
-    given = {**plan, "costs": costs}
-    choice = choose_layout(**counts, **given, decodes=decodes, memory_gib=limits)
+    costs = replace(costs, **needs)  # type: ignore[arg-type]
+    choice = choose_layout(
+        **counts,
+        **more,
+        costs=costs,
+        memory_gib=limits,
+        cfg_parallel=layout.pair_size,
+        fixed=layout.fixed,
+    )
     names = ("split", "replicas", "decoders", "cfg_parallel")
     chosen = {"costs": costs, **{name: getattr(choice.layout, name) for name in names}}
     if choice.layout.share_experts:  # also if the options do not say so
@@ -160,6 +192,28 @@ def auto_layout(
     if choice.cards:
         chosen["device_order"] = choice.cards
     return chosen, f"layout: {choice.reason}"
+
+
+def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -> tuple[Pairs, str]:
+    """Whether `auto` may choose pairs of ranks for clips with these parameters, and why not."""
+    if ranks.allow_mixed_devices:
+        return "no", "no pairs: devices may differ"
+    if model.is_dummy:
+        return "exact", ""
+    from svdpp.models.checkpoint import find_checkpoint
+    from svdpp.models.engine.rows import ROWS
+
+    if sampled.family != "svd":
+        checkpoint = find_checkpoint(model.to_config("cpu", sampled.family), weights=False)
+        sampled = checkpoint.resolve(sampled)
+    if not sampled.guided:
+        return "no", "no pairs: the guidance is off"
+    answers: Mapping[str | None, tuple[Pairs, str]] = {
+        "calls": ("exact", ""),
+        "batch": ("unproven", ""),
+        None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
+    }
+    return answers[ROWS[sampled.family].branches]
 
 
 def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
@@ -195,7 +249,7 @@ def experts_of(
 
 
 def image_use(model: ModelOptions) -> Use:
-    """What clips of the model do with a photograph; reads its configs only if it takes prompts."""
+    """What clips of the model do with an image; reads its configs only if it takes prompts."""
     if model.family == "svd":
         return "needed"
     from svdpp.models.checkpoint import find_checkpoint
@@ -204,7 +258,7 @@ def image_use(model: ModelOptions) -> Use:
 
 
 def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need a photograph."""
+    """Whether clips of the model need an image."""
     return image_use(model) == "needed"
 
 

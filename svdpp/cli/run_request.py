@@ -46,7 +46,7 @@ class RunRequest:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of each photograph's clips."""
+        """The seeds of each image's clips."""
         return parse_seeds(self.options.sampling.seed, self.inputs.seeds)
 
     @cached_property
@@ -74,7 +74,7 @@ class RunRequest:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
-                "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
+                "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
         if is_member(self.launched) or self.inputs.keep_going or not self.inputs.inputs:
@@ -84,23 +84,23 @@ class RunRequest:
         try:
             find_images(self.inputs.inputs, recursive=self.inputs.recursive)
         except InputError:
-            self._photographs()  # its error also names unreadable photographs
+            self._images()  # its error also names unreadable images
             raise
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them.
 
-        Each photograph is combined with each prompt.
+        Each image is combined with each prompt.
         """
         from svdpp.media.inputs import ClipInput
 
         if is_member(self.launched):
             return [], []
-        photographs, problems = self._photographs()
+        images, problems = self._images()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
         found = [
             ClipInput(photo, prompt, self.prompts.negative_prompt)
-            for photo in (photographs if self.inputs.inputs else [None])
+            for photo in (images if self.inputs.inputs else [None])
             for prompt in prompts
         ]
         if not self.inputs.keep_going:
@@ -110,7 +110,7 @@ class RunRequest:
         found, shared = without_shared_names(found, self.seeds, self.policy)
         return found, [*problems, *shared]
 
-    def _photographs(self) -> tuple[list[Photo], list[SvdppError]]:
+    def _images(self) -> tuple[list[Photo], list[SvdppError]]:
         from svdpp.media.inputs import raise_all, sift_inputs
 
         if not self.inputs.inputs:
@@ -157,7 +157,7 @@ class RunRequest:
         return RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
 
     def remarks(self, found: Sequence[ClipInput]) -> list[str]:
-        """Remarks on a drawn seed and on stretched photographs."""
+        """Remarks on a drawn seed and on stretched images."""
         remarks, config = [], self._sampling
         if self._is_drawn:
             remarks.append(

@@ -138,9 +138,10 @@ def _config(
         None if launched else _MANY_CLIPS,
         launched=launched,
         device=options.ranks.device_for(options.model.model),
-        # Ranks for clips from photographs also make clips from text, if the model allows both.
+        # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=image_use(options.model) != "refused",
         default_split=_SPLIT,
+        serves=True,
         time_scale=asked.time_scale,
         heartbeat_timeout_seconds=asked.heartbeat_timeout,
     )

@@ -55,7 +55,7 @@ class ProofOptions(ClipOptions):
             metavar="[INPUT...|CLIP...]",
             help="Image files, folders or globs; or finished clips to recompute: files, their "
             "JSON, or a folder of them.",
-            show_default="a photograph that comes with svdpp",
+            show_default="an image that comes with svdpp",
         ),
     ] = None
     tolerance: float = setting(
@@ -77,7 +77,7 @@ class ProofOptions(ClipOptions):
     image: Path | None = setting(
         DIAGNOSTICS,
         "PATH",
-        "For finished clips: their photograph, or the folder that contains it.",
+        "For finished clips: their image, or the folder that contains it.",
         shown="the path in the clip's metadata, or beside the clip",
     )
 
@@ -113,7 +113,7 @@ def verify(
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    Photographs: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
+    Images: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
     one process (sequential), and compares the latent at every transfer, the final latent and the
     frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
@@ -131,7 +131,7 @@ def verify(
             _verify_clips(console, inputs, proof.image, options)
         return
     if proof.image is not None:
-        raise RequestError("--image is for finished clips", "give the photograph as INPUT")
+        raise RequestError("--image is for finished clips", "give the image as INPUT")
     model = options.model
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []

@@ -20,8 +20,8 @@ _GUIDANCE = 100.0
 _COMMON = get_type_hints(PromptedSampling, include_extras=True)
 # The numbers of a row, in this order.
 _COLUMNS = ("height", "width", "num_frames", "fps", "guidance_scale", "max_sequence_length")
-_LTX = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
-_FRAMEPACK = {"frames_unit": 36, "embedded_guidance": True}
+_LTX: dict[str, Any] = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
+_FRAMEPACK: dict[str, Any] = {"frames_unit": 36, "embedded_guidance": True}
 _LTX_CONDITION = {
     "guidance_rescale": Param(0.0, 1.0, "Rescaling of the guided video."),
     "decode_timestep": Param(0.0, 1.0, "Noise level of the decode."),

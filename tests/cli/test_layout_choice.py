@@ -42,8 +42,9 @@ def config_with(**layout: Any) -> tuple[PipelineConfig, str]:
 def auto(*has: float, needs: dict[str, float] = NEEDS, **plan: Any) -> tuple[dict[str, Any], str]:
     """The layout that auto chooses for devices with this memory, one rank each; and why."""
     counts = {"num_steps": 25, "world_size": len(has), "num_clips": 40}
-    given = {"costs": PRESETS["svd-xt-a100"], **plan}
-    return auto_layout(given, counts, lambda _: (needs, has), decodes=True)
+    given: dict[str, Any] = {"costs": PRESETS["svd-xt-a100"], **plan}
+    layout = LayoutOptions(layout="auto")
+    return auto_layout(layout, counts, lambda _: (needs, has), decodes=True, **given)
 
 
 def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
@@ -100,7 +101,7 @@ def test_auto_may_let_a_rank_hold_both_experts() -> None:
 
 def test_auto_needs_the_number_of_clips() -> None:
     with pytest.raises(RequestError, match="only rank 0 knows it"):
-        auto_layout({}, {"num_clips": None}, None, decodes=True)
+        auto_layout(LayoutOptions(layout="auto"), {"num_clips": None}, None, costs=Costs())
 
 
 @pytest.mark.parametrize(

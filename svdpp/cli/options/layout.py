@@ -7,6 +7,7 @@ from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, setting, switch
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
+from svdpp.plan.choose import faster_layout
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
@@ -27,7 +28,7 @@ class LayoutOptions:
         LAYOUT,
         "auto|pipeline|data-parallel",
         "How ranks share the work. pipeline: each does some steps of all clips; "
-        "data-parallel: each makes whole clips; auto: fastest forecast.",
+        "data-parallel: each makes whole clips; auto: best forecast, with pairs or without.",
         shown="pipeline",
         choices=_LAYOUTS,
     )
@@ -49,12 +50,13 @@ class LayoutOptions:
         "Ranks at the end of each pipeline that finish and decode clips in turn.",
         shown="1",
     )
-    cfg_parallel: int | None = setting(
+    cfg_parallel: str | None = setting(
         LAYOUT,
-        "1|2",
+        "auto|1|2",
         "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
-        "the guidance; a clip takes about half as long.",
-        shown="1",
+        "the guidance; a clip takes about half as long. auto: by forecast, if the bits are equal.",
+        shown="1; with --layout auto auto",
+        choices=("auto", "1", "2"),
     )
     costs: str | None = setting(
         LAYOUT,
@@ -72,6 +74,8 @@ class LayoutOptions:
         if self.layout is not None and self.layout not in _LAYOUTS:
             names = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
             raise RequestError(f"--layout must be {names}, got {self.layout!r}")
+        if self.cfg_parallel not in (None, "auto", "1", "2"):
+            raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
 
@@ -86,6 +90,28 @@ class LayoutOptions:
         """All given options of the layout, by name."""
         others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
         return {**self.refined, **{name: value for name, value in others.items() if value}}
+
+    @property
+    def pair_size(self) -> int:
+        """Ranks that do each step together; 1 where that is left to `auto`."""
+        return 2 if self.cfg_parallel == "2" else 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the forecast decides something."""
+        return "auto" in (self.layout, self.cfg_parallel)
+
+    @property
+    def chooses_pairs(self) -> bool:
+        """Whether the forecast decides about pairs."""
+        return self.chooses and self.cfg_parallel in (None, "auto")
+
+    @property
+    def fixed(self) -> dict[str, Any] | None:
+        """The layout as fields, without the number of ranks of a unit; None: `auto` chooses it."""
+        if self.layout == "auto":
+            return None
+        return {} if self.layout == "data-parallel" else {"replicas": 1, **self.refined}
 
     @property
     def must_divide(self) -> bool:
@@ -103,9 +129,9 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.cfg_parallel}
+        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.pair_size}
         if self.layout == "data-parallel":
-            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **pairs}
+            return {"replicas": max(1, world_size // self.pair_size), **pairs}
         return {**self.refined, **pairs}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
@@ -115,8 +141,6 @@ class LayoutOptions:
         """
         if self.given or (self.costs is None and not is_real):
             return ""
-        from svdpp.plan.choose import faster_layout
-
         faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
         if faster is None:
             return ""
