@@ -20,7 +20,6 @@ from tests.media.pictures import png
 from tests.serve.http_server import (
     HANG_SECONDS,
     PHOTO,
-    QUICK,
     HttpServer,
     error_of,
     stream,
@@ -351,15 +350,6 @@ def test_an_event_source_does_not_come_back_after_the_last_event(server: HttpSer
         assert [event["event_id"] for event in events] == [last["event_id"]]
 
 
-def test_a_client_that_leaves_does_not_end_its_clip(server: HttpServer) -> None:
-    (id,) = server.add(steps=50)
-    with stream(server, id) as events:
-        next(events)
-
-    server.wait_for(id, "completed")
-    wait(lambda: value_of(server, "svdpp_event_streams") == 0, HANG_SECONDS)
-
-
 def value_of(server: HttpServer, name: str) -> float:
     """The sum of a metric's series."""
     text = server.client.get("/metrics").text
@@ -422,14 +412,13 @@ def test_health_says_whether_ranks_live(server: HttpServer) -> None:
         }
 
 
-@pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/v1/models", "/nothing"])
-def test_every_answer_has_the_headers_of_security(server: HttpServer, path: str) -> None:
-    headers = server.client.get(path).headers
-
-    assert headers["content-security-policy"].startswith("default-src 'self';")
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["x-frame-options"] == "DENY"
-    assert "access-control-allow-origin" not in headers
+def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
+    for path in ("/", "/page/main.js", "/page/page.css", "/v1/models", "/nothing"):
+        headers = server.client.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert "access-control-allow-origin" not in headers
 
 
 @pytest.mark.parametrize(
@@ -512,21 +501,27 @@ def test_no_address_is_a_fault_of_the_server(
     check_refused(server.client.get(path, params=query, headers=headers))
 
 
-# --- limits and keys ----------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_full_queue_says_when_to_come_again(tmp_path: Any) -> None:
-    with HttpServer(tmp_path / "data", *QUICK, "--max-queue", "2") as server:
-        first, *_ = server.add(2, steps=300)
-        answer = server.request()
-        error = error_of(answer, 429, "queue_full")
+def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
+    ids = demo.add(2, steps=1000)
+    answer = demo.request()
+    error = error_of(answer, 429, "queue_full")
 
-        assert error["details"] == {"open": 2, "limit": 2}
-        assert 1 <= int(answer.headers["retry-after"]) <= 600
-        assert value_of(server, "svdpp_refused_requests_total") == 1
-        server.client.delete(f"/v1/videos/{first}")
-        assert server.request(steps=4).status_code == 202
+    assert error["details"] == {"open": 2, "limit": 2}
+    assert 1 <= int(answer.headers["retry-after"]) <= 600
+    assert value_of(demo, "svdpp_refused_requests_total") >= 1
+    ready = demo.client.get("/ready")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "the queue is full")
+    for id in ids:
+        demo.client.delete(f"/v1/videos/{id}")
+    assert demo.client.get("/ready").status_code == 200
+    (queue := demo.folder / "queue.sqlite3").rename(demo.folder / "away")
+    assert demo.client.get("/ready").json()["reason"] == "the queue cannot be used"
+    (demo.folder / "away").rename(queue)
+    wait(lambda: demo.client.get("/ready").status_code == 200, HANG_SECONDS)
 
 
 def test_many_requests_at_once_lose_none(server: HttpServer) -> None:

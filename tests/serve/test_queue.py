@@ -252,7 +252,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        *({"seed": 2}, {"priority": 1}, {"photo_sha256": "1" * 64}),
+        *({"seed": 2}, {"priority": 1}, {"photo_sha256": "1" * 64}, {"prompt": "a cat"}),
         {"sampling": replace(SAMPLING, fps=8)},
     ],
     ids=lambda other: next(iter(other)),
