@@ -18,22 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.guard import Guard, Limits
-from svdpp.serve.job import JobState
-from svdpp.serve.metrics import Metrics, Sources
+from tests.serve.test_metrics import Server
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
-
-
-def metrics() -> Metrics:
-    none = dict.fromkeys(JobState, 0)
-    return Metrics(
-        Sources(
-            jobs=lambda: none,
-            oldest_waiting=lambda: None,
-            restarts=lambda: 0,
-            live_ranks=lambda: 0,
-        )
-    )
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +36,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def guarded(app: ASGIApp = echo, **settings: Any) -> Guard:
-    return Guard(app, **{"metrics": metrics(), **settings})
+    return Guard(app, **{"metrics": Server().metrics, **settings})
 
 
 class Asked:
