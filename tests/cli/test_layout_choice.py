@@ -93,9 +93,10 @@ def test_auto_may_let_a_rank_hold_both_experts() -> None:
     ("choice", "counts", "words"),
     [
         (LayoutOptions(layout="auto"), {"num_clips": None}, "only rank 0 knows it"),
+        (LayoutOptions(cfg_parallel="auto"), {"num_clips": None}, "--cfg-parallel auto needs the"),
         (LayoutOptions(costs="a-card"), {}, "neither a file nor a preset"),
     ],
-    ids=["under torchrun", "no costs"],
+    ids=["under torchrun", "pairs under torchrun", "no costs"],
 )
 def test_what_cannot_be_chosen(choice: LayoutOptions, counts: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
