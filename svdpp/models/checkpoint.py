@@ -73,8 +73,8 @@ class Checkpoint:
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
     """The only number of frames that the model makes; None: any."""
-    image_sizes: tuple[tuple[int, int], ...] = ()
-    """Heights and widths of clips from an image; empty: any."""
+    image_sizes: tuple[int, int] | None = None
+    """Of clips from an image: the side of a square one, and the unit of sides; None: any."""
     image_use: Use
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
@@ -181,10 +181,6 @@ class Checkpoint:
         self.row.check(self, sampling)
         return sampling
 
-    def scheduler_of(self, sampling: SamplingConfig) -> SchedulerConfig:
-        """The scheduler, with the changes that the sampling parameters ask for."""
-        return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
-
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, which are complete, and the header of each."""
         return weight_headers(self.folder, part, self.variant)
@@ -193,9 +189,11 @@ class Checkpoint:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
         import diffusers  # seconds
 
-        config = self.scheduler if sampling is None else self.scheduler_of(sampling)
+        name, values = self.scheduler.name, dict(self.scheduler.values)
+        if (shift := getattr(sampling, "flow_shift", None)) is not None:
+            values["flow_shift" if "flow_shift" in values or "UniPC" in name else "shift"] = shift
         with library_errors("scheduler", self):
-            return getattr(diffusers, config.name).from_config(dict(config.values))
+            return getattr(diffusers, name).from_config(values)
 
     def timesteps(self, sampling: SamplingConfig) -> Any:
         """Those of a clip's steps, as a tensor."""

@@ -47,14 +47,7 @@ class LoraFile:
 
 
 def check_loras(model: ModelConfig, label: str, *, takes_loras: bool, num_experts: int) -> None:
-    """Refuses LoRAs that a model cannot load, before any file is looked for.
-
-    Args:
-        model: with its LoRAs.
-        label: the model's name in messages.
-        takes_loras: whether diffusers' pipeline can load one.
-        num_experts: of the model, 1 or 2.
-    """
+    """Refuses LoRAs that a model cannot load, before any file is looked for."""
     if not model.loras:
         return
     if not takes_loras:

@@ -83,11 +83,8 @@ class MemoryEstimate:
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        loaded = [
-            part
-            for name, has_role in roles.parts.items()
-            if has_role and (part := getattr(self, name)) is not None
-        ]
+        held = (getattr(self, name) for name, has_role in roles.parts.items() if has_role)
+        loaded = [part for part in held if part is not None]
         other_experts = max(0, len(roles.experts) - 1)
         return PartMemory(
             sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
@@ -117,7 +114,7 @@ def estimate(
     """Estimates the memory of each part of a model, in seconds and without its weights.
 
     Args:
-        checkpoint: found and checked; None for the dummy model.
+        checkpoint: None for the dummy model.
         model: its dtype is that of weights and latents.
         sampling: resolved, so that frame count and decode chunk are numbers.
         device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.

@@ -25,7 +25,6 @@ from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
-from svdpp.models.safetensors_header import choose_weight_files
 from svdpp.redaction import redact
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
@@ -176,36 +175,6 @@ def test_commit_of_a_cached_snapshot(tiny: Path, cache: Path) -> None:
     error = error_of("org/tiny", local_files_only=True)
     assert "is not fully cached here (unet missing)" in error.message
     assert "hf download org/tiny --include 'unet/*'" in error.hint
-
-
-@pytest.mark.parametrize("tag", ["", ".fp16"])
-def test_only_what_is_read_is_chosen(tag: str) -> None:
-    """The published repository has all weights in several forms; one file alone has 9.6 GB."""
-    wanted = {
-        f"image_encoder/model{tag}.safetensors",
-        *(f"unet/diffusion_pytorch_model{tag}-0000{n}-of-00002.safetensors" for n in (1, 2)),
-        f"unet/diffusion_pytorch_model.safetensors.index{tag}.json",
-        f"vae/diffusion_pytorch_model{tag}.safetensors",
-    }
-    other = ".fp16" if not tag else ""
-    unwanted = {
-        "svd_xt.safetensors",
-        "image_encoder/config.json",
-        # transformers reads the single file, diffusers the shards.
-        f"image_encoder/model.safetensors.index{tag}.json",
-        f"unet/diffusion_pytorch_model{tag}.safetensors",
-        "unet/diffusion_pytorch_model.bin",
-        f"image_encoder/model{other}.safetensors",
-        f"unet/diffusion_pytorch_model{other}-00001-of-00002.safetensors",
-        f"vae/diffusion_pytorch_model{other}.safetensors",
-        f"vae_2/diffusion_pytorch_model{tag}.safetensors",
-    }
-    chosen = {
-        name
-        for part in ("unet", "vae", "image_encoder")
-        for name in choose_weight_files(wanted | unwanted, part, tag[1:] or None)
-    }
-    assert chosen == wanted
 
 
 class _Served(Hub):

@@ -120,12 +120,10 @@ class RangeCall:
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
         _refuse_caches(self._pipe)
-        extra: dict[str, Any] = {}
-        if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
-            extra["callback_on_step_end"] = self._on_step_end
+        callback = step_callback(self._pipe, self._on_step_end)
         before, result, name = _global_states(self._device), None, type(self._pipe).__name__
         with self._patched(), suppress(_Stop):
-            result = self._pipe(**arguments, **extra, return_dict=False)
+            result = self._pipe(**arguments, **callback, return_dict=False)
         if _differ(before, _global_states(self._device)):
             raise ModelError(
                 f"{name} draws random numbers from torch's global generator, so that no two runs "
@@ -409,6 +407,12 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     found = {name: getattr(component, name, None) for name in names}
     return {name: method for name, method in found.items() if callable(method)}
+
+
+def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The argument of `__call__` that is called after each step; empty if there is none."""
+    name = "callback_on_step_end"
+    return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
 
 
 def _refuse_caches(pipe: Any) -> None:

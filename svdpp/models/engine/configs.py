@@ -23,13 +23,6 @@ class SchedulerConfig:
     name: str
     values: Mapping[str, Any] = field(hash=False)
 
-    def shifted(self, shift: float | None) -> SchedulerConfig:
-        """With the shift of the noise levels that the user asked for; None: as it is."""
-        if shift is None:
-            return self
-        key = "flow_shift" if "flow_shift" in self.values or "UniPC" in self.name else "shift"
-        return SchedulerConfig(name=self.name, values={**self.values, key: shift})
-
 
 class Configs:
     """The configs of one checkpoint's components, each read once.

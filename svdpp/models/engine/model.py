@@ -28,12 +28,7 @@ _MAX_CACHED_TEXTS = 16
 
 
 class EngineModel:
-    """A model of any family that has a row.
-
-    Args:
-        parts: what this rank has loaded.
-        sampling: resolved.
-    """
+    """A model of any family that has a row, with resolved sampling parameters."""
 
     def __init__(self, parts: Parts, sampling: Any) -> None:
         self.device = parts.device
@@ -56,12 +51,7 @@ class EngineModel:
         return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Encodes the prompts and the image, and draws the noise.
-
-        Args:
-            prepared: the result of `prepare`; empty if clips are made from text alone.
-            request: gives the prompts and the seed.
-        """
+        """Encodes the prompts and the image, which is `prepared`, and draws the noise."""
         assert bool(prepared) == self._parts.from_image
         pixels = prepared.get(_IMAGE)
         image = self._stand_in() if pixels is None else Image.fromarray(pixels.numpy())
