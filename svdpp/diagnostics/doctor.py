@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -55,12 +54,7 @@ class Check:
 
 @dataclass
 class Examination:
-    """The state of an examination; checks fill it in.
-
-    Args:
-        config: of the intended run.
-        out: folder for its clips.
-    """
+    """The state of an examination; checks fill it in."""
 
     config: PipelineConfig
     out: Path
@@ -177,8 +171,7 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    paths = (folder.absolute(), *folder.absolute().parents)
-    free = shutil.disk_usage(next(path for path in paths if path.exists())).free
+    free = disk_space.free_bytes(folder)
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",

@@ -133,7 +133,7 @@ class Checkpoint:
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         inputs = (
-            ("a photograph", image, self.image_use, "name a photograph"),
+            ("an image", image, self.image_use, "name an image"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
         )
         for what, is_given, use, hint in inputs:
@@ -150,7 +150,7 @@ class Checkpoint:
             )
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
-                f"the clip has {'a' if image else 'no'} photograph, but its sampling parameters "
+                f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
                 f"have from_image={sampling.from_image}",
                 "set from_image accordingly",
             )

@@ -217,8 +217,8 @@ def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
 @pytest.mark.parametrize(
     ("saved", "inputs", "message"),
     [
-        (T2V, {"image": True, "prompt": "the sea"}, "takes no photograph"),
-        (I2V, {"image": False, "prompt": "the sea"}, "needs a photograph"),
+        (T2V, {"image": True, "prompt": "the sea"}, "takes no image"),
+        (I2V, {"image": False, "prompt": "the sea"}, "needs an image"),
         (T2V, {"image": False, "prompt": None}, "needs a prompt"),
         (T2V, {"image": False, "prompt": " \n"}, "--prompt is empty"),
         (WAN_5B, {"image": True, "prompt": "the sea"}, "have from_image=False"),
