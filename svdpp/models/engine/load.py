@@ -6,7 +6,6 @@ import functools
 import importlib
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import diffusers
@@ -35,32 +34,6 @@ _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
 
 
-@dataclass(kw_only=True)
-class Parts:
-    """What one rank has loaded; shared by all models that `with_sampling` derives."""
-
-    pipe: Any
-    """diffusers' pipeline; components of other ranks are skeletons."""
-    checkpoint: Checkpoint
-    device: torch.device
-    dtype: str
-    from_image: bool
-    """Whether clips are made from an image."""
-    texts: dict[Any, Any] = field(default_factory=dict)
-    """Embeddings of the last prompts, so that each distinct prompt is encoded once."""
-
-    def for_clips(self, *, from_image: bool) -> Parts:
-        """The same components, in the pipeline for clips from an image, or from text alone.
-
-        Components for images also make clips from text, but not the other way round.
-        """
-        if from_image == self.from_image:
-            return self
-        assert self.from_image, "a rank for clips from text has no encoder of images"
-        pipe = new_pipeline(self.checkpoint, from_image, self.pipe.components, self.device)
-        return replace(self, pipe=pipe, from_image=from_image)
-
-
 def preload(family: str) -> None:
     """Imports diffusers' pipelines of a family, and with them its other classes."""
     silence_libraries()
@@ -69,10 +42,10 @@ def preload(family: str) -> None:
             getattr(diffusers, name)
 
 
-def load_parts(
+def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
-) -> Parts:
-    """Loads the components for a rank with these roles, and skeletons of the others."""
+) -> Any:
+    """The pipeline of a rank with these roles; components of other ranks are skeletons."""
     silence_libraries()
     place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
@@ -89,13 +62,7 @@ def load_parts(
             parts[part] = skeleton(cls, checkpoint, part, dtype, place)
     pipe = new_pipeline(checkpoint, sampling.from_image, parts, place)
     load_loras(pipe, checkpoint)
-    return Parts(
-        pipe=pipe,
-        checkpoint=checkpoint,
-        device=place,
-        dtype=model.dtype,
-        from_image=sampling.from_image,
-    )
+    return pipe
 
 
 def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
