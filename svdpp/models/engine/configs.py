@@ -25,13 +25,7 @@ class SchedulerConfig:
 
 
 class Configs:
-    """The configs of one checkpoint's components, each read once.
-
-    Args:
-        folder: of the checkpoint.
-        index: its `model_index.json`.
-        schedulers: the classes that it may have.
-    """
+    """The configs of one checkpoint's components, each read once."""
 
     def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
         self.folder = folder

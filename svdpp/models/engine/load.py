@@ -10,7 +10,6 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint, has_weights
@@ -97,9 +96,7 @@ def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
 
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
-    if name in ("CLIPImageProcessor", "CLIPFeatureExtractor"):
-        # Without torchvision, transformers takes the second class, with a warning.
-        name = "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
+    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))

@@ -25,13 +25,7 @@ from svdpp.models.loading import silence_libraries
 
 
 class Reference:
-    """diffusers' unmodified pipeline, as a user of diffusers loads it.
-
-    Args:
-        checkpoint: found and checked.
-        model: precision and memory options, the same as those of the ranks.
-        device: of all components.
-    """
+    """diffusers' unmodified pipeline, as a user of diffusers loads it, on one device."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
         self._checkpoint, self._model, self._device = checkpoint, model, device
