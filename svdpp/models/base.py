@@ -27,6 +27,9 @@ GENERATOR = "generator"
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
+#: torch's dtypes by the names of options and configs.
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 #: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
 Frames = NDArray[np.uint8]
 

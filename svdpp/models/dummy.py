@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Tensors
 
 _WEIGHT_SEED = 20231121
 
@@ -66,9 +66,7 @@ class DummyModel:
         self.device = device
         self._sleep_times = sleep_times
         self._spec = spec
-        self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
-            spec.dtype
-        ]
+        self._dtype = DTYPES[spec.dtype]
         self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
         self._unet.requires_grad_(False)
 

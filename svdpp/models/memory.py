@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.models.base import Tensors
+from svdpp.models.base import DTYPES, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.call import component_methods, replaced
@@ -49,7 +49,6 @@ from svdpp.models.loading import (
     load_processor,
     new_module,
     silence_libraries,
-    torch_dtype,
 )
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
@@ -167,7 +166,7 @@ def bare_process_bytes() -> int:
 
 @torch.no_grad()
 def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
-    latent = torch.zeros(model.dummy_latent.shape, dtype=torch_dtype(model.dtype))
+    latent = torch.zeros(model.dummy_latent.shape, dtype=DTYPES[model.dtype])
     unet = DummyUNet(latent.shape[1]).to(latent.dtype)
     counter = FlopCounterMode(display=False)
     live = LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu)

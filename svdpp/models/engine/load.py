@@ -12,6 +12,7 @@ import diffusers
 import torch
 
 from svdpp.config import ModelConfig
+from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.call import replaced
 from svdpp.models.engine.configs import library_errors
@@ -22,7 +23,6 @@ from svdpp.models.loading import (
     load_processor,
     new_module,
     silence_libraries,
-    torch_dtype,
 )
 from svdpp.models.lora import LoraFile
 from svdpp.plan.layout import Roles
@@ -120,7 +120,7 @@ def apply_memory_options(
 
 def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
     """The dtype of a component's weights."""
-    return torch.float32 if part in checkpoint.row.fp32 else torch_dtype(dtype)
+    return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
 
 
 def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
