@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import diffusers
@@ -15,7 +15,8 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.call import step_callback
+from svdpp.models.engine.branches import in_halves
+from svdpp.models.engine.call import replaced, step_callback
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, set_up
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
@@ -41,6 +42,7 @@ class Reference:
         *,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
+        divided: bool = False,
     ) -> tuple[torch.Tensor, Frames]:
         """Makes one clip by `__call__`; returns its final latent and its frames.
 
@@ -50,6 +52,7 @@ class Reference:
             sampling: resolved.
             before_steps: called before the first step.
             after_step: called after each step, with its index, the latent and the solver's history.
+            divided: evaluate each batch of two as two batches of one, as a pair of ranks does.
         """
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(image is not None)
@@ -57,7 +60,7 @@ class Reference:
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
         steps = _Steps(pipe, before_steps, after_step)
-        with steps.observed(row) as callback:
+        with steps.observed(row, divided=divided) as callback:
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling),
                 **request_arguments(row, sampling, request, image, generator),
@@ -112,7 +115,7 @@ class _Steps:
         self._outputs: list[Any] = []
 
     @contextmanager
-    def observed(self, row: Row) -> Iterator[dict[str, Any]]:
+    def observed(self, row: Row, *, divided: bool) -> Iterator[dict[str, Any]]:
         """Arguments for a call within the block."""
         modules = [getattr(self._pipe, name, None) for name in row.denoisers]
         denoisers = [module for module in modules if module is not None]
@@ -123,9 +126,12 @@ class _Steps:
         callback = step_callback(self._pipe, self._end)
         if not callback:
             self._pipe.scheduler.step = self._observed(self._pipe.scheduler.step)
-        yield callback
-        for hook in hooks:
-            hook.remove()
+        with ExitStack() as patches:
+            for module in denoisers if divided else ():
+                patches.enter_context(replaced(module, forward=in_halves(module.forward)))
+            for hook in hooks:
+                patches.callback(hook.remove)
+            yield callback
 
     def _begin(self, *_: Any) -> None:
         """The denoiser's first call is the end of the encode."""
