@@ -213,7 +213,7 @@ class Pipeline(PipelineRanks):
         self._check_open()
         checked = self._work.checked(requests)
         num_steps = list(map(self._work.num_steps, checked))
-        marked = [self._marked(each) for each in check_metadata(metadata, len(checked))]
+        marked = [self._marked(own) for own in check_metadata(metadata, len(checked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
