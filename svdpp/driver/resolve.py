@@ -28,14 +28,14 @@ def resolve(
     if config.model.is_dummy:
         return resolved(config, None), None
     checkpoint = find_checkpoint(config.model, weights=False)
-    found = resolved(config, checkpoint)
+    with_defaults = resolved(config, checkpoint)
     if weights == "none":
-        return found, checkpoint
+        return with_defaults, checkpoint
     components = frozenset(checkpoint.weighted)
     if weights == "host":
-        on_host = _roles_on_host(found, world)
-        each = (checkpoint.components_of(roles, found.sampling) for roles in on_host)
-        components = frozenset().union(*each)
+        on_host = _roles_on_host(with_defaults, world)
+        by_rank = (checkpoint.components_of(roles, with_defaults.sampling) for roles in on_host)
+        components = frozenset().union(*by_rank)
     checkpoint = with_weights(checkpoint, config.model, sorted(components))
     return resolved(config, checkpoint), checkpoint
 
