@@ -14,7 +14,6 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
-from svdpp.plan.replicas import divisors
 from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
@@ -257,10 +256,6 @@ def test_refused(options: dict[str, object], message: str, hint: str) -> None:
         Layout(**{"num_steps": 24, "world_size": 8, **options})  # type: ignore[arg-type]
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
-
-
-def test_divisors() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 @pytest.mark.parametrize(
