@@ -33,7 +33,6 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-_STEPS_SECONDS = 0.25
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0
@@ -105,7 +104,7 @@ class Engine:
         )
         """Places and ETAs of the open jobs."""
         self._first_back_off = self._back_off = first_back_off
-        self._retry_at = self._start_at = self._stepped_at = 0.0
+        self._retry_at = self._start_at = 0.0
         self._start_seconds = _START_SECONDS
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
@@ -245,23 +244,10 @@ class Engine:
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
                 self._back_off, self.last_error = self._first_back_off, None
-            self._notify()
-            self._wait()
-
-    def _notify(self) -> None:
-        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
-            self._stepped_at = time.monotonic()
-            self._notifier.stepped(self.feeder.take_stepped())
-        self._notifier.moved(
-            lambda: {id: clip.place for id, clip in self.estimates.all(max_age=0.0).items()}
-        )
-
-    def _wait(self) -> None:
-        timeout = min(_POLL_SECONDS, self._seconds_left())
-        if self.feeder.has_stepped:
-            timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
-        with self._changed:
-            self._changed.wait_for(lambda: self.feeder.has_work, max(0.0, timeout))
+            self._notifier.refresh(clip.job.id for clip in self.feeder.clips())
+            timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
+            with self._changed:
+                self._changed.wait_for(lambda: self.feeder.has_work, timeout)
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""

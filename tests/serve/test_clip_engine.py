@@ -128,7 +128,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
 def test_events_tell_states_steps_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for pause in ("_PLACES_SECONDS", "_PLACES_PAUSE"):  # these clips are over before it
+    for pause in ("_REFRESH_SECONDS", "_WAITING_PAUSE"):  # these clips are over before it
         monkeypatch.setattr(f"svdpp.serve.events.{pause}", 0.0)
     seen: list[tuple[Any, ...]] = []
 
