@@ -11,16 +11,17 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.request import needs_image, without_world
+from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
     from svdpp.cli.plan_report import Request
+    from svdpp.plan.choose import Pairs
     from svdpp.plan.costs import Costs
 
 _DEFAULT_WORLD = 4
@@ -59,7 +60,6 @@ def plan(
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
-    experts: ExpertOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
@@ -68,27 +68,38 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.cli import plan_report
+    from svdpp.cli.plan_report import Request
 
+    chooses_pairs = forecast.compare or layout.chooses_pairs
     if not forecast.memory:
-        _refuse_idle(context)
-    family = model.family if forecast.memory else "svd"
-    num_steps = sampling.num_steps(family)
+        _refuse_idle(context, for_pairs=chooses_pairs)
+    _check_experts(layout, forecast)
+    has_model = is_given(context, "model")
+    family = model.family if forecast.memory or has_model else "svd"
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
-    _check_experts(experts, forecast)
+    boundary = forecast.expert_boundary
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
-        experts = replace(experts, expert_boundary=boundary)
     num_clips = forecast.num_clips(world_size)
-    request = plan_report.Request(
-        num_clips=num_clips,
-        arrivals=_arrivals(forecast.arrivals, num_clips),
-        remarks=_remarks(forecast, layout, seconds, costs, ranks.device),
-    )
-    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
-    counts |= experts.fields
-    limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
+    remarks = _remarks(forecast, layout, seconds, costs, ranks.device)
+    limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
+    if chooses_pairs:
+        asked = model if has_model else None
+        boundary, pairs, why_not = _about_pairs(asked, sampling, boundary, ranks)
+        limits["pairs"] = pairs
+        remarks += [why_not] if why_not and layout.cfg_parallel == "auto" else []
+    if forecast.compare or layout.chooses:
+        limits["sooner"] = num_clips < world_size
+    arrivals = _arrivals(forecast.arrivals, num_clips)
+    request = Request(num_clips=num_clips, arrivals=arrivals, remarks=remarks)
+    counts = {
+        "num_steps": sampling.num_steps(family),
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": boundary,
+        "share_experts": layout.share_experts,
+    }
     show = _show_comparison if forecast.compare else _show_layout
     try:
         show(console, layout, request, counts, limits)
@@ -96,6 +107,21 @@ def plan(
         if forecast.hosts is not None:
             error.hint = without_world(error.hint)
         raise
+
+
+def _about_pairs(
+    model: ModelOptions | None, sampling: SamplingOptions, boundary: int | None, ranks: RankOptions
+) -> tuple[int | None, Pairs, str]:
+    """The boundary of a model's experts, None for the default one; if there may be pairs, why not.
+
+    A model of which only the boundary between its experts is given has two calls in each step.
+    """
+    if model is None:
+        return boundary, "unproven" if boundary is None else "exact", ""
+    sampled = sampling.to_config(model, from_image=needs_image(model))
+    if boundary is None:
+        boundary = experts_of(model.to_config("cpu"), sampled).get("expert_boundary")
+    return boundary, *pairs_of(model, sampled, ranks)
 
 
 def _show_comparison(
@@ -109,8 +135,9 @@ def _show_comparison(
     from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
-    if layout.layout is not None:
-        raise RequestError("--compare shows all layouts: leave out --layout")
+    for option, value in (("layout", layout.layout), ("cfg-parallel", layout.cfg_parallel)):
+        if value is not None:
+            raise RequestError(f"--compare shows all layouts: leave out --{option}")
     rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
     show_comparison(console, request, counts, rows)
 
@@ -123,23 +150,24 @@ def _show_layout(
     limits: dict[str, Any],
 ) -> None:
     from svdpp.cli.plan_report import show_layout
+    from svdpp.plan.choose import choose_layout
     from svdpp.plan.layout import Layout
 
-    if layout.layout == "auto":
-        from svdpp.plan.choose import choose_layout
-
-        choice = choose_layout(**counts, **limits)
-        cards = choice.cards or range(counts["world_size"])
-        memory = limits["memory_gib"]
+    memory, world_size = limits["memory_gib"], counts["world_size"]
+    if layout.chooses:
+        choice = choose_layout(
+            **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
+        )
+        cards = choice.cards or range(world_size)
         unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
         show_layout(console, request, choice.layout, choice.reason, unequal)
         return
-    if limits["memory_gib"]:
+    if memory:
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
+    show_layout(console, request, Layout(**counts, **layout.fields(world_size)))
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -185,23 +213,24 @@ def _with_memory(
     return costs, config.expert_boundary
 
 
-def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
-    if experts.share_experts and experts.expert_boundary is None and not forecast.memory:
+def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
+    if layout.share_experts and forecast.expert_boundary is None and not forecast.memory:
         raise RequestError(
             "--share-experts has an effect only with --expert-boundary",
             "add --expert-boundary N, or leave out --share-experts",
         )
-    if experts.expert_boundary is not None and forecast.memory:
+    if forecast.expert_boundary is not None and forecast.memory:
         raise RequestError(
             "with --memory the model gives the boundary between its experts",
             "leave out --expert-boundary",
         )
 
 
-def _refuse_idle(context: typer.Context) -> None:
-    """Refuses options that have no effect without --memory."""
+def _refuse_idle(context: typer.Context, *, for_pairs: bool) -> None:
+    """Refuses options that have no effect without --memory, or a choice of pairs for the model."""
+    of_model = ("model", "revision", "local_files_only") if for_pairs else ()
     for name, option in _OF_MEMORY.items():
-        if is_given(context, name):
+        if is_given(context, name) and name not in of_model:
             raise RequestError(
                 f"--{option} has an effect only with --memory",
                 f"add --memory, or leave out --{option}",

@@ -16,14 +16,6 @@ import torch
 
 from svdpp.errors import TransportError
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.uint8, torch.bool),
-    )
-}
-
 
 @dataclass
 class Packet:
@@ -61,8 +53,6 @@ def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes
     entries, in_host_memory = [], []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ValueError(f"packets do not carry {tensor.dtype}")
         is_host = tensor.device.type != device.type
         entries.append([name, dtype, list(tensor.shape), is_host])
         if is_host:
@@ -82,19 +72,19 @@ def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tenso
     text, _, rest = description.partition(b"\n")
     try:
         entries = [
-            (name, _DTYPES[dtype], tuple(shape), bool(is_host))
+            (name, getattr(torch, dtype), shape, is_host)
             for name, dtype, shape, is_host in json.loads(text)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise TransportError("a packet's description cannot be read") from error
     host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
     tensors: dict[str, torch.Tensor] = {}
     taken = {False: 0, True: 0}
     for name, dtype, shape, is_host in entries:
-        start = taken[is_host]
-        taken[is_host] += math.prod(shape) * dtype.itemsize
+        start, num_bytes = taken[is_host], math.prod(shape) * dtype.itemsize
+        taken[is_host] += num_bytes
         part = (host if is_host else payload)[start : taken[is_host]].clone()
-        if part.numel() != taken[is_host] - start:
+        if part.numel() != num_bytes:
             break
         tensors[name] = part.view(dtype).view(shape)
     if (taken[False], taken[True]) != (payload.numel(), len(rest)):

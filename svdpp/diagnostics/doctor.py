@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -55,16 +54,13 @@ class Check:
 
 @dataclass
 class Examination:
-    """The state of an examination; checks fill it in.
-
-    Args:
-        config: of the intended run.
-        out: folder for its clips.
-    """
+    """The state of an examination; checks fill it in."""
 
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
+    divided: str = ""
+    """What the cut test has found of divided batches."""
     healthy: set[str] = field(default_factory=set)
     """Names of the passed checks, for checks that depend on them."""
 
@@ -177,8 +173,7 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    paths = (folder.absolute(), *folder.absolute().parents)
-    free = shutil.disk_usage(next(path for path in paths if path.exists())).free
+    free = disk_space.free_bytes(folder)
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
@@ -194,9 +189,8 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    from svdpp.models.engine.load import count_weights  # imports diffusers: seconds
-
-    num_weights = count_weights(examination.checkpoint)
+    files = map(examination.checkpoint.weight_files, examination.checkpoint.weighted)
+    num_weights = sum(len(header) for headers in files for header in headers.values())
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 
@@ -258,13 +252,31 @@ def _cut_test(examination: Examination) -> str:
     _needs(examination, "model")
     assert examination.checkpoint is not None
     device = "cuda:0" if config.device == "cuda" else config.device
-    found = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    result = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    examination.divided, found = result.divided, result.differences
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
     return (
         f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
         f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    )
+
+
+def _pairs(examination: Examination) -> str:
+    """Whether a batch of two has the same bits when a pair of ranks divides it."""
+    config = examination.config
+    _needs(examination, "cut test")
+    assert examination.checkpoint is not None
+    branches = examination.checkpoint.row.branches
+    if branches == "calls":
+        return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
+    if branches is None:
+        raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
+    return (
+        f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
+        f"latents are {examination.divided} ({config.model.dtype}); svdpp verify --cfg-parallel 2 "
+        "tries the model itself"
     )
 
 
@@ -291,4 +303,5 @@ _CHECKS: dict[str, Callable[[Examination], str]] = {
     "transfers": _transfers,
     "determinism": _determinism,
     "cut test": _cut_test,
+    "pairs": _pairs,
 }

@@ -118,9 +118,6 @@ class VideoModel(Protocol):
         """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
 
         The frames are on the device.
-
-        Raises:
-            NotFiniteError: the VAE returned NaN or infinite values.
         """
         ...
 

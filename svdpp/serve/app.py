@@ -23,7 +23,7 @@ from svdpp.serve.service import Service
 from svdpp.serve.views import EngineStatus, Health, Model, ModelList
 
 _ABOUT = """
-Photographs and prompts in, clips out: video diffusion over several devices, bitwise equal to
+Images and prompts in, clips out: video diffusion over several devices, bitwise equal to
 diffusers.
 
 The routes have the shape of OpenAI's video API. Every answer of 400 and above, but those of

@@ -123,7 +123,7 @@ class Guard:
             places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
         for used, limit, whose in places:
             if used >= limit:
-                text = f"{used} photographs {whose}are being uploaded already"
+                text = f"{used} images {whose}are being uploaded already"
                 raise ApiError(503, "too_many_uploads", text, retry=1, limit=limit)
         self._uploads[owner] += 1
 
@@ -221,7 +221,7 @@ def _kind_of(content_type: str) -> str:
             415,
             "unsupported_media_type",
             f"the body must be multipart/form-data or {JSON}, not {shown or 'without a type'}",
-            "send the fields as curl -F does; a photograph is the field input_reference",
+            "send the fields as curl -F does; an image is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
@@ -235,7 +235,7 @@ def _too_large(limit: int) -> ApiError:
         413,
         "content_too_large",
         f"the body is larger than {limit / 2**20:g} MiB",
-        "make the photograph smaller; the clip is no larger than its size",
+        "make the image smaller; the clip is no larger than its size",
         limit_bytes=limit,
         headers=_CLOSE,
     )

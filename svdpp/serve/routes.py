@@ -203,7 +203,7 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     form = _checked(service.capabilities.form, body)
     size = 0 if form.photo is None else form.photo.size or 0
     if size > (limit := service.settings.limits.upload_bytes):
-        text = f"the photograph has {size} bytes, the limit is {limit}"
+        text = f"the image has {size} bytes, the limit is {limit}"
         raise ApiError(413, "content_too_large", text, limit_bytes=limit)
     return service.submit(form, owner, key)
 
@@ -337,7 +337,7 @@ def get_input(id: str, service: Served, owner: Owned, request: Request) -> Respo
         raise ApiError(404, "no_input", "the video was made from text alone")
     path = service.photo_path(job)
     if not path.is_file():
-        raise ApiError(404, "no_input", "the video has no photograph any more")
+        raise ApiError(404, "no_input", "the video has no image any more")
     return _private_file(path, MEDIA_TYPES[path.suffix], request)
 
 

@@ -1,13 +1,13 @@
 """The options for how ranks share the work, and for the costs that decide it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, setting, switch
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
+from svdpp.plan.choose import faster_layout
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
@@ -19,10 +19,6 @@ _WORTH_A_REMARK = 1.05
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
 
-#: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
-#: rank's device, in GiB.
-Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
@@ -32,7 +28,7 @@ class LayoutOptions:
         LAYOUT,
         "auto|pipeline|data-parallel",
         "How ranks share the work. pipeline: each does some steps of all clips; "
-        "data-parallel: each makes whole clips; auto: fastest forecast.",
+        "data-parallel: each makes whole clips; auto: best forecast, with pairs or without.",
         shown="pipeline",
         choices=_LAYOUTS,
     )
@@ -54,12 +50,13 @@ class LayoutOptions:
         "Ranks at the end of each pipeline that finish and decode clips in turn.",
         shown="1",
     )
-    cfg_parallel: int | None = setting(
+    cfg_parallel: str | None = setting(
         LAYOUT,
-        "1|2",
+        "auto|1|2",
         "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
-        "the guidance; a clip takes about half as long.",
-        shown="1",
+        "the guidance; a clip takes about half as long. auto: by forecast, if the bits are equal.",
+        shown="1; with --layout auto auto",
+        choices=("auto", "1", "2"),
     )
     costs: str | None = setting(
         LAYOUT,
@@ -69,11 +66,16 @@ class LayoutOptions:
         shown=ASSUMED_COSTS,
         choices=tuple(PRESETS),
     )
+    share_experts: bool = switch(
+        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
+    )
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in _LAYOUTS:
             names = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
             raise RequestError(f"--layout must be {names}, got {self.layout!r}")
+        if self.cfg_parallel not in (None, "auto", "1", "2"):
+            raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
 
@@ -88,6 +90,28 @@ class LayoutOptions:
         """All given options of the layout, by name."""
         others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
         return {**self.refined, **{name: value for name, value in others.items() if value}}
+
+    @property
+    def pair_size(self) -> int:
+        """Ranks that do each step together; 1 where that is left to `auto`."""
+        return 2 if self.cfg_parallel == "2" else 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the forecast decides something."""
+        return "auto" in (self.layout, self.cfg_parallel)
+
+    @property
+    def chooses_pairs(self) -> bool:
+        """Whether the forecast decides about pairs."""
+        return self.chooses and self.cfg_parallel in (None, "auto")
+
+    @property
+    def fixed(self) -> dict[str, Any] | None:
+        """The layout as fields, without the number of ranks of a unit; None: `auto` chooses it."""
+        if self.layout == "auto":
+            return None
+        return {} if self.layout == "data-parallel" else {"replicas": 1, **self.refined}
 
     @property
     def must_divide(self) -> bool:
@@ -105,9 +129,9 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.cfg_parallel}
+        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.pair_size}
         if self.layout == "data-parallel":
-            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **pairs}
+            return {"replicas": max(1, world_size // self.pair_size), **pairs}
         return {**self.refined, **pairs}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
@@ -117,8 +141,6 @@ class LayoutOptions:
         """
         if self.given or (self.costs is None and not is_real):
             return ""
-        from svdpp.plan.choose import faster_layout
-
         faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
         if faster is None:
             return ""
@@ -142,91 +164,6 @@ class LayoutOptions:
             return find_costs(self.costs)
         return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
 
-    def settings(
-        self,
-        *,
-        num_steps: int,
-        world_size: int,
-        num_clips: int | None,
-        decodes: bool,
-        ranks_per_host: int | None = None,
-        memory: Memory | None = None,
-        experts: Mapping[str, Any] | None = None,
-        family: str = "svd",
-    ) -> tuple[dict[str, Any], str]:
-        """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
-
-        Args:
-            num_steps: of each clip.
-            world_size: number of ranks.
-            num_clips: None if only another process knows it.
-            decodes: whether clips become frames.
-            ranks_per_host: of a launcher's world on several hosts.
-            memory: tells `auto` what fits; None: everything fits.
-            experts: as `ExpertOptions.fields`; None: the model has one expert.
-            family: of the model.
-        """
-        # The launcher, not the costs, knows which ranks share a host.
-        assumed = self.assumed_costs(decodes=decodes, family=family)
-        costs = replace(assumed, ranks_per_host=ranks_per_host)
-        if self.layout != "auto":
-            return {**self.fields(world_size), "costs": costs}, ""
-        if num_clips is None:
-            raise RequestError(
-                "--layout auto needs the number of clips, and under torchrun only rank 0 knows it",
-                "svdpp plan --layout auto --clips M shows which --split and --replicas to give",
-            )
-        from svdpp.plan.choose import choose_layout
-
-        needs, has = memory(world_size) if memory is not None else ({}, ())
-        costs = replace(costs, **needs)  # type: ignore[arg-type]
-        choice = choose_layout(
-            num_steps=num_steps,
-            world_size=world_size,
-            num_clips=num_clips,
-            costs=costs,
-            decodes=decodes,
-            memory_gib=has,
-            cfg_parallel=self.cfg_parallel or 1,
-            **(experts or {}),
-        )
-        why = f"layout: {choice.reason}"
-        chosen = {**_fields(choice.layout), "costs": costs}
-        if choice.layout.share_experts:
-            chosen["share_experts"] = True
-        if choice.cards:
-            chosen["device_order"] = choice.cards
-        if self.costs is None and decodes and family == "svd":
-            why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
-        return chosen, why
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareOptions:
-    """Whether a rank may hold both experts of a model that has two."""
-
-    share_experts: bool = switch(
-        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions(ShareOptions):
-    """The same, and the number of steps of the first expert, for a plan without a model."""
-
-    expert_boundary: int | None = setting(
-        LAYOUT,
-        "N",
-        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
-        "then does steps of one expert only, and loads no other.",
-        shown="one expert",
-    )
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The options as fields of a `Layout`."""
-        return {"expert_boundary": self.expert_boundary, "share_experts": self.share_experts}
-
 
 def options_for(layout: Layout) -> str:
     """The options that select `layout`."""
@@ -237,8 +174,3 @@ def options_for(layout: Layout) -> str:
     chosen = {name: getattr(layout, name) for name in simple}
     texts = [f"--{name} {value}" for name, value in chosen.items() if value != simple[name]]
     return (" ".join(texts) or "--layout pipeline") + pairs
-
-
-def _fields(layout: Layout) -> Mapping[str, Any]:
-    names = ("split", "replicas", "decoders", "cfg_parallel")
-    return {name: getattr(layout, name) for name in names}
