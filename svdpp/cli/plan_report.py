@@ -197,7 +197,7 @@ def _steady(layout: Layout) -> str:
 
 def _as_data_parallel(layout: Layout) -> Layout:
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
-    return replace(layout, replicas=layout.world_size, **alone)
+    return replace(layout, replicas=layout.world_size, decode_ranks=1, **alone)
 
 
 def _num_idle_ranks(layout: Layout) -> int:
@@ -251,6 +251,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
         "replicas": layout.replicas,
         "decoders": layout.decoders,
         "cfg_parallel": layout.cfg_parallel,
+        "decode_ranks": layout.decode_ranks,
     } | ({} if layout.expert_boundary is None else of_experts)
 
 

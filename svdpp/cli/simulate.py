@@ -187,6 +187,7 @@ def _to_json(
         "replicas": config.replicas,
         "decoders": config.decoders,
         "cfg_parallel": config.cfg_parallel,
+        "decode_ranks": config.decode_ranks,
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,

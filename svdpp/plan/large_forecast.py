@@ -109,12 +109,20 @@ def way_of(route: Route, costs: Costs) -> Way:
     if not route.start:
         seconds[0] += costs.encode_on(route.ranges[0].rank)
     if route.decodes:
-        seconds[-1] += costs.decode_on(route.ranges[-1].rank)
+        seconds[-1] += max(_decode_seconds(route, costs))
+        for share in route.shares[1:]:
+            seconds[-1] += costs.transfer(share.rank, route.ranges[-1].rank)
     ranks = [part.rank for part in route.ranges]
     first = next((at for at, part in enumerate(route.ranges) if part.num_steps), None)
     if route.paired and first is not None:
         seconds[first] += costs.transfer(ranks[first], ranks[first] + 1)
     return tuple(zip(ranks, seconds, strict=True))
+
+
+def _decode_seconds(route: Route, costs: Costs) -> list[float]:
+    """Seconds for which each rank decodes."""
+    shares = [costs.decode_on(rank) * frames.fraction for rank, frames in route.shares]
+    return shares or [costs.decode_on(route.ranges[-1].rank)]
 
 
 def _step_seconds(route: Route, costs: Costs) -> list[float]:
@@ -126,7 +134,7 @@ def _step_seconds(route: Route, costs: Costs) -> list[float]:
 def _busy(route: Route, costs: Costs) -> float:
     """Seconds of work of all ranks."""
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
-    ends += costs.decode_on(route.ranges[-1].rank) if route.decodes else 0.0
+    ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
 
 

@@ -162,7 +162,7 @@ def _measured(event: Event) -> tuple[str, float] | None:
         case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
             # Of an image that was not prepared ahead, the clip also waits for that.
             seconds = event.end - event.start + event.waits.get("photograph", 0.0)
-            return event.action.kind, seconds
+            return event.action.kind, seconds / event.action.fraction
         case _:
             return None
 

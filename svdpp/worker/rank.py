@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,8 +138,9 @@ def _connected(
         tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
         wall_ahead=context.clock.wall_ahead,
     )
-    pairs = setup.config.layout.pairs
-    transport.connect(connect_rounds(setup.links), reporter.connecting, pairs)
+    layout, rounds = setup.config.layout, connect_rounds(setup.links)
+    decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
+    transport.connect(rounds, reporter.connecting, layout.pairs, decode)
     return transport
 
 

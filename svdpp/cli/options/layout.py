@@ -61,6 +61,13 @@ class LayoutOptions:
         "the guidance; a clip takes about half as long.",
         shown="1",
     )
+    decode_ranks: int | None = setting(
+        LAYOUT,
+        "N",
+        "Ranks that decode each clip of SVD together, each some chunks of --decode-chunk-size "
+        "frames.",
+        shown="both ranks of a pair, if there are several chunks, else 1",
+    )
     costs: str | None = setting(
         LAYOUT,
         "FILE|PRESET",
@@ -87,6 +94,7 @@ class LayoutOptions:
     def given(self) -> dict[str, Any]:
         """All given options of the layout, by name."""
         others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
+        others["decode-ranks"] = self.decode_ranks
         return {**self.refined, **{name: value for name, value in others.items() if value}}
 
     @property
@@ -105,10 +113,11 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.cfg_parallel}
+        others = {"cfg_parallel": self.cfg_parallel, "decode_ranks": self.decode_ranks}
+        given = {name: value for name, value in others.items() if value is not None}
         if self.layout == "data-parallel":
-            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **pairs}
-        return {**self.refined, **pairs}
+            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **given}
+        return {**self.refined, **given}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
         """Names a faster layout if the user has not chosen one; else "".
@@ -194,6 +203,8 @@ class LayoutOptions:
         chosen = {**_fields(choice.layout), "costs": costs}
         if choice.layout.share_experts:
             chosen["share_experts"] = True
+        if self.decode_ranks is not None:
+            chosen["decode_ranks"] = self.decode_ranks
         if choice.cards:
             chosen["device_order"] = choice.cards
         if self.costs is None and decodes and family == "svd":

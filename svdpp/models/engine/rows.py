@@ -133,6 +133,8 @@ class Row:
     branches: Literal["calls", "batch"] | None = None
     """How a guided step evaluates its two branches: by two calls whose results are used after both,
     or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    decodes_in_chunks: bool = False
+    """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = _no_facts
@@ -178,6 +180,7 @@ ROWS: Mapping[str, Row] = {
         only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
+        decodes_in_chunks=True,
         memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
