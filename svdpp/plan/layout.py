@@ -153,11 +153,13 @@ class Layout:
                 f"--decoders must be 1 to {self.replica_size}, the size of a replica, "
                 f"got {self.decoders}"
             )
-        if not 1 <= self.decode_ranks <= self.cfg_parallel:
+        units, where = self.replica_size, "a replica"
+        if self.decoders > 1:
+            units, where = 1, f"each of {self.decoders} decoders"
+        if not 1 <= self.decode_ranks <= units * self.cfg_parallel:
             raise RequestError(
-                f"--decode-ranks must be 1 to {self.cfg_parallel}, got {self.decode_ranks}: "
-                "the ranks of a pair decode a clip together",
-                "" if self.cfg_parallel > 1 else "add --cfg-parallel 2",
+                f"--decode-ranks must be 1 to {units * self.cfg_parallel}, the ranks of {where}, "
+                f"got {self.decode_ranks}"
             )
 
     def _check_experts(self) -> None:
@@ -344,19 +346,18 @@ class Layout:
         """The stages of replica `replica`, in the order in which clips visit them."""
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
-        return [self._stage((rank,), is_first=rank == ranks[0]) for rank in body] + [
-            self._stage(tail, is_first=not body, is_last=True)
+        return [self._stage((rank,), tail[:1], is_first=rank == ranks[0]) for rank in body] + [
+            self._stage(tail, tail, is_first=not body)
         ]
 
-    def _stage(self, ranks: tuple[int, ...], *, is_first: bool, is_last: bool = False) -> Stage:
+    def _stage(self, ranks: tuple[int, ...], writers: tuple[int, ...], *, is_first: bool) -> Stage:
         costs = self.costs
         return Stage(
             ranks,
             tuple(self._step_on(rank) for rank in ranks),
             tuple(
-                (costs.encode_on(rank) if is_first else 0.0)
-                + (self._decode_seconds(rank) if is_last and self.decodes else 0.0)
-                for rank in ranks
+                (costs.encode_on(rank) if is_first else 0.0) + self._decode_seconds(rank, writer)
+                for rank, writer in zip(ranks, writers, strict=True)
             ),
         )
 
@@ -365,25 +366,36 @@ class Layout:
         paired = self.cfg_parallel == 2
         return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
 
-    def _decode_seconds(self, writer: int) -> float:
-        """Seconds of a decode by `writer` and its helpers."""
-        shares = self._decode_shares(writer)
-        seconds = [self.costs.decode_on(rank) * frames.fraction for rank, frames in shares]
-        return max(seconds, default=self.costs.decode_on(writer))
+    def _decode_seconds(self, rank: int, writer: int) -> float:
+        """Seconds of work of `rank`, or the pair of which it is the first, for a decode."""
+        if not self.decodes or (self.decode_ranks == 1 and rank != writer):
+            return 0.0
+        shares = self._decode_shares[writer]
+        seconds = [
+            self.costs.decode_on(share.rank) * share.frames.fraction
+            for share in shares
+            if share.rank - rank in range(self.cfg_parallel)
+        ]
+        return max(seconds, default=0.0 if shares else self.costs.decode_on(rank))
 
-    def _decode_shares(self, writer: int) -> tuple[DecodeShare, ...]:
-        """The frames that each rank decodes of the clips that `writer` finishes."""
+    @cached_property
+    def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
+        """By the rank that finishes a clip, the frames that each rank decodes of it, its own first.
+
+        The other rank of its pair comes next, then the ranks before them.
+        """
         chunks = self.chunks or (1,) * self.decode_ranks
         count = min(self.decode_ranks, len(chunks)) if self.decodes else 1
-        if count == 1:
-            return ()
         ends = (0, *accumulate(chunks))
         cuts = pairwise(ends[index * len(chunks) // count] for index in range(count + 1))
-        ranks = range(writer, writer + count)
-        return tuple(
-            DecodeShare(rank, FrameRange(first, end, ends[-1]))
-            for rank, (first, end) in zip(ranks, cuts, strict=True)
-        )
+        parts = [FrameRange(first, end, ends[-1]) for first, end in cuts] if count > 1 else []
+        shares = {}
+        for ranks in self.replica_ranks:
+            for writer in ranks[-self.decoders :]:
+                units = ranks[::-1] if self.decoders == 1 else (writer,)
+                each = (unit + half for unit in units for half in range(self.cfg_parallel))
+                shares[writer] = tuple(map(DecodeShare, each, parts))
+        return shares
 
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
@@ -399,7 +411,7 @@ class Layout:
             if all_stages or index == 0 or cuts[index] < cuts[index + 1]
         ]
         last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
-        shares = self._decode_shares(last.rank)
+        shares = self._decode_shares[last.rank]
         return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2, shares)
 
     def _cuts_of(self, replica: int) -> FixedCuts | DitheredCuts:

@@ -82,6 +82,11 @@ class Route:
         last = self.ranges[-1]
         return self.paired and last.num_steps > 0 and rank == last.rank + 1
 
+    def stages_after(self, rank: int) -> int:
+        """The number of its ranges after that of `rank`, or of the pair; 0 if that has none."""
+        units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
+        return next((after for after, unit in enumerate(units) if rank in unit), 0)
+
     def resumed(self, at: int) -> Route:
         """The rest of the route after `at` steps, without the ranks that have no steps left.
 
@@ -116,15 +121,29 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
 
     A rank posts the receive of the next clip before it works on this one, so the transfer overlaps
     with denoising. At most two packets are in flight to a rank: the posted one, and one that its
-    sender still holds.
+    sender still holds. A rank that helps to decode a clip does so after its steps of the next
+    clips that keep it busy until the clip has passed the ranks between.
     """
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
+    helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
             visits[part.rank].append(_visit(route, index))
-        for rank, visit in (*_second_visits(route), *_decode_visits(route)):
+        for rank, visit in _second_visits(route):
             visits[rank].append(visit)
-    return tuple(_post_receives_ahead(rank_visits) for rank_visits in visits)
+        for rank, visit in _decode_visits(route):
+            earliest = helps[rank][-1][0] if helps[rank] else 0
+            after = len(visits[rank]) + route.stages_after(rank)
+            helps[rank].append((max(earliest, after), visit))
+    merged = map(_merged, visits, helps)
+    return tuple(_post_receives_ahead(rank_visits) for rank_visits in merged)
+
+
+def _merged(visits: Sequence[_Visit], helps: Sequence[tuple[int, _Visit]]) -> list[_Visit]:
+    """The visits of one rank, and each help behind as many visits as its number says."""
+    placed = [*((after, 0, visit) for after, visit in helps)]
+    placed += [(index, 1, visit) for index, visit in enumerate(visits)]
+    return [visit for *_, visit in sorted(placed, key=lambda each: each[:2])]
 
 
 def _visit(route: Route, index: int) -> _Visit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -88,6 +89,8 @@ class PipelineStage:
         self._sampling = sampling
         self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
         self._samplings: dict[int, SamplingConfig] = {}
+        # The clips that this rank will help to decode.
+        self._helps: set[int] = set()
         self._is_cancelled = is_cancelled
         self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
@@ -115,6 +118,7 @@ class PipelineStage:
         self._jobs.update(jobs)
         self._keys.update(work.latents_keys)
         self._samplings.update(work.samplings)
+        self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         if self._profiler is not None:
@@ -283,7 +287,8 @@ class PipelineStage:
     def _share(self, action: Action) -> None:
         packet = self._packet(action)
         with self._waiting(action, "send"):
-            self._transport.send(packet, action.peer, _channel_of(action))
+            # A copy, as this rank goes on and may drop the clip while the packet leaves.
+            self._transport.send(replace(packet), action.peer, _channel_of(action))
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
@@ -313,6 +318,7 @@ class PipelineStage:
         packet.tensors = {} if packet.tombstone else {_FRAMES: self._frames[action.clip]}
         with self._waiting(action, "send"):
             self._transport.send(packet, action.peer, _channel_of(action))
+        self._helps.remove(action.clip)
         self._forget(action.clip)
 
     def _gather(self, action: Action) -> None:
@@ -378,8 +384,10 @@ class PipelineStage:
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._jobs, self._keys, self._samplings, self._frames, self._audio):
+        for values in (self._jobs, self._keys, self._frames, self._audio):
             values.pop(clip, None)
+        if clip not in self._helps:
+            self._samplings.pop(clip, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from svdpp.errors import RankError, RequestError
 from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
+from svdpp.verification.verify import verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -27,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def svd(world_size: int, **changes: Any) -> PipelineConfig:
     """Five frames in chunks of two: the last one is shorter."""
-    config = small_svd(world_size, steps=4)
+    config = small_svd(1, steps=4)
     sampling = replace(config.sampling, num_frames=5, decode_chunk_size=2)
-    return replace(config, sampling=sampling, **changes)
+    return replace(config, sampling=sampling, world_size=world_size, **changes)
 
 
 def asleep(world_size: int, **changes: Any) -> PipelineConfig:
@@ -56,6 +58,42 @@ def test_both_ranks_of_a_pair_decode_the_bits_of_one() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (3, {"split": "dithered", "decode_ranks": 3}),
+        (4, {"replicas": 2, "decode_ranks": 2}),
+        pytest.param(2, {"decode_ranks": 2}, marks=[pytest.mark.long, pytest.mark.full]),
+    ],
+)
+def test_ranks_of_a_pipeline_decode_the_bits_of_one(
+    world_size: int, layout: dict[str, Any]
+) -> None:
+    config, _ = resolve(svd(world_size, **layout))
+    requests = [ClipRequest(seed=seed, image=str(example_photos()[0])) for seed in (1, 2, 3, 4)]
+    result = verify(config, requests)
+    assert result.bitwise
+    assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"}
+
+
+@pytest.mark.processes
+def test_clips_with_parameters_of_their_own_are_decoded_by_as_many_as_have_chunks() -> None:
+    """Three chunks, two, and one."""
+    config = svd(3, split="balanced", decode_ranks=3)
+    own = [config.sampling, *(replace(config.sampling, num_frames=frames) for frames in (3, 2))]
+    requests = [
+        ClipRequest(seed=1, image=str(example_photos()[0]), sampling=sampling) for sampling in own
+    ]
+    with Pipeline(config) as pipeline:
+        found = [result.metadata["frames_sha256"] for result in pipeline.run(requests)]
+    decodes = [span for span in pipeline.trace.spans if span.action.kind is Kind.DECODE]
+    assert Counter(span.action.clip for span in decodes) == {0: 3, 1: 2, 2: 1}
+    with Pipeline(svd(1)) as pipeline:
+        alone = [result.metadata["frames_sha256"] for result in pipeline.run(requests)]
+    assert found == alone
+
+
+@pytest.mark.processes
 def test_a_clip_that_only_lacks_its_decode_is_decoded_by_both(tmp_path: Path) -> None:
     """The second rank of the pair then gets the latent to decode."""
     request = ClipRequest(seed=1, image=str(example_photos()[0]), latents_key="ab" * 32)
@@ -77,8 +115,11 @@ def test_a_clip_that_only_lacks_its_decode_is_decoded_by_both(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", [None, "nan"])
-def test_cancelled_and_lost_clips_leave_the_ranks_in_step(fault: str | None) -> None:
-    config = asleep(2, cfg_parallel=2)
+@pytest.mark.parametrize("layout", [{"cfg_parallel": 2}, {"decode_ranks": 2}], ids=str)
+def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
+    layout: dict[str, Any], fault: str | None
+) -> None:
+    config = asleep(2, **layout)
     for rank in range(2):
         damage = fault and Damage(fault, rank, 1)
         with Pipeline(config, fault=damage or None) as pipeline:
@@ -92,9 +133,10 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(fault: str | None) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"decode_ranks": 3}, "--decode-ranks must be 1 to 2, got 3"),
-        ({"decode_ranks": 0}, "--decode-ranks must be 1 to 2, got 0"),
-        ({"decode_ranks": 2, "cfg_parallel": 1}, "--decode-ranks must be 1 to 1, got 2"),
+        ({"decode_ranks": 3}, "--decode-ranks must be 1 to 2, the ranks of a replica, got 3"),
+        ({"decode_ranks": 0}, "--decode-ranks must be 1 to 2, .* got 0"),
+        ({"decode_ranks": 2, "cfg_parallel": 1, "replicas": 2}, "1 to 1, the ranks of a replica"),
+        ({"cfg_parallel": 1, "decoders": 2, "decode_ranks": 2}, "1 to 1, the ranks of each of 2"),
     ],
 )
 def test_what_cannot_decode_together_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -83,6 +83,10 @@ GOLDEN_SCHEDULES = {
     "schedule_pair_decodes_w2_n4_m3.txt": build_schedule(
         [*PAIR.routes(range(2)), PAIR.route(2).resumed(4)], 2
     ),
+    # All ranks decode, ranks 0 and 1 between their steps of later clips.
+    "schedule_decode_ranks_w3_n6_m4.txt": build_schedule(
+        Layout(num_steps=6, world_size=3, decode_ranks=3, chunks=(8, 8, 8)).routes(range(4)), 3
+    ),
     # Rank 0 only encodes, rank 3 only decodes; two replicas share both.
     "schedule_two_replicas.txt": build_schedule(
         [
