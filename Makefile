@@ -30,7 +30,7 @@ help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
 	  while IFS='|' read -r target what; do printf '%-24s%s\n' "  $$target" "$$what"; done
 
-demo: $(STAMP) ## Animate four photographs on two CPU ranks, then prove one clip bitwise
+demo: $(STAMP) ## Animate four images on two CPU ranks, then prove one clip bitwise
 	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \
 	  --out $(DEMO) --overwrite
 	$(BIN)/svdpp verify $(DEMO)/astronaut_0.mp4

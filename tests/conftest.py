@@ -17,6 +17,7 @@ from svdpp.launch import environment, fork_server
 
 # Property tests measure no time, because the machine may be loaded.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fuzz", settings.get_profile("unhurried"), max_examples=100_000)
 settings.load_profile("unhurried")
 
 # Processes that have just been killed may still be removing their folders.

@@ -20,8 +20,6 @@ _METADATA = {
 }
 #: The fields that each phase needs besides `ph`, `pid` and `tid`.
 _REQUIRED = {
-    "B": {"name", "ts"},
-    "E": {"ts"},
     "X": {"name", "ts", "dur"},
     "i": {"name", "ts", "s"},
     "C": {"name", "ts", "args"},
@@ -87,20 +85,9 @@ def _is_number(value: object) -> bool:
 def _slices(events: Iterable[_TraceEvent]) -> dict[tuple[int, int], list[_Slice]]:
     """Start and end of all slices of each track, in the order of the file."""
     slices: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
-    open_slices: dict[tuple[int, int], list[_TraceEvent]] = defaultdict(list)
     for event in events:
-        track = event["pid"], event["tid"]
         if event["ph"] == "X":
-            slices[track].append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] == "B":
-            open_slices[track].append(event)
-        elif event["ph"] == "E":
-            assert open_slices[track], "an end without a begin"
-            begin = open_slices[track].pop()
-            assert event.get("name", begin["name"]) == begin["name"], "slices that cross"
-            assert event["ts"] >= begin["ts"], "an end before its begin"
-            slices[track].append((begin["ts"], event["ts"]))
-    assert not any(open_slices.values()), "a begin without an end"
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     return slices
 
 

@@ -111,11 +111,7 @@ def ratio(
     """B over A, from one value above 0 for each round of both.
 
     Args:
-        name: of the figure.
-        a: the values of A.
-        b: the values of B.
         drift: the logarithm of the change of the machine itself.
-        more: further fields.
     """
     bounds = interval([math.log(value) for value in a], [math.log(value) for value in b], drift)
     means = statistics.geometric_mean(a), statistics.geometric_mean(b)
@@ -320,12 +316,10 @@ def _measured(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clips(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The other fields that the clips depend on."""
     return config["workload"]["clips"], config["measure"]["seeds"]
 
 
 def _differences(a: object, b: object, name: str = "") -> list[str]:
-    """The fields that differ between two nested mappings."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [
             line

@@ -256,7 +256,6 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _override(content: dict[str, Any], text: str) -> None:
-    """Sets one field; creates missing sections."""
     dotted, equals, value = text.partition("=")
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
@@ -302,7 +301,6 @@ def _is_sweep(place: tuple[str, ...], value: object) -> bool:
 
 
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and annotation of every field."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields(field.annotation, f"{above}{name}.")

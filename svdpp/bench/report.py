@@ -23,9 +23,9 @@ from svdpp.bench.names import (
 )
 from svdpp.bench.targets import missed
 from svdpp.config.files import read_small_file
-from svdpp.diagnostics.figures import RunFigures, figures_of
+from svdpp.diagnostics.figures import figures_of
 from svdpp.diagnostics.findings import FindingKind
-from svdpp.diagnostics.report import WORTH_A_CHANGE, Advice, Again, Diagnosis, diagnose
+from svdpp.diagnostics.report import Again, Diagnosis, diagnose
 from svdpp.errors import InputError
 
 SCHEMA_VERSION = 1
@@ -155,45 +155,21 @@ def _case(
     median = rounds[(len(rounds) - 1) // 2]
     figures = figures_of(median, repr(str(folder / ROUNDS)))
     assert figures is not None
-    diagnosis = diagnose(figures, _bench_again(folder, figures), without=_NOT_IN_A_BENCH)
-    if name != PIPELINE or summary is None:  # before, the costs file does not exist
-        diagnosis = replace(diagnosis, advice=())
-    elif (speedup := summary["speedups"].get(DATA_PARALLEL)) is not None:
-        diagnosis = replace(diagnosis, advice=_with_measured(folder, diagnosis, speedup))
+    diagnosis = diagnose(figures, _again(folder), without=_NOT_IN_A_BENCH)
+    # Before the end the costs file does not exist, and data parallel is measured, not forecast.
+    shown = [] if name != PIPELINE or summary is None else diagnosis.advice
+    advice = tuple(each for each in shown if not each.text.startswith(DATA_PARALLEL))
+    diagnosis = replace(diagnosis, advice=advice)
     return replace(report, round=int(median["round"]), diagnosis=diagnosis)
 
 
-def _bench_again(folder: Path, figures: RunFigures) -> Again:
-    def spell(name: str, value: str) -> str:
-        section = "workload" if name == "decode_chunk_size" else "pipeline"
-        return f"--{section}.{name}={value}"
+def _again(folder: Path) -> Again:
+    def command(changes: Mapping[str, object]) -> str:
+        sections = {"decode_chunk_size": "workload"}
+        fields = (
+            f"--{sections.get(name, 'pipeline')}.{name}={shlex.quote(str(value))}"
+            for name, value in changes.items()
+        )
+        return f"svdpp bench {shlex.quote(str(folder / CONFIG))} {' '.join(fields)}"
 
-    layout = ("split", "replicas", "decoders")
-    return Again(
-        costs=str(folder / COSTS),
-        command=f"svdpp bench {shlex.quote(str(folder / CONFIG))}",
-        given={name: str(getattr(figures, name)) for name in layout},
-        spell=spell,
-    )
-
-
-def _with_measured(
-    folder: Path, diagnosis: Diagnosis, speedup: Mapping[str, Any]
-) -> tuple[Advice, ...]:
-    """The advice, in which the measured rate of data parallel takes the place of a forecast."""
-    figures = diagnosis.figures
-    again = _bench_again(folder, figures)
-    apart = {"split": "uniform", "replicas": str(figures.world_size), "decoders": "1"}
-    changes = {name: apart[name] for name in apart if again.given[name] != apart[name]}
-    command = again(**changes, **({"cfg_parallel": 1} if figures.cfg_parallel > 1 else {}))
-    others = tuple(advice for advice in diagnosis.advice if advice.command != command)
-    times = 1 / float(speedup["over_rounds"])
-    if times < WORTH_A_CHANGE or max(speedup["rounds"]) >= 1:
-        return others
-    measured = Advice(
-        text=f"data parallel made {times:.2f} times the clips a minute in the same rounds",
-        note="each device needs room for the whole model",
-        command=command,
-        times_as_fast=times,
-    )
-    return (measured, *others)
+    return Again(folder / COSTS, command)

@@ -43,20 +43,15 @@ _GIB = 2**30
 
 
 class Results:
-    """One run's folder: configuration and environment at the start, then rounds, then the summary.
-
-    Args:
-        root: the folder of all experiments.
-        bench: not run yet.
-    """
+    """The folder of one run: configuration and environment, then rounds, then the summary."""
 
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
         output_files.check_writable(root.absolute())
         self.folder = _new_folder(root / bench.asked.experiment, bench.asked.sha256)
         self.run_id = self.folder.name
-        with output_files.atomic_output(str(self.folder / CONFIG), ".yaml") as temporary:
-            temporary.write_text(f"# sha256 {bench.asked.sha256}\n{bench.asked.to_yaml()}")
+        text = f"# sha256 {bench.asked.sha256}\n{bench.asked.to_yaml()}"
+        output_files.write_text(self.folder / CONFIG, text)
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
@@ -91,8 +86,7 @@ class Results:
         writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        with output_files.atomic_output(str(self.folder / TABLE), ".csv") as temporary:
-            temporary.write_text(text.getvalue())
+        output_files.write_text(self.folder / TABLE, text.getvalue())
         return found
 
 
@@ -229,7 +223,6 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
 
 
 def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each case and round."""
     about = {name: content[name] for name in ("experiment", "run_id", "config_sha256")}
     hashes = " ".join(content["latents_sha256"]) if content["same_bits"] else ""
     for case, values in content["cases"].items():
@@ -240,15 +233,9 @@ def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _new_folder(above: Path, sha256: str) -> Path:
-    """Creates a new folder, named by time and configuration."""
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:8]}"
-    for number in range(1, 1000):
-        folder = above / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise OutputError(f"{str(folder)!r} cannot be created: {error.strerror}") from error
-        return folder
-    raise OutputError(f"{str(above / name)!r} and 998 more exist already")
+    folder = above / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{sha256[:8]}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"{str(folder)!r} cannot be created: {error.strerror}") from error
+    return folder

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.bench.ranks import Ranks
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
@@ -27,6 +27,7 @@ from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
+from svdpp.worker import memory
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
@@ -52,13 +53,73 @@ class Round:
     frames_sha256: list[str | None]
 
 
+class Ranks:
+    """The ranks of one pipeline after the other. A context manager.
+
+    Launched ranks stay between two pipelines, where rank 0 may do other work, such as measuring
+    diffusers. Meanwhile the others, which call `serve_all`, wait for the next pipeline, connected
+    to rank 0, and end if it ends. They wait in the last one for the end of the block.
+
+    Args:
+        pipelines: creates each one when it is next, in the same order on all launched ranks.
+        launched: whether a launcher started the ranks; else each pipeline starts its own.
+    """
+
+    def __init__(self, pipelines: Iterator[Pipeline], *, launched: bool = False) -> None:
+        self.end_together = launched
+        self._pipelines = pipelines
+        self._next: Pipeline | None = None
+
+    def __enter__(self) -> Ranks:
+        self._gather()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._next is not None:  # else there are none, or a pipeline has failed with them
+            self._next.dismiss(error)
+
+    @contextlib.contextmanager
+    def at_work(self, *observers: Observer) -> Iterator[Pipeline]:
+        """Enters the next pipeline for a block."""
+        pipeline = self._next if self.end_together else next(self._pipelines)
+        assert pipeline is not None, "an earlier pipeline has failed"
+        self._next = None
+        for observer in observers:
+            pipeline.observe(observer)
+        with pipeline:
+            yield pipeline
+        self._gather()
+
+    def check_alive(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """Checks, as an observer of other work, launched ranks that wait for a pipeline."""
+        if self._next is not None:
+            self._next.check_gathered()
+
+    def _gather(self) -> None:
+        if self.end_together:
+            memory.reset_peak()
+            pipeline = next(self._pipelines)
+            pipeline.gather()
+            self._next = pipeline
+
+
+def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) -> None:
+    """Serves `pipelines` as a launched rank other than 0; the process ends in the last one."""
+    for pipeline in pipelines:
+        serve(pipeline)
+        memory.reset_peak()
+
+
 @dataclass
 class Bench:
     """One point of a grid: its cases, and their measured rounds.
 
     Args:
-        asked: the point.
-        config: of the pipeline case, resolved.
         world: of the launcher that has started the ranks; None if this process starts them. A rank
             other than 0 measures nothing.
     """
@@ -121,7 +182,6 @@ class Bench:
         A baseline's lack of memory is a result; every other error ends the bench.
 
         Args:
-            log: takes a line for each measurement.
             keep: takes every measured round of a case.
             ranks: of `pipelines`; None starts ranks for each pipeline.
         """

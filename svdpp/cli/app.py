@@ -22,7 +22,7 @@ from svdpp.errors import SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
 COMMANDS: Mapping[str, str] = {
-    "run": "Animate photographs: each becomes a clip.",
+    "run": "Animate images: each becomes a clip.",
     "plan": "Show which rank does which steps, when, and how long it takes.",
     "simulate": "Rehearse a run with real processes, without weights or GPUs.",
     "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",

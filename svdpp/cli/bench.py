@@ -28,8 +28,7 @@ from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
-    from svdpp.bench.ranks import Ranks
-    from svdpp.bench.runner import Bench
+    from svdpp.bench.runner import Bench, Ranks
 
 
 @command(
@@ -152,8 +151,7 @@ def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
 
 def _serve(console: Console, benches: list[Bench], world: World) -> None:
     """Takes part in every pipeline; only rank 0 measures."""
-    from svdpp.bench.ranks import serve_all
-    from svdpp.bench.runner import pipelines_of
+    from svdpp.bench.runner import pipelines_of, serve_all
     from svdpp.cli.log import open_log
 
     open_log(verbosity=0, log_file=None)
@@ -172,8 +170,7 @@ def _measure(
     If this command starts the ranks, the other points are measured even when one fails. Ranks that
     a launcher started end with the first failure.
     """
-    from svdpp.bench.ranks import Ranks
-    from svdpp.bench.runner import pipelines_of
+    from svdpp.bench.runner import Ranks, pipelines_of
 
     with contextlib.ExitStack() as stack:
         ranks = None

@@ -92,14 +92,17 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"leave workload.{name} out",
             )
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    of_layout = {"split", "replicas", "decoders", "cfg_parallel", "costs"}
+    of_layout = {"split", "replicas", "decoders", "costs"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
         launched=launched,
         ranks=RankOptions(world=world, **asked.model_dump(include=of_ranks)),
         model=model,
         sampling=sampling,
-        layout=LayoutOptions(**asked.model_dump(include=of_layout, exclude_defaults=True)),
+        layout=LayoutOptions(
+            cfg_parallel=str(asked.cfg_parallel),
+            **asked.model_dump(include=of_layout, exclude_defaults=True),
+        ),
         experts=ShareOptions(share_experts=asked.share_experts),
         from_image=from_image,
     )

@@ -16,11 +16,12 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
-from svdpp.cli.request import needs_image, without_world
+from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world
 from svdpp.errors import RequestError
 
 if TYPE_CHECKING:
     from svdpp.cli.plan_report import Request
+    from svdpp.plan.choose import Pairs
     from svdpp.plan.costs import Costs
 
 _DEFAULT_WORLD = 4
@@ -70,9 +71,11 @@ def plan(
     """
     from svdpp.cli import plan_report
 
+    chooses_pairs = forecast.compare or layout.chooses_pairs
     if not forecast.memory:
-        _refuse_idle(context)
-    family = model.family if forecast.memory else "svd"
+        _refuse_idle(context, for_pairs=chooses_pairs)
+    has_model = is_given(context, "model")
+    family = model.family if forecast.memory or has_model else "svd"
     num_steps = sampling.num_steps(family)
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
@@ -81,14 +84,22 @@ def plan(
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
         experts = replace(experts, expert_boundary=boundary)
     num_clips = forecast.num_clips(world_size)
+    remarks = _remarks(forecast, layout, seconds, costs, ranks.device)
+    pairs: Pairs = "no"
+    if chooses_pairs:
+        asked = model if has_model else None
+        experts, pairs, why_not = _about_pairs(asked, sampling, experts, ranks)
+        remarks += [why_not] if why_not and layout.cfg_parallel == "auto" else []
     request = plan_report.Request(
         num_clips=num_clips,
         arrivals=_arrivals(forecast.arrivals, num_clips),
-        remarks=_remarks(forecast, layout, seconds, costs, ranks.device),
+        remarks=remarks,
     )
     counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
     counts |= experts.fields
     limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
+    if forecast.compare or layout.chooses:
+        limits |= {"pairs": pairs, "sooner": num_clips < world_size}
     show = _show_comparison if forecast.compare else _show_layout
     try:
         show(console, layout, request, counts, limits)
@@ -96,6 +107,25 @@ def plan(
         if forecast.hosts is not None:
             error.hint = without_world(error.hint)
         raise
+
+
+def _about_pairs(
+    model: ModelOptions | None,
+    sampling: SamplingOptions,
+    experts: ExpertOptions,
+    ranks: RankOptions,
+) -> tuple[ExpertOptions, Pairs, str]:
+    """The experts of the model, None for the default one; if `auto` may choose pairs, and why not.
+
+    A model of which only the boundary between its experts is given has two calls in each step.
+    """
+    if model is None:
+        return experts, "unproven" if experts.expert_boundary is None else "exact", ""
+    sampled = sampling.to_config(model, from_image=needs_image(model))
+    of_model = experts_of(model.to_config("cpu"), sampled, share=False)
+    if of_model and experts.expert_boundary is None:
+        experts = replace(experts, expert_boundary=of_model["expert_boundary"])
+    return experts, *pairs_of(model, sampled, ranks)
 
 
 def _show_comparison(
@@ -109,8 +139,9 @@ def _show_comparison(
     from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
-    if layout.layout is not None:
-        raise RequestError("--compare shows all layouts: leave out --layout")
+    for option, value in (("layout", layout.layout), ("cfg-parallel", layout.cfg_parallel)):
+        if value is not None:
+            raise RequestError(f"--compare shows all layouts: leave out --{option}")
     rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
     show_comparison(console, request, counts, rows)
 
@@ -125,10 +156,12 @@ def _show_layout(
     from svdpp.cli.plan_report import show_layout
     from svdpp.plan.layout import Layout
 
-    if layout.layout == "auto":
+    if layout.chooses:
         from svdpp.plan.choose import choose_layout
 
-        choice = choose_layout(**counts, **limits)
+        choice = choose_layout(
+            **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
+        )
         cards = choice.cards or range(counts["world_size"])
         memory = limits["memory_gib"]
         unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
@@ -198,10 +231,11 @@ def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
         )
 
 
-def _refuse_idle(context: typer.Context) -> None:
-    """Refuses options that have no effect without --memory."""
+def _refuse_idle(context: typer.Context, *, for_pairs: bool) -> None:
+    """Refuses options that have no effect without --memory, or a choice of pairs for the model."""
+    of_model = ("model", "revision", "local_files_only") if for_pairs else ()
     for name, option in _OF_MEMORY.items():
-        if is_given(context, name):
+        if is_given(context, name) and name not in of_model:
             raise RequestError(
                 f"--{option} has an effect only with --memory",
                 f"add --memory, or leave out --{option}",

@@ -297,8 +297,10 @@ def show_comparison(
     console.table(_COMPARED, map(_compared, rows))
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
-    console.result("per min: clips of a long queue; all others in seconds, of these clips;")
-    console.result("jitter: between finished clips")
+    console.result("per min: clips of a long queue; all others in seconds, of these clips")
+    console.result(
+        "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
+    )
     if any(row.name == "pairs" for row in rows):
         console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:

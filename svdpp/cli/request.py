@@ -16,6 +16,7 @@ from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
+from svdpp.plan.choose import Pairs
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class PipelineOptions:
         device_as_for: the model by which `--device auto` is decided; empty: the own one.
         default_split: split of a model with one expert if the user gives no layout; None: uniform.
             With two experts it is balanced, because they rarely have equal steps.
+        serves: whether the clips are those of a server, whose users wait for each.
         time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
     """
 
@@ -45,6 +47,7 @@ class PipelineOptions:
     on_cpu: int = 2
     device_as_for: str = ""
     default_split: str | None = None
+    serves: bool = False
     time_scale: float | None = None
 
     @cached_property
@@ -78,28 +81,37 @@ def resolve(
         share=options.experts.share_experts,
     )
     layout = options.layout
-    if experts is None and options.default_split and not layout.given:
+    if experts is None and options.default_split and not (layout.refined or layout.layout):
         layout = replace(layout, split=options.default_split)
     elif experts is not None and layout.must_divide and not layout.split:
         layout = replace(layout, split="balanced")
     steps, world_size = sampled.num_inference_steps, options.ranks.world
     world_size = joined_world(options.launched, world_size)
     if world_size is None:
-        divide, size = layout.must_divide, layout.cfg_parallel or 1
+        divide, size = layout.must_divide, layout.pair_size
         on_cpu = max(size, options.on_cpu)
         world_size = default_world(
             options.device, steps, on_cpu=on_cpu, divide=divide, multiple=size
         )
+    clips = num_clips(world_size) if callable(num_clips) else num_clips
+    pairs, no_pairs = (
+        pairs_of(model, sampled, options.ranks) if layout.chooses_pairs else ("no", "")
+    )
     shape, why = layout.settings(
         num_steps=steps,
         world_size=world_size,
-        num_clips=num_clips(world_size) if callable(num_clips) else num_clips,
+        num_clips=clips,
         decodes=scale is not None or not model.is_dummy,
         ranks_per_host=None if options.launched is None else options.launched.ranks_per_host,
         memory=memory,
         experts=experts,
         family=sampled.family,
+        # A server without pairs also takes clips without guidance: only the user gives that up.
+        pairs="no" if options.serves and layout.cfg_parallel is None else pairs,
+        sooner=options.serves or (clips or 0) < world_size,
     )
+    if no_pairs and layout.cfg_parallel == "auto":
+        why = f"{why}; {no_pairs}"
     if scale is not None:  # transfers and files take their real time
         shape["costs"] = shape["costs"].scaled(scale)
     config = pipeline_config(
@@ -148,6 +160,28 @@ def experts_of(
             )
         return None
     return {"expert_boundary": boundary, "share_experts": share}
+
+
+def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -> tuple[Pairs, str]:
+    """Whether `auto` may choose pairs of ranks for clips with these parameters, and why not."""
+    if ranks.allow_mixed_devices:
+        return "no", "no pairs: devices may differ"
+    if model.is_dummy:
+        return "exact", ""
+    from svdpp.models.checkpoint import find_checkpoint
+    from svdpp.models.engine.rows import ROWS
+
+    if sampled.family != "svd":
+        checkpoint = find_checkpoint(model.to_config("cpu", sampled.family), weights=False)
+        sampled = checkpoint.resolve(sampled)
+    if not sampled.guided:
+        return "no", "no pairs: the guidance is off"
+    answers: Mapping[str | None, tuple[Pairs, str]] = {
+        "calls": ("exact", ""),
+        "batch": ("unproven", ""),
+        None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
+    }
+    return answers[ROWS[sampled.family].branches]
 
 
 def pipeline_config(

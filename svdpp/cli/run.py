@@ -82,7 +82,7 @@ def run(
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
-    """Animate photographs, or make clips from prompts.
+    """Animate images, or make clips from prompts.
 
     A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
     request is checked before weights are loaded.
@@ -156,7 +156,7 @@ def _make(
     ]
     warn_of_memory_pressure(console, made)
     if made and figures is not None:
-        announce_report(console, figures, policy.manifest, options)
+        announce_report(console, figures, policy.manifest)
     if console.as_json:
         speeds = utilisation(figures) if made and figures else None
         console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])

@@ -53,7 +53,7 @@ def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
     )
     if clips.other_threads is not None:
         console.info(
-            f"some clips in --latents-dir start again from the photograph: only with --threads "
+            f"some clips in --latents-dir start again from the image: only with --threads "
             f"{clips.other_threads} can they continue"
         )
 
@@ -90,13 +90,11 @@ def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
         )
 
 
-def announce_report(
-    console: Console, figures: RunFigures, manifest: Path, options: Mapping[str, Any]
-) -> None:
+def announce_report(console: Console, figures: RunFigures, manifest: Path) -> None:
     """Announces what limits the run and what to try, and the command that shows all of it."""
     from svdpp.diagnostics.report import diagnose, run_again
 
-    lines = diagnose(figures, run_again(manifest, options)).lines
+    lines = diagnose(figures, run_again(manifest)).lines
     if lines:
         console.infos([*lines, f"  svdpp report {shlex.quote(str(manifest))}"])
 

@@ -69,7 +69,7 @@ class RunRequest:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
-                "INPUT is missing: name a photograph, or give a prompt to a model that takes one",
+                "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
         if (

@@ -91,6 +91,7 @@ def serve(
             # Ranks for clips from photographs also make clips from text, if the model allows both.
             from_image=image_use(model) != "refused",
             default_split=_SPLIT,
+            serves=True,
             time_scale=service.time_scale,
         )
         if is_member(launched):

@@ -49,7 +49,7 @@ class ProofOptions(ClipOptions):
             metavar="[INPUT...|CLIP...]",
             help="Image files, folders or globs; or finished clips to recompute: files, their "
             "JSON, or a folder of them.",
-            show_default="a photograph that comes with svdpp",
+            show_default="an image that comes with svdpp",
         ),
     ] = None
     tolerance: float = setting(
@@ -71,7 +71,7 @@ class ProofOptions(ClipOptions):
     image: Path | None = setting(
         DIAGNOSTICS,
         "PATH",
-        "For finished clips: their photograph, or the folder that contains it.",
+        "For finished clips: their image, or the folder that contains it.",
         shown="the path in the clip's metadata, or beside the clip",
     )
 
@@ -111,7 +111,7 @@ def verify(
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    Photographs: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
+    Images: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
     one process (sequential), and compares the latent at every transfer, the final latent and the
     frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
@@ -128,7 +128,7 @@ def verify(
             _verify_clips(console, inputs, _settings(proof, ranks, model))
         return
     if proof.image is not None:
-        raise RequestError("--image is for finished clips", "give the photograph as INPUT")
+        raise RequestError("--image is for finished clips", "give the image as INPUT")
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
     if not is_member(launched):

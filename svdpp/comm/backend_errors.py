@@ -53,7 +53,6 @@ def _translated(error: RuntimeError, what: str) -> Exception:
 
 
 def _reason(error: RuntimeError, text: str) -> str:
-    """The first line; of NCCL also what it calls the last error, which is the real cause."""
     first = _first_line(text)
     _, found, last = text.partition("Last error:")
     if isinstance(error, dist.DistBackendError) and found and last.strip():

@@ -16,8 +16,7 @@ from svdpp.errors import TransportError
 
 PROTOCOL_VERSION = 5
 _MAGIC = b"SVDPPKT\0"
-# begun: unix time at which the clip's encode began; compute: seconds that ranks have computed for
-# the clip; description, bytes: of what follows; crc: of the payload; check: of the header itself.
+# crc: of the payload; check: of the header itself.
 _FORMATS = {
     **{"magic": "8s", "version": "H", "flags": "H", "clip": "Q", "step": "I", "sequence": "Q"},
     **{"begun": "d", "compute": "d", "description": "I", "bytes": "Q", "crc": "I", "check": "I"},
@@ -28,7 +27,6 @@ _TOMBSTONE, _CHECKSUM, _MEMORY_PRESSURE = 1, 2, 4
 
 
 def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The offset of each field in a struct without gaps."""
     sizes = (struct.calcsize(f"<{each}") for each in formats.values())
     return zip(formats, accumulate(sizes, initial=0), strict=False)
 
@@ -39,19 +37,10 @@ FIELDS: Mapping[str, int] = dict(_positions(_FORMATS))
 
 @dataclass(frozen=True)
 class Header:
-    """The description of one packet.
+    """What `Packet` says of a clip, and how many bytes follow: of the description, of the payload.
 
-    Args:
-        clip: index of the clip.
-        next_step: number of steps done, which is the step the receiver does next.
-        sequence: number of packets sent on this link before this one.
-        begun_at: unix time in seconds at which the clip's encode began.
-        description_bytes: of the packet's description, which follows.
-        num_bytes: of the payload, which follows the description.
-        tombstone: the clip is lost: the packet has no tensors.
-        memory_pressure: see `Packet`.
-        crc: crc32 of the payload; None where none was taken.
-        compute_seconds: that ranks have computed for this clip so far.
+    `sequence` counts the packets sent on this link before this one. `crc` is the payload's crc32;
+    None where none was taken.
     """
 
     clip: int

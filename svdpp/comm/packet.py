@@ -16,14 +16,6 @@ import torch
 
 from svdpp.errors import TransportError
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.uint8, torch.bool),
-    )
-}
-
 
 @dataclass
 class Packet:
@@ -61,8 +53,6 @@ def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes
     entries, in_host_memory = [], []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ValueError(f"packets do not carry {tensor.dtype}")
         is_host = tensor.device.type != device.type
         entries.append([name, dtype, list(tensor.shape), is_host])
         if is_host:
@@ -82,10 +72,10 @@ def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tenso
     text, _, rest = description.partition(b"\n")
     try:
         entries = [
-            (name, _DTYPES[dtype], tuple(shape), bool(is_host))
+            (name, getattr(torch, dtype), tuple(shape), bool(is_host))
             for name, dtype, shape, is_host in json.loads(text)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise TransportError("a packet's description cannot be read") from error
     host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
     tensors: dict[str, torch.Tensor] = {}

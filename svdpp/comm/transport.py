@@ -56,12 +56,9 @@ class Transfer(NamedTuple):
 
 
 class Transport:
-    """All links of one rank.
+    """All links of one rank; received tensors end up on its `device`.
 
     Args:
-        rank: this rank.
-        device: where received tensors end up.
-        backend: of the payload, `gloo` or `nccl`.
         on_transfer: called from the links' threads after each transfer.
         checksum: whether payloads carry a crc32, computed by the sender, compared by the receiver.
         tamper: changes headers before they are sent, to test that receivers notice.
@@ -113,10 +110,6 @@ class Transport:
             on_connecting: called with the other end before each of this rank's links is opened.
             pairs: of ranks that exchange predictions, the same for all ranks.
             decode: pairs (from, to) for clips that several ranks decode, the same for all ranks.
-
-        Raises:
-            TransportError: the other end is gone, or has another protocol version.
-            DeviceError, OutOfMemoryError: this rank's GPU cannot open the link.
         """
         links: list[tuple[int, int, Channel]] = [
             (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)
@@ -154,9 +147,6 @@ class Transport:
         """Sends in the background; first waits until the packet before it on this link has left.
 
         The tensors must not be changed afterwards.
-
-        Raises:
-            TransportError: the packet before could not be sent.
         """
         link = self._link("to", peer, channel)
         link.wait()
@@ -169,9 +159,6 @@ class Transport:
 
         Its bytes may still be in NCCL's buffers: this process must not end before the receivers
         have them.
-
-        Raises:
-            TransportError: one of them could not be sent.
         """
         for (direction, *_), link in self._links.items():
             if direction == "to":
@@ -193,7 +180,6 @@ class Transport:
     def _send(
         self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
     ) -> None:
-        """Sends header and payload; in the link's thread."""
         clip, step = packet.clip, packet.next_step
         with backend_errors.named(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
@@ -233,7 +219,6 @@ class Transport:
     def _receive(
         self, link: _Link, clip: int, next_step: int
     ) -> tuple[Header, bytes, torch.Tensor]:
-        """Header, description, and payload on the device; in the link's thread."""
         with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
@@ -260,7 +245,6 @@ class Transport:
         return stream.to_device(host)
 
     def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
-        """Queues one NCCL message on the current stream, which waits for it."""
         with self._enqueue:
             work = enqueue()
         if work is not None:
@@ -281,12 +265,7 @@ class Transport:
 
 
 class PendingPacket:
-    """A packet that is being received, or is there.
-
-    Args:
-        future: of its header, description and payload.
-        wall_ahead: as for `Transport`.
-    """
+    """A packet that is being received, or is there."""
 
     def __init__(
         self, future: Future[tuple[Header, bytes, torch.Tensor]], wall_ahead: float = 0.0
@@ -295,11 +274,7 @@ class PendingPacket:
         self._wall_ahead = wall_ahead
 
     def wait(self) -> Packet:
-        """Waits for the packet and returns it, ready for the current stream; once.
-
-        Raises:
-            TransportError: the packet is not the expected one, or the connection broke.
-        """
+        """Waits for the packet and returns it, ready for the current stream; once."""
         header, description, payload = self._future.result()
         streams.lend(payload)
         return Packet(

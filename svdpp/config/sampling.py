@@ -165,7 +165,7 @@ class SvdSampling(CommonSampling):
     noise_aug_strength: Annotated[
         float,
         within(
-            *(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the photograph."),
+            *(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the image."),
             option="--noise-aug-strength",
         ),
     ] = 0.02

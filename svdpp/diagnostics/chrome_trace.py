@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from svdpp.driver.trace import Placed, Placement, StepSpan, TransferSpan, WaitSpan
 from svdpp.errors import OutputError
 from svdpp.media import output_files
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
 from svdpp.worker.messages import ActionDone, Event, GpuSample, Heartbeat, Joined
 
@@ -33,16 +33,17 @@ class TraceFile:
     the creation of this object, by the monotonic clock. One thread calls it.
 
     Args:
-        path: of the file; replaced if it exists.
         about: plain values that describe the run; arguments of the first event.
         begin: time 0, in seconds of the monotonic clock; None: now.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, begin: float | None = None) -> None:
         self._path = path
-        self._head = [_about(about)]
-        self._maker = _Maker(time.monotonic() if begin is None else begin)
+        self._begin = time.monotonic() if begin is None else begin
+        # The array form has no other place for what describes the run.
+        self._head = [_event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))]
         self._placement = Placement()
+        self._tracks: dict[tuple[int, str, int], int] = {}
         self._memory: dict[int, float] = {}
         self._file: TextIO | None = None
         self._error: OSError | None = None
@@ -73,21 +74,6 @@ class TraceFile:
             why = output_files.reason(self._error)
             raise OutputError(f"{str(self._path)!r} cannot be written: {why}") from self._error
 
-    def _made(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
-        if isinstance(event, Joined):
-            yield from self._maker.rank(rank, event.device)
-        elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
-            mib = round(event.memory_bytes / 2**20, 1)
-            if self._memory.get(rank) != mib:
-                self._memory[rank] = mib
-                yield self._maker.counter(rank, "memory", time.monotonic(), MiB=mib)
-        elif isinstance(event, GpuSample):
-            when = self._placement.on_rank_0(rank, event.when)
-            for name, values in event.counters().items():
-                yield self._maker.counter(rank, name, when, **values)
-        for each in self._placement.place(rank, event):
-            yield from self._maker.events(each)
-
     def _write(self, events: Iterable[_TraceEvent]) -> None:
         lines = ",\n".join(map(json.dumps, events))
         if self._file is None:
@@ -100,74 +86,68 @@ class TraceFile:
         self._file.write(lines)
         self._file.flush()  # what is written stays, even if this process is killed
 
+    def _made(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
+        if isinstance(event, Joined):
+            yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({event.device})")
+            yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
+            yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
+        elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
+            mib = round(event.memory_bytes / 2**20, 1)
+            if self._memory.get(rank) != mib:
+                self._memory[rank] = mib
+                yield self._counter(rank, "memory", time.monotonic(), MiB=mib)
+        elif isinstance(event, GpuSample):
+            when = self._placement.on_rank_0(rank, event.when)
+            for name, values in event.counters().items():
+                yield self._counter(rank, name, when, **values)
+        for placed in self._placement.place(rank, event):
+            yield from self._placed(placed)
 
-class _Maker:
-    """Makes events, one measurement at a time; keeps what later events refer to."""
-
-    def __init__(self, begin: float) -> None:
-        self._begin = begin
-        self._tracks: dict[tuple[int, str, int], int] = {}
-
-    def rank(self, rank: int, device: str) -> Iterator[_TraceEvent]:
-        """The names of a rank's process and of its first track."""
-        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({device})")
-        yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
-        yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
-
-    def events(self, placed: Placed) -> Iterator[_TraceEvent]:
-        """What shows one measurement."""
+    def _placed(self, placed: Placed) -> Iterator[_TraceEvent]:
         match placed:
             case Span(rank, action, start, end):
-                name, args = _action(action)
-                yield self._complete(rank, _COMPUTE, name, "compute", start, end, args)
+                args = {"clip": action.clip, "step": action.start}
+                if action.kind is Kind.DENOISE:
+                    args["end_step"] = action.end
+                name = f"{action.kind.lower()} clip {action.clip}"
+                yield self._slice(rank, _COMPUTE, name, "compute", start, end, **args)
             case StepSpan(rank, clip, step, start, end):
-                args = {"clip": clip, "step": step}
-                yield self._complete(rank, _COMPUTE, f"step {step}", "step", start, end, args)
+                place = (rank, _COMPUTE, f"step {step}", "step", start, end)
+                yield self._slice(*place, clip=clip, step=step)
             case WaitSpan(rank, start, end):
-                yield self._complete(rank, _COMPUTE, "wait", "wait", start, end, {})
+                yield self._slice(rank, _COMPUTE, "wait", "wait", start, end)
             case TransferSpan():
                 yield from self._transfer(placed)
 
-    def counter(self, rank: int, name: str, when: float, **values: float) -> _TraceEvent:
-        """Values of a rank from `when` on, each on a track of its own, by their units."""
-        ts = self._microseconds(when)
-        return {"ph": "C", "pid": rank, "tid": _COMPUTE, "name": name, "ts": ts, "args": values}
-
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
         """A transfer at one of its ends, and that end of the arrow to the other."""
-        rank, start, end = transfer.rank, transfer.start, transfer.end
-        is_send = transfer.direction == "send"
-        link = (rank, transfer.direction, transfer.peer)
-        if link not in self._tracks:
-            yield from self._new_track(link)
+        rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
+        is_send = direction == "send"
+        if link not in self._tracks:  # transfers of one link never overlap
+            track = 1 + sum(1 for other, _, _ in self._tracks if other == rank)
+            self._tracks[link] = track
+            yield _metadata(
+                rank, track, "thread_name", name=f"{'to' if is_send else 'from'} rank {peer}"
+            )
+            yield _metadata(rank, track, "thread_sort_index", sort_index=track)
         track = self._tracks[link]
-        args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
-        name = f"{transfer.direction} clip {transfer.clip}"
-        yield self._complete(rank, track, name, "transfer", start, end, args)
-        ready = start - transfer.waited
+        name, step = f"{direction} clip {transfer.clip}", transfer.next_step
+        args = {"clip": transfer.clip, "step": step, "bytes": transfer.num_bytes}
+        yield self._slice(rank, track, name, "transfer", transfer.start, transfer.end, **args)
+        ready = transfer.start - transfer.waited
         if transfer.waited > 0:
-            yield self._complete(rank, track, "wait for receiver", "wait", ready, start, {})
-        sender, receiver = (rank, transfer.peer) if is_send else (transfer.peer, rank)
-        yield {
-            "ph": "s" if is_send else "f",
-            **({} if is_send else {"bp": "e"}),
-            "id": f"{sender}-{receiver}, clip {transfer.clip}, step {transfer.next_step}",
-            "pid": rank,
-            "tid": track,
-            "name": "transfer",
-            "cat": "transfer",
-            "ts": self._microseconds(ready),
-        }
+            yield self._slice(rank, track, "wait for receiver", "wait", ready, transfer.start)
+        sender, receiver = (rank, peer) if is_send else (peer, rank)
+        arrow = {"cat": "transfer", "id": f"{sender}-{receiver}, clip {transfer.clip}, step {step}"}
+        end = {} if is_send else {"bp": "e"}
+        phase, ts = "s" if is_send else "f", self._microseconds(ready)
+        yield _event(phase, rank, track, "transfer", **arrow, **end, ts=ts)
 
-    def _new_track(self, link: tuple[int, str, int]) -> Iterator[_TraceEvent]:
-        """Names the track of a link; transfers of one link never overlap."""
-        rank, direction, peer = link
-        track = self._tracks[link] = 1 + sum(1 for other, _, _ in self._tracks if other == rank)
-        name = f"{'from' if direction == 'recv' else 'to'} rank {peer}"
-        yield _metadata(rank, track, "thread_name", name=name)
-        yield _metadata(rank, track, "thread_sort_index", sort_index=track)
+    def _counter(self, rank: int, name: str, when: float, **values: float) -> _TraceEvent:
+        """Values of a rank from `when` on, each on a track of its own, by their units."""
+        return _event("C", rank, _COMPUTE, name, ts=self._microseconds(when), args=values)
 
-    def _complete(
+    def _slice(
         self,
         rank: int,
         track: int,
@@ -175,46 +155,21 @@ class _Maker:
         category: str,
         start: float,
         end: float,
-        args: Mapping[str, Any],
+        **args: int,
     ) -> _TraceEvent:
         """A complete event; its ends are rounded before the subtraction, so that slices nest."""
         ts = self._microseconds(start)
-        return {
-            "ph": "X",
-            "pid": rank,
-            "tid": track,
-            "name": name,
-            "cat": category,
-            "ts": ts,
-            "dur": self._microseconds(end) - ts,
-            "args": dict(args),
-        }
+        duration = self._microseconds(end) - ts
+        return _event("X", rank, track, name, cat=category, ts=ts, dur=duration, args=args)
 
     def _microseconds(self, when: float) -> int:
         """Whole numbers: viewers add start and duration, and fractions would round to overlaps."""
         return round((when - self._begin) * 1e6)
 
 
-def _about(values: Mapping[str, Any]) -> _TraceEvent:
-    """An event that describes the run; the array form has no other place for it."""
-    return {
-        "ph": "i",
-        "s": "g",
-        "pid": 0,
-        "tid": _COMPUTE,
-        "name": "svdpp",
-        "cat": "run",
-        "ts": 0,
-        "args": dict(values),
-    }
+def _event(phase: str, rank: int, track: int, name: str, **fields: Any) -> _TraceEvent:
+    return {"ph": phase, "pid": rank, "tid": track, "name": name, **fields}
 
 
-def _metadata(rank: int, track: int, what: str, **values: Any) -> _TraceEvent:
-    return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": values}
-
-
-def _action(action: Action) -> tuple[str, dict[str, Any]]:
-    args: dict[str, Any] = {"clip": action.clip, "step": action.start}
-    if action.kind is Kind.DENOISE:
-        args["end_step"] = action.end
-    return f"{action.kind.lower()} clip {action.clip}", args
+def _metadata(rank: int, track: int, what: str, **args: Any) -> _TraceEvent:
+    return _event("M", rank, track, what, args=args)

@@ -52,8 +52,6 @@ def profile(
         config: of the run; its number of steps does not matter, and it need not be resolved.
         repeats: measured clips through each rank, after one that warms up.
         source: of the costs, to be recorded in them.
-        log: takes a line before each measurement.
-        open_observer: observes the measured clips.
         prompt: of the clips; None: an example, if the model takes prompts.
 
     Returns:
@@ -102,13 +100,9 @@ def median_costs(
     """The medians of all clips in `traces`.
 
     Args:
-        config: resolved.
         world: of the launcher that started the ranks; None if this process did.
-        traces: of the pipeline.
         elsewhere: of other layouts, with the steps of ranks that do none in the pipeline; without
             them such a rank counts as fast as the others.
-        source: of the costs.
-        first_clip: the first one that counts.
     """
     own = _steps_by_rank(traces, first_clip)
     steps_by_rank = {**_steps_by_rank(elsewhere, first_clip), **own}
@@ -197,7 +191,6 @@ def _name(config: PipelineConfig) -> str:
 
 
 def _devices(config: PipelineConfig, world: World | None) -> str:
-    """The devices of the measurement, in words."""
     size = config.world_size
     if world is not None and world.spans_hosts:
         own = cpu_model() if config.device == "cpu" else gpus.visible_gpus()[0].name

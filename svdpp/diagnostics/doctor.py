@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -55,12 +54,7 @@ class Check:
 
 @dataclass
 class Examination:
-    """The state of an examination; checks fill it in.
-
-    Args:
-        config: of the intended run.
-        out: folder for its clips.
-    """
+    """The state of an examination; checks fill it in."""
 
     config: PipelineConfig
     out: Path
@@ -177,8 +171,7 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    paths = (folder.absolute(), *folder.absolute().parents)
-    free = shutil.disk_usage(next(path for path in paths if path.exists())).free
+    free = disk_space.free_bytes(folder)
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
@@ -194,9 +187,8 @@ def _model(examination: Examination) -> str:
     local = replace(examination.config.model, local_files_only=True)
     examination.config, examination.checkpoint = resolve(replace(examination.config, model=local))
     assert examination.checkpoint is not None
-    from svdpp.models.engine.load import count_weights  # imports diffusers: seconds
-
-    num_weights = count_weights(examination.checkpoint)
+    files = map(examination.checkpoint.weight_files, examination.checkpoint.weighted)
+    num_weights = sum(len(header) for headers in files for header in headers.values())
     return f"{local.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 

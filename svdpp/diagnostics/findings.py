@@ -55,10 +55,6 @@ def find_limits(figures: RunFigures, without: Collection[FindingKind] = ()) -> l
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
-
-    Args:
-        figures: of the run.
-        without: kinds of findings to leave out.
     """
     whole = figures.makespan + figures.write_tail
     causes = [
@@ -153,7 +149,6 @@ def _gets_fewer_cores(figures: RunFigures, limit: RankFigures) -> bool:
 
 
 def _waits(figures: RunFigures) -> Iterator[Finding]:
-    """What keeps a rank from working."""
     reader = max(figures.ranks, key=lambda rank: rank.photograph_wait)
     yield Finding(
         kind="images",

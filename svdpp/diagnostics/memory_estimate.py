@@ -45,7 +45,6 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
     the files already have the requested dtype.
 
     Args:
-        config: of the run.
         weights: those that must be present; the model's configs are enough for the estimate.
     """
     config, checkpoint = resolve(config, weights=weights)
@@ -113,10 +112,7 @@ def memory_of_devices(
     Both are empty for CPU ranks, which share the host's memory and the weights in it.
 
     Args:
-        model: its configs are enough.
-        sampling: not resolved yet.
         device: as the user named it; ranks on one device get equal shares of it.
-        world_size: number of ranks.
         free_bytes: returns the free bytes of a device.
 
     Returns:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.diagnostics.figures import RunFigures, figures_of, head_rooms
@@ -20,8 +20,8 @@ from svdpp.plan.choose import choose_layout
 from svdpp.plan.large_forecast import forecast_layout
 
 SCHEMA_VERSION = 1
-#: A smaller gain is within the noise of a forecast.
-WORTH_A_CHANGE = 1.05
+# A smaller gain is within the noise of a forecast.
+_WORTH_A_CHANGE = 1.05
 # A forecast of more clips takes longer, and says no more.
 _CLIPS_PER_RANK = 16
 # A run that takes this many times its forecast, and a second longer, gets an explanation.
@@ -46,24 +46,13 @@ _SHORT: Mapping[FindingKind, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Again:
-    """How to type the same work again with other settings."""
+class Again(NamedTuple):
+    """How to do the same work again with other settings."""
 
-    costs: str
-    """Path of the measured costs."""
-    command: str
-    more: str = ""
-    """The end of the command."""
-    given: Mapping[str, str]
-    """The layout that the command has without changes, by option."""
-    spell: Callable[[str, str], str]
-    """Types one setting, by its name and value."""
-
-    def __call__(self, **changes: object) -> str:
-        """The command with these changes."""
-        words = [self.spell(name, shlex.quote(str(value))) for name, value in changes.items()]
-        return " ".join([self.command, *words, self.more]).strip()
+    costs: Path
+    """The measured costs."""
+    command: Callable[[Mapping[str, object]], str]
+    """Makes the command, from settings by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,21 +207,19 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
         times = now / forecast_layout(layout, clips).makespan
     except (RequestError, ZeroDivisionError):
         return
-    if times < WORTH_A_CHANGE:
+    if times < _WORTH_A_CHANGE:
         return
-    wanted = {
-        "layout": "pipeline",
+    changes: dict[str, object] = {
         "split": layout.split,
-        "replicas": str(layout.replicas),
-        "decoders": str(layout.decoders),
+        "replicas": layout.replicas,
+        "decoders": layout.decoders,
     }
-    changes = {name: wanted[name] for name, value in again.given.items() if wanted[name] != value}
     if layout.split != "uniform":
         changes["costs"] = again.costs
     yield Advice(
         text=f"{layout}, {times:.2f} times as fast at the measured costs",
         note="each device needs room for the whole model" if layout.replica_size == 1 else "",
-        command=again(**changes),
+        command=again.command(changes),
         times_as_fast=times,
     )
 
@@ -243,7 +230,7 @@ def _remedy(kind: FindingKind, figures: RunFigures, again: Again) -> list[Advice
     match kind:
         case "too_many_threads":
             threads = max(1, figures.usable_cores // figures.world_size)
-            command = again(threads=threads) if threads < figures.num_threads else ""
+            command = again.command({"threads": threads}) if threads < figures.num_threads else ""
             text = "as many threads as cores" if command else "fewer ranks, or another machine"
             note = "the clips get other bits" if command else ""
             return [Advice(text=text, note=note, command=command)]
@@ -254,7 +241,8 @@ def _remedy(kind: FindingKind, figures: RunFigures, again: Again) -> list[Advice
             return [Advice(text="cool the GPU or raise its power limit: svdpp cannot do either")]
         case "memory" if chunk > 1:
             text, note = "decode fewer frames at a time", "the clips get other bits"
-            return [Advice(text=text, note=note, command=again(decode_chunk_size=chunk // 2))]
+            smaller = {"decode_chunk_size": chunk // 2}
+            return [Advice(text=text, note=note, command=again.command(smaller))]
         case "images":
             text = "copy the images to a local disk, or make them smaller"
             return [Advice(text=text, note="a rank reads one ahead")]
@@ -264,7 +252,7 @@ def _remedy(kind: FindingKind, figures: RunFigures, again: Again) -> list[Advice
             command = (
                 f"svdpp plan --compare --clips {min(10 * figures.clips, MAX_CLIPS)} "
                 f"--steps {figures.num_steps} --world {figures.world_size} "
-                f"--costs {shlex.quote(again.costs)}"
+                f"--costs {shlex.quote(str(again.costs))}"
             )
             note = "all ranks work only between the first clip and the last"
             return [Advice(text="make more clips in one run", note=note, command=command)]
@@ -306,7 +294,6 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
     """The report on the run whose manifest is at `path`, or in that folder.
 
     Args:
-        path: of the run.
         counts_flops: whether to build the model without weights, for TFLOP/s; takes seconds.
     """
     manifest = _find_manifest(path)
@@ -319,26 +306,25 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
             for clip in clips
             if clip["state"] == "failed"
         )
-        options = dict(content.get("options") or {})
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
-    diagnosis = None if figures is None else diagnose(figures, run_again(manifest, options))
+    diagnosis = None if figures is None else diagnose(figures, run_again(manifest))
     if diagnosis is not None and counts_flops:
         diagnosis = replace(diagnosis, speeds=speeds_of(diagnosis.figures))
     return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
 
 
-def run_again(manifest: Path, options: Mapping[str, Any]) -> Again:
-    """How to type the run again whose manifest has these options."""
-    given = {"layout": "pipeline", "split": "uniform", "replicas": "1", "decoders": "1"}
-    return Again(
-        costs=str(manifest),
-        command=f"svdpp run --from {shlex.quote(str(manifest))}",
-        more="--out out-again",
-        given={name: str(options.get(name, value)) for name, value in given.items()},
-        spell=lambda name, value: f"--{name.replace('_', '-')} {value}",
-    )
+def run_again(manifest: Path) -> Again:
+    """How to do the run again that left `manifest`."""
+
+    def command(changes: Mapping[str, object]) -> str:
+        words = {"layout": "pipeline", **changes} if "split" in changes else changes
+        options = (f"--{name.replace('_', '-')} {shlex.quote(str(words[name]))}" for name in words)
+        source = shlex.quote(str(manifest))
+        return f"svdpp run --from {source} {' '.join(options)} --out out-again"
+
+    return Again(manifest, command)
 
 
 def _find_manifest(path: Path) -> Path:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics.figures import GpuFigures, RankFigures, RunFigures, WorkFigures
@@ -32,6 +35,8 @@ from svdpp.worker.messages import (
 
 # The times of longer runs are those of their last clips.
 _KEPT_CLIPS = 1000
+# The last five hours.
+_KEPT_SAMPLES = 18_000
 # A GPU with less load than this may lower its clock because it has no work.
 _BUSY = 0.5
 _SAMPLED = ("utilisation", "memory_bytes", "watts", "celsius", "sm_mhz")
@@ -39,65 +44,42 @@ _SAMPLED = ("utilisation", "memory_bytes", "watts", "celsius", "sm_mhz")
 Interval = tuple[float, float]
 
 
-class GpuSums:
-    """Adds up the samples of one rank's GPU, which come at equal intervals, in constant memory."""
+def gpu_figures(samples: Sequence[GpuSample]) -> GpuFigures | None:
+    """Mean, peak and energy of one rank's GPU from samples at equal intervals; None without any."""
+    if not samples:
+        return None
+    values: dict[str, list[float]] = {}
+    for sample, name in itertools.product(samples, _SAMPLED):
+        value = getattr(sample, name)
+        is_idle = sample.utilisation is not None and sample.utilisation < _BUSY
+        if value is not None and not (name == "sm_mhz" and is_idle):
+            values.setdefault(name, []).append(value)
+    means = {name: statistics.fmean(known) for name, known in values.items()}
+    peaks: dict[str, Any] = {name: max(known) for name, known in values.items()}
+    throttled = Counter(why for sample in samples for why in sample.throttled)
+    return GpuFigures(
+        samples=len(samples),
+        mean_utilisation=means.get("utilisation"),
+        peak_utilisation=peaks.get("utilisation"),
+        peak_memory_bytes=peaks.get("memory_bytes"),
+        mean_watts=means.get("watts"),
+        peak_watts=peaks.get("watts"),
+        peak_celsius=peaks.get("celsius"),
+        mean_sm_mhz=means.get("sm_mhz"),
+        peak_sm_mhz=peaks.get("sm_mhz"),
+        joules=_joules(samples),
+        throttled={why: count / len(samples) for why, count in throttled.items()},
+    )
 
-    def __init__(self) -> None:
-        self._totals: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._peaks: dict[str, float] = {}
-        self._throttled: Counter[str] = Counter()
-        self._num_samples = 0
-        self._first: GpuSample | None = None
-        self._last: GpuSample | None = None
-        self._joules_by_power = 0.0
 
-    def add(self, sample: GpuSample) -> None:
-        """Adds a sample."""
-        self._num_samples += 1
-        for name in _SAMPLED:
-            value = getattr(sample, name)
-            is_idle = sample.utilisation is not None and sample.utilisation < _BUSY
-            if value is None or (name == "sm_mhz" and is_idle):
-                continue
-            self._totals[name] += value
-            self._counts[name] += 1
-            self._peaks[name] = max(value, self._peaks.get(name, value))
-        self._throttled.update(sample.throttled)
-        before = self._last
-        if before is not None and before.watts is not None and sample.watts is not None:
-            # The trapezoidal rule.
-            mean = (before.watts + sample.watts) / 2
-            self._joules_by_power += mean * (sample.when - before.when)
-        self._first, self._last = self._first or sample, sample
-
-    def figures(self) -> GpuFigures | None:
-        """Mean, peak and energy so far; None without a sample."""
-        if self._first is None:
-            return None
-        means = {name: self._totals[name] / count for name, count in self._counts.items()}
-        return GpuFigures(
-            samples=self._num_samples,
-            mean_utilisation=means.get("utilisation"),
-            peak_utilisation=self._peaks.get("utilisation"),
-            peak_memory_bytes=self._peaks.get("memory_bytes"),  # type: ignore[arg-type]
-            mean_watts=means.get("watts"),
-            peak_watts=self._peaks.get("watts"),
-            peak_celsius=self._peaks.get("celsius"),
-            mean_sm_mhz=means.get("sm_mhz"),
-            peak_sm_mhz=self._peaks.get("sm_mhz"),
-            joules=self._joules(),
-            throttled={why: count / self._num_samples for why, count in self._throttled.items()},
-        )
-
-    def _joules(self) -> float | None:
-        """The GPU's own energy counter if it has one, else its power summed up over time."""
-        assert self._first is not None
-        assert self._last is not None
-        first, last = self._first.joules, self._last.joules
-        if first is not None and last is not None and last >= first:
-            return last - first
-        return self._joules_by_power if self._counts["watts"] > 1 else None
+def _joules(samples: Sequence[GpuSample]) -> float | None:
+    """By the GPU's own energy counter if it has one, else its power summed up over time."""
+    first, last = samples[0].joules, samples[-1].joules
+    if first is not None and last is not None and last >= first:
+        return last - first
+    powers = [(sample.when, sample.watts) for sample in samples if sample.watts is not None]
+    steps = itertools.pairwise(powers)
+    return sum((w + x) / 2 * (v - u) for (u, w), (v, x) in steps) if len(powers) > 1 else None
 
 
 @dataclass
@@ -110,7 +92,7 @@ class _Reported:
     cpu: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
     write: WorkFigures = field(default_factory=WorkFigures)
-    gpu: GpuSums = field(default_factory=GpuSums)
+    gpu: deque[GpuSample] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -119,7 +101,6 @@ class FigureRecorder:
     """An observer of ranks that sums up what `svdpp report` needs of their events.
 
     Args:
-        config: of the ranks, resolved.
         schedule: what the ranks do to make this many clips, for a forecast; None if it is unknown.
         trace: gets the events; None: one that keeps the last clips.
     """
@@ -143,7 +124,7 @@ class FigureRecorder:
         reported = self._reported[rank]
         match event:
             case GpuSample():
-                reported.gpu.add(event)
+                reported.gpu.append(event)
             case Started():
                 reported.started = event
             case Joined():
@@ -232,7 +213,7 @@ class FigureRecorder:
             peak_bytes=reported.reserved_bytes,
             device_bytes=on_host if uuid is None else gpu.total_bytes if gpu else None,
             memory_id=uuid or "host",
-            gpu=reported.gpu.figures(),
+            gpu=gpu_figures(reported.gpu),
         )
 
     def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Gpu | None:
@@ -259,12 +240,7 @@ class FigureRecorder:
 
 
 class RunRecorder(FigureRecorder):
-    """Records the figures of a pipeline's run.
-
-    Args:
-        pipeline: not entered yet.
-        requests: the clips that it will make.
-    """
+    """Records the figures of a pipeline's run."""
 
     def __init__(self, pipeline: Pipeline, requests: Sequence[ClipRequest]) -> None:
         def schedule(clips: int) -> Schedule | None:

@@ -1,4 +1,4 @@
-"""Submitted clips: the caller's handles, the unfinished clips, and the results not yet taken."""
+"""Submitted clips: the caller's handles, what ranks report of them, the results not yet taken."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest
-from svdpp.errors import SvdppError, reraisable
+from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.errors import InputError, SvdppError, error_from_dict, reraisable
+from svdpp.launch.connections import FILE
+from svdpp.media.image import read_bytes
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.messages import (
+    Cancel,
+    ClipDone,
+    ClipDropped,
+    ClipFailed,
+    Event,
+    Heartbeat,
+    PhotoWanted,
+    StepDone,
+    StoredTensor,
+)
+from svdpp.worker.tensor_store import TensorStore
 
 
 @dataclass(frozen=True)
@@ -70,8 +87,7 @@ class ClipHandle(Future[ClipResult]):
         if self.progress.rank is not None:
             callback(self)
 
-    def set_progress(self, progress: ClipProgress) -> None:
-        """Changes `progress`; only its owner calls this."""
+    def _set_progress(self, progress: ClipProgress) -> None:
         if progress != self.progress:
             self.progress = progress
             for callback in self._progress_callbacks:
@@ -82,41 +98,24 @@ class ClipHandle(Future[ClipResult]):
 
         A clip that no rank has begun is cancelled at once. Another one is cancelled once all ranks
         have let go of it, or finished if they were faster: `exception` waits for that. Afterwards
-        `cancelled()` is True, and `result` raises `concurrent.futures.CancelledError`.
-
-        Returns:
-            Whether the clip is, or may still be, cancelled; False once it is finished or lost.
+        `cancelled()` is True, and `result` raises `concurrent.futures.CancelledError`. Returns
+        False once the clip is finished or lost.
         """
         return self._owner.cancel(self)
 
-    def end_cancelled(self) -> None:
-        """Ends the handle as cancelled; only its owner calls this."""
+    def _end_cancelled(self) -> None:
         super().cancel()
         self.set_running_or_notify_cancel()  # wakes those who wait
 
     def result(self, timeout: float | None = None) -> ClipResult:
-        """Waits for the clip. `Pipeline.results` does not yield it again.
-
-        Raises:
-            SvdppError: why the clip was lost, or what ended the run.
-            ClosedError: the pipeline was closed before the clip was finished.
-            CancelledError: the clip was cancelled.
-            TimeoutError: the clip was not finished in time.
-            RuntimeError: called by an observer or a callback while the clip is unfinished.
-        """
+        """Waits for the clip. `Pipeline.results` does not yield it again."""
         self._check_may_wait()
         result = super().result(timeout)
         self._owner.take(self)
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the clip and returns the error that `result` would raise, or None.
-
-        Raises:
-            CancelledError: the clip was cancelled.
-            TimeoutError: the clip was not finished in time.
-            RuntimeError: called by an observer or a callback while the clip is unfinished.
-        """
+        """Waits for the clip and returns the error that `result` would raise, or None."""
         self._check_may_wait()
         return super().exception(timeout)
 
@@ -128,14 +127,30 @@ class ClipHandle(Future[ClipResult]):
 class OpenClips:
     """The handles of clips, from `add` until a caller has their result.
 
-    One thread finishes the clips; any thread may add clips and wait for them.
+    It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
+    clips and wait for them.
 
-    `tell_ranks` tells all ranks to skip a clip. `failures` keeps the latest `max_failures`;
-    None: all.
+    Args:
+        world_size: number of ranks, which are all told to skip a cancelled clip.
+        send: sends a message to a rank.
+        files: what clips leave behind.
+        tensor_folder: where tensors go that ranks send, for verification.
+        max_failures: how many of the latest losses `failures` keeps; None: all.
     """
 
-    def __init__(self, tell_ranks: Callable[[int], None], max_failures: int | None = None) -> None:
-        self._tell_ranks = tell_ranks
+    def __init__(
+        self,
+        world_size: int,
+        send: Callable[[int, bytes], None],
+        files: LeftoverFiles,
+        *,
+        tensor_folder: str | None = None,
+        max_failures: int | None = None,
+    ) -> None:
+        self._world_size = world_size
+        self._send = send
+        self._files = files
+        self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self._num_added = 0
         self._open: dict[int, ClipHandle] = {}
@@ -165,16 +180,6 @@ class OpenClips:
         with self._changed:
             return list(self._failures)
 
-    @property
-    def unfinished(self) -> list[ClipRequest]:
-        """The requests of the clips that were unfinished when the run ended."""
-        return [handle.request for handle in self._unfinished]
-
-    def request(self, clip: int) -> ClipRequest | None:
-        """The request of `clip`; None once the clip is finished or lost."""
-        handle = self._open.get(clip)
-        return None if handle is None else handle.request
-
     def finished_by(self, thread: threading.Thread) -> None:
         """Sets the thread that finishes clips; waiting for a clip in it raises RuntimeError."""
         self._finisher = thread
@@ -189,11 +194,7 @@ class OpenClips:
     def add(
         self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
     ) -> list[ClipHandle]:
-        """Adds clips, with the next indices.
-
-        Raises:
-            SvdppError: what ended the run.
-        """
+        """Adds clips, with the next indices."""
         with self._changed:
             if self._end is not None:
                 raise reraisable(self._end)
@@ -209,26 +210,49 @@ class OpenClips:
                 self._awaited.update(handle.clip for handle in handles)
         return handles
 
-    def finish(self, clip: int, metadata: dict[str, Any]) -> None:
-        """Sets the result of `clip`, unless it is already finished or lost."""
-        handle = self._settle(clip, is_finished=True)
-        if handle is not None:
-            handle.set_result(ClipResult(clip, handle.request, metadata))
+    def __call__(self, rank: int, event: Event) -> None:
+        """Takes one event of `rank`."""
+        match event:
+            case StoredTensor():
+                assert self._tensor_folder is not None
+                TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
+            case PhotoWanted():
+                self._send(rank, FILE + self._image_bytes(event.clip))
+            case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
+                self._advance(clip, rank)
+            case StepDone():
+                self._advance(event.clip, rank, event.step + 1)
+            case ClipDone():
+                if (handle := self._settle(event.clip, is_finished=True)) is None:
+                    self._let_go(event.clip)  # already lost, or cancelled
+                else:
+                    handle.set_result(ClipResult(event.clip, handle.request, event.metadata))
+            case ClipDropped():
+                self._let_go(event.clip)
+            case ClipFailed():
+                error = error_from_dict(event.error)
+                if (handle := self._settle(event.clip, error)) is not None:
+                    handle.set_exception(error)
+            case _:
+                pass
 
-    def lose(self, clip: int, error: SvdppError) -> None:
-        """Sets the error of `clip`, unless it is already finished or lost."""
-        handle = self._settle(clip, error)
-        if handle is not None:
-            handle.set_exception(error)
+    def _image_bytes(self, clip: int) -> bytes:
+        """Of a clip's image, for a rank on another host; empty if it can no longer be read."""
+        handle = self._open.get(clip)
+        if handle is None or handle.request.image is None:
+            return b""
+        try:
+            return read_bytes(Path(handle.request.image))
+        except InputError:
+            return b""
 
-    def advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
-        """Notes that `rank` works on `clip`, with so many steps done; None: as many as before."""
+    def _advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         handle = self._open.get(clip)
         if handle is None:
             return
         done = handle.progress.steps_done if steps_done is None else steps_done
         if done >= handle.progress.steps_done:  # the events of two ranks can arrive out of order
-            handle.set_progress(replace(handle.progress, steps_done=done, rank=rank))
+            handle._set_progress(replace(handle.progress, steps_done=done, rank=rank))
 
     def cancel(self, handle: ClipHandle) -> bool:
         """See `ClipHandle.cancel`."""
@@ -237,22 +261,19 @@ class OpenClips:
                 return handle.cancelled()
             has_begun = handle.progress.rank is not None
             self._cancelled[handle.clip] = handle.request
-        self._tell_ranks(handle.clip)
+        for rank in range(self._world_size):
+            self._send(rank, Cancel(clip=handle.clip).to_bytes())
         if not has_begun:
             self._end_cancelled(handle.clip)
         return True
 
-    def drop(self, clip: int) -> ClipRequest | None:
-        """Ends `clip` as cancelled if a caller has cancelled it: all ranks have let go of it.
-
-        Returns:
-            Its request; None if it was not cancelled.
-        """
+    def _let_go(self, clip: int) -> None:
+        """Ends `clip` as cancelled if a caller has cancelled it: no rank works on it any longer."""
         with self._changed:
             request = self._cancelled.pop(clip, None)
         if request is not None:
             self._end_cancelled(clip)
-        return request
+            self._files.settled(request, is_finished=True)
 
     def end(self, error: BaseException) -> None:
         """Sets `error` for all unfinished clips, and takes no more; the first call counts."""
@@ -267,17 +288,17 @@ class OpenClips:
         for handle in self._unfinished:
             handle.set_exception(reraisable(error))
 
+    def clean_up(self) -> None:
+        """Removes what clips have left behind, after all ranks have ended."""
+        self._files.remove(handle.request for handle in self._unfinished)
+
     def take(self, handle: ClipHandle) -> None:
         """Notes that a caller has taken the result of `handle`."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
     def results(self) -> Iterator[ClipResult]:
-        """Yields each result that has not been taken, as clips finish, until none is left.
-
-        Raises:
-            SvdppError: what ended the run, if clips are unfinished; after all results.
-        """
+        """Yields each result that has not been taken, as clips finish, until none is left."""
         while (handle := self._take_next()) is not None:
             yield handle.result()
 
@@ -309,9 +330,11 @@ class OpenClips:
             if error is not None or is_finished:
                 self._cancelled.pop(clip, None)
             self._changed.notify_all()
+        if error is not None or is_finished:
+            self._files.settled(handle.request, is_finished=is_finished)
         return handle
 
     def _end_cancelled(self, clip: int) -> None:
         handle = self._settle(clip)
         if handle is not None:
-            handle.end_cancelled()
+            handle._end_cancelled()

@@ -61,7 +61,6 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
 
 
 def _embedded(path: Path) -> dict[str, Any]:
-    """The metadata inside a file that has no JSON."""
     try:
         return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
     except InputError as error:

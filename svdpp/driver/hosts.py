@@ -95,7 +95,6 @@ def _check(host: str, said: dict[str, Any], policy: OutputPolicy) -> None:
 
 @contextlib.contextmanager
 def _probe_in(folder: Path | None) -> Any:
-    """Creates a file in `folder` for the block and yields its name; None without a folder."""
     if folder is None:
         yield None
         return

@@ -77,11 +77,7 @@ def check_outputs(
     seeds: Sequence[int],
     policy: OutputPolicy,
 ) -> int:
-    """Checks the output paths and the encoder, before the model is searched for.
-
-    Returns:
-        How many of the outputs exist already.
-    """
+    """Checks outputs and encoder before the model is searched for; returns how many exist."""
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_num_clips(len(inputs) * len(seeds), "inputs x seeds")
@@ -230,7 +226,6 @@ def _other_threads(plan: ClipPlan, saved: Set[str], weights: object) -> int | No
 def _outputs(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
-    """Every requested clip, in order: input, seed, and output."""
     folder = policy.folder.absolute()
     for index, (made_from, seed) in enumerate(itertools.product(inputs, seeds), start=1):
         name, template = made_from.name, policy.template
@@ -241,7 +236,6 @@ def _outputs(
 def _shared_names(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, ClipInput, RequestError]]:
-    """For each output that an earlier clip has: its input, the earlier one's, and the error."""
     owners: dict[str, tuple[ClipInput, str]] = {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
@@ -253,7 +247,6 @@ def _shared_names(
 
 
 def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
-    """The error for two clips with the same output."""
     name = Path(output.path).name
     numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
     numbered = shlex.quote(numbered.replace("NAME", "{name}"))

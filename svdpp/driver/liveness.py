@@ -177,7 +177,6 @@ class Liveness:
 
 
 def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
-    """The position after a step: the next step of the same action, or the same after the last."""
     if heartbeat.action is None:
         return heartbeat
     last = heartbeat.action.end - 1

@@ -71,7 +71,6 @@ def _upper_bound(
 def _estimate(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> _Need:
-    """An estimate from the model's configs; takes seconds."""
     with environment.defaults():
         from svdpp.models.memory import estimate
 
@@ -101,7 +100,6 @@ def _estimate(
 
 
 def _image_bytes(checkpoint: Checkpoint | None, ranks: Sequence[Roles]) -> int:
-    """What ranks that encode take for images; the dummy model reads none."""
     return 0 if checkpoint is None else _IMAGE_BYTES * sum(roles.encode for roles in ranks)
 
 

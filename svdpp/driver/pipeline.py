@@ -9,8 +9,8 @@ from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
-from svdpp.driver.clip_events import ClipEvents, LeftoverFiles
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
+from svdpp.driver.leftover_files import LeftoverFiles
 from svdpp.driver.liveness import new_liveness
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.rank_session import RankSession
@@ -63,10 +63,6 @@ class Pipeline(PipelineRanks):
         ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
         fault: the fault to inject, to test that it is detected.
-
-    Raises:
-        RequestError: devices or backend are missing, or do not fit the request.
-        ModelError: the model is missing or incomplete.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
@@ -123,8 +119,13 @@ class Pipeline(PipelineRanks):
         self._work = ClipWork(
             self.config, self.checkpoint, keeps_latents=latents_folder is not None
         )
-        self._clips = OpenClips(lambda clip: self._events.cancel(clip), max_failures=history_clips)
-        self._files = LeftoverFiles(latents_folder)
+        self._clips = OpenClips(
+            config.world_size,
+            lambda rank, message: self._entered.send(rank, message),
+            LeftoverFiles(latents_folder),
+            tensor_folder=tensor_folder,
+            max_failures=history_clips,
+        )
         # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
@@ -134,13 +135,6 @@ class Pipeline(PipelineRanks):
         self._is_entered = False
         self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None
-        self._events = ClipEvents(
-            self._clips,
-            self._files,
-            config,
-            tensor_folder=tensor_folder,
-            send=lambda rank, message: self._entered.send(rank, message),
-        )
 
     @property
     def failures(self) -> list[ClipFailure]:
@@ -172,18 +166,8 @@ class Pipeline(PipelineRanks):
     ) -> ClipHandle | list[ClipHandle]:
         """Submits further clips, to be made after those submitted before. Does not wait.
 
-        Args:
-            requests: one, or one for each clip.
-            metadata: what each clip's JSON records of its request; empty for nothing.
-
-        Returns:
-            A handle for each request, in their order; for a single request its handle.
-
-        Raises:
-            TypeError: an element of `requests` is not a `ClipRequest`.
-            RequestError: the ranks cannot make one of the clips; none is submitted.
-            ClosedError: the pipeline has not been entered, or is closed.
-            SvdppError: what ended the run.
+        Returns a handle for each request, in their order; for a single request its handle. If the
+        ranks cannot make one of the clips, none is submitted.
         """
         handles = self._submit(requests, metadata, for_results=True)
         return handles[0] if isinstance(requests, ClipRequest) else handles
@@ -199,18 +183,8 @@ class Pipeline(PipelineRanks):
     ) -> ClipResult | list[ClipResult]:
         """Submits `requests` and waits for their clips only.
 
-        Args:
-            requests: as for `submit`.
-            metadata: as for `submit`.
-
-        Returns:
-            Their results, in the order of the requests; `results` does not yield them.
-
-        Raises:
-            SvdppError: what ended the run, or why the first of these clips was lost; raised once
-                all others are made.
-            CancelledError: another thread has cancelled one of these clips.
-            TypeError, RequestError, ClosedError: as for `submit`.
+        Returns their results, in the order of the requests; `results` does not yield them. Raises
+        why the first of them was lost, once all others are made.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -226,10 +200,6 @@ class Pipeline(PipelineRanks):
         Each result is yielded once, in one of the iterating threads; results that a handle's
         `result` has returned are left out. So are lost clips: their handles and `failures` have
         the reason.
-
-        Raises:
-            ClosedError: the pipeline has not been entered, or is closed.
-            SvdppError: what ended the run, if clips are unfinished; after all results.
         """
         self._check_open()
         return self._clips.results()
@@ -242,48 +212,34 @@ class Pipeline(PipelineRanks):
         for_results: bool,
     ) -> list[ClipHandle]:
         self._check_open()
-        asked = self._work.checked(requests)
-        num_steps = list(map(self._work.num_steps, asked))
-        about = [self._marked(each) for each in check_metadata(metadata, len(asked))]
+        checked = self._work.checked(requests)
+        num_steps = list(map(self._work.num_steps, checked))
+        marked = [self._marked(each) for each in check_metadata(metadata, len(checked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
-            messages = self._work.messages(asked, about, first)
+            messages = self._work.messages(checked, marked, first)
             with session.all_or_nothing():
-                handles = self._clips.add(asked, num_steps, for_results=for_results)
+                handles = self._clips.add(checked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
-                for rank, of_rank in messages.items():
-                    for message in of_rank:
-                        self._entered.send(rank, message)
+                for rank, message in messages.items():
+                    self._entered.send(rank, message)
             if self._history_clips is None:
-                self._requests += asked
+                self._requests += checked
         return handles
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """A clip's metadata; marked unproven if devices differ, or pairs divide a batch of two."""
         is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)
         return {**metadata, "exact": "unproven"} if is_unproven else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
-        """Each rank's actions: what `submit` sends, and what a forecast replays.
-
-        Args:
-            requests: of the clips; those with `done_steps` resume from their latent checkpoints.
-            first: index of the first clip.
-
-        Raises:
-            RequestError: the ranks cannot make a clip with its sampling parameters.
-        """
+        """Each rank's actions, from clip `first` on: what `submit` sends and a forecast replays."""
         return self._work.schedule(list(map(self._work.resolved, requests)), first)
 
     def forecast(self) -> Forecast:
-        """The forecast for the submitted clips, at `forecast_costs`.
-
-        Raises:
-            RuntimeError: the pipeline does not keep its whole run.
-        """
+        """The forecast for the submitted clips, at `forecast_costs`."""
         return summarise(self.replayed(), self.config.world_size)
 
     def forecast_costs(self) -> Costs:
@@ -291,11 +247,7 @@ class Pipeline(PipelineRanks):
         return self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
 
     def replayed(self) -> list[Span]:
-        """The times of every rank's actions in the forecast.
-
-        Raises:
-            RuntimeError: the pipeline does not keep its whole run.
-        """
+        """The times of every rank's actions in the forecast."""
         if self._history_clips is not None:
             raise RuntimeError("a pipeline with history_clips keeps no whole run to forecast")
         return replay(self.schedule(self._requests), self.forecast_costs())
@@ -303,11 +255,7 @@ class Pipeline(PipelineRanks):
     # --- entry and exit -------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Checks that the ranks of this host fit into its free memory, as entering the block does.
-
-        Raises:
-            OutOfMemoryError: they do not.
-        """
+        """Checks, as entering the block does, that this host's ranks fit into its free memory."""
         check_memory(self.config, self.checkpoint, self._setup.roles[: self._num_local])
 
     def __enter__(self) -> Pipeline:
@@ -328,13 +276,10 @@ class Pipeline(PipelineRanks):
         )
         self._session = RankSession(
             supervisor,
+            self._clips,
             timeout=self.config.timeout_seconds,
-            is_idle=lambda: self._clips.is_idle,
-            on_end=self._clips.end,
-            clean_up=lambda: self._files.remove(self._clips.unfinished),
             is_launched=self.world is not None,
         )
-        self._clips.finished_by(self._session.thread)
         try:
             self._session.start()
         except BaseException as error:
@@ -358,7 +303,6 @@ class Pipeline(PipelineRanks):
             raise
 
     def _leave_by(self, error: BaseException) -> None:
-        """Drops the unfinished clips because of `error`."""
         failure = None if self._session is None else self._session.drop(error)
         if failure is None or failure in (error, error.__cause__):
             return
@@ -369,13 +313,8 @@ class Pipeline(PipelineRanks):
     def close(self, *, drain: bool = True) -> None:
         """Ends the ranks, as leaving the block does; does nothing once the pipeline is closed.
 
-        Args:
-            drain: whether to wait for all submitted clips first. False drops the unfinished ones
-                at once: their handles raise `ClosedError`.
-
-        Raises:
-            SvdppError: what ended the run before all clips were finished.
-            RuntimeError: an observer or a callback calls it with `drain`.
+        With `drain` it waits for all submitted clips first; otherwise it drops the unfinished ones
+        at once, and their handles raise `ClosedError`.
         """
         session = self._session
         if session is None:
@@ -390,11 +329,7 @@ class Pipeline(PipelineRanks):
         session.close()
 
     def _check_open(self) -> RankSession:
-        """The session, if it takes work.
-
-        Raises:
-            ClosedError: it does not.
-        """
+        """The session, if it takes work."""
         if self._session is None:
             raise ClosedError(*_NOT_ENTERED)
         if self._session.is_closing:
@@ -408,10 +343,9 @@ class Pipeline(PipelineRanks):
         return self._supervisor
 
     def _take_event(self, rank: int, event: Event) -> None:
-        """Takes each event, in the session's thread."""
         try:
             self._devices(rank, event)
             for observer in self._observers:
                 observer(rank, event)
         finally:  # last, so that observers have seen a clip's event before its result is available
-            self._events(rank, event)
+            self._clips(rank, event)

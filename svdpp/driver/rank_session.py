@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from svdpp.driver.clips import OpenClips
 from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 
@@ -19,26 +20,20 @@ class RankSession:
     The thread takes the ranks' events from start to end, so that ranks never wait for a reader.
     Any thread may call the methods.
 
-    `is_idle` says, after every poll, whether the ranks have no work left. `on_end` gets what
-    ended the session, `ClosedError` or a failure; its first call counts. `clean_up` is called
-    once, when all ranks have ended.
+    `clips` are the session's work: the ranks end when they are closing and all clips are settled.
     """
 
     def __init__(
         self,
         supervisor: Supervisor,
+        clips: OpenClips,
         *,
         timeout: float,
-        is_idle: Callable[[], bool],
-        on_end: Callable[[BaseException], None],
-        clean_up: Callable[[], None],
         is_launched: bool,
     ) -> None:
         self._supervisor = supervisor
+        self._clips = clips
         self._timeout = timeout
-        self._is_idle = is_idle
-        self._on_end = on_end
-        self._clean_up = clean_up
         self._is_launched = is_launched
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
@@ -51,6 +46,7 @@ class RankSession:
         """The error that ended the session; None if its work ended it, or `drop`."""
         # A daemon, so that a program that never leaves the block still ends, and its ranks too.
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        clips.finished_by(self.thread)
 
     def start(self) -> None:
         """Starts the thread and waits until all ranks are ready for work."""
@@ -88,11 +84,8 @@ class RankSession:
 
         In the session's thread, that is in an observer or a callback, it returns before they end.
 
-        `error` is the reason, for ranks on other hosts; None: the caller needs no more
-        results.
-
-        Returns:
-            What had already ended the session; None if it is closed already.
+        `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
+        Returns what had already ended the session; None if it is closed already.
         """
         self.is_closing = True
         self._supervisor.abort(self._dropped)
@@ -127,11 +120,10 @@ class RankSession:
             self._end(reason)
 
     def _supervise(self) -> BaseException:
-        """Supervises the ranks to their end; returns what ended them."""
         try:
             self._supervisor.wait_joined()
             self._has_begun.set()
-            while not (self.is_closing and self._is_idle()):
+            while not (self.is_closing and self._clips.is_idle):
                 self._supervisor.step()
             self._supervisor.stop(self._timeout)
         except BaseException as error:
@@ -141,7 +133,7 @@ class RankSession:
         return ClosedError("the pipeline is closed: its ranks have ended")
 
     def _end(self, reason: BaseException) -> None:
-        self._on_end(reason)
+        self._clips.end(reason)
         self._has_ended.set()
         self._has_begun.set()
 
@@ -151,4 +143,4 @@ class RankSession:
                 return
             self._supervisor.kill(reason)
             self._is_closed = True
-            self._clean_up()
+            self._clips.clean_up()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.liveness import silence_limit
-from svdpp.driver.supervisor import Observer, describe_position
-from svdpp.errors import ClosedError, Interrupted, RequestError, error_to_dict
+from svdpp.driver.supervisor import Observer
+from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server
 from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
-from svdpp.launch.joined_rank import serve_joined
 from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.device import device_of
-from svdpp.worker.messages import Event, Failed, Heartbeat, Started, parse_event
+from svdpp.worker.joined_rank import serve_joined
+from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
@@ -86,16 +85,18 @@ class PipelineRanks:
         begins.
         """
         world, config = self._launched_world(), self._setup.config
-        name = f"rank {world.rank} ({device_of(config, world)} of {socket.gethostname()})"
         serve_joined(
             rank_main,
             self._setup,
             world=world,
             backend=self.backend,
+            device=device_of(config, world),
             shared_settings=shared_settings(config, self._setup.checkpoint),
             start_timeout=config.start_timeout_seconds,
             peer_timeout=silence_limit(config),
-            hooks=_LaunchedRankHooks(name, world.rank, self._observers, answer, say),
+            observers=self._observers,
+            answer=answer,
+            say=say,
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
 
@@ -126,7 +127,6 @@ class PipelineRanks:
             self._join().kill(error)
 
     def _open(self) -> Group:
-        """All ranks, at work."""
         if self.world is not None:
             group = self._join()
             group.begin(rank_main, self._setup)
@@ -228,47 +228,3 @@ class DeviceCheck:
                 "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
                 "unproven",
             )
-
-
-class _LaunchedRankHooks:
-    """Implements `svdpp.launch.joined_rank.RankHooks`."""
-
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        observers: Sequence[Observer],
-        answer: Callable[[bytes], bytes],
-        say: Callable[[str, bool], None],
-    ) -> None:
-        self._name, self._rank = name, rank
-        self._observers = observers
-        self.answer = answer
-        self._say = say
-        self._heartbeat = Heartbeat()
-
-    def sent(self, message: bytes) -> None:
-        """Passes an event of the rank to the observers."""
-        event = parse_event(message)
-        if isinstance(event, Heartbeat):
-            self._heartbeat = event
-        for observer in self._observers:
-            observer(self._rank, event)
-
-    def interrupted(self, number: int) -> bytes:
-        """The message to rank 0 when a signal ends this process."""
-        error = error_to_dict(Interrupted(number))
-        heartbeat = self._heartbeat
-        return Failed(
-            error=error, traceback="", action=heartbeat.action, step=heartbeat.step
-        ).to_bytes()
-
-    def ended(self, error: dict[str, Any] | None) -> None:
-        """Reports why rank 0 has ended the run; rank 0 has told the user."""
-        if error is not None:
-            self._say(f"{self._name} ends with the run: {error['message']}", False)
-
-    def lost(self, reason: str) -> None:
-        """Reports that rank 0 is gone or unreachable, and what this rank was doing."""
-        where = describe_position(self._heartbeat.action, self._heartbeat.step)
-        self._say(f"{reason}: {self._name} ends{where}", True)

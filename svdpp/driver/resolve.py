@@ -41,7 +41,6 @@ def resolve(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    """The roles of the ranks on this host."""
     if world is None or world.size != config.world_size:  # the latter is refused later
         return set(config.layout.roles)
     # torchrun and, by default, srun number the ranks host by host.
@@ -86,7 +85,6 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
 
 
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
-    """Checks that each step has two branches for the ranks of a pair."""
     leave_out = "leave --cfg-parallel out"
     if not sampling.guided:
         raise RequestError(
@@ -105,7 +103,6 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
 def _resolved(
     config: PipelineConfig, sampling: SamplingConfig, checkpoint: Checkpoint | None
 ) -> tuple[SamplingConfig, int | None]:
-    """`sampling` with numbers in place of None, and the step at which the expert changes."""
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]
         return sampling.resolved(model_frames=frames), config.expert_boundary

@@ -12,10 +12,9 @@ from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
 from svdpp.launch.group import GUARD, Group
-from svdpp.plan.actions import Action
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.schedule import Schedule
-from svdpp.worker.messages import Event, Failed, Stop, parse_event
+from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse_event
 
 _POLL_SECONDS = 0.1
 # After the first failure, time for the other ranks' reports: the cause often arrives later.
@@ -141,7 +140,6 @@ class Supervisor:
         return any(code or not self._liveness.is_finished(rank) for rank, code in exited.items())
 
     def _raise_cause(self) -> None:
-        """Waits a moment for all reports, then raises the failure that caused the others."""
         self._collect_reports()
         if (cause := self._cause()) is not None:
             raise cause
@@ -235,11 +233,3 @@ class Supervisor:
 def _is_interrupt(event: Failed) -> bool:
     """Whether a signal ended the rank, which is never the cause of other failures."""
     return bool(event.error["type"] == Interrupted.__name__)
-
-
-def describe_position(action: Action | None, step: int) -> str:
-    """A rank's position in words; empty outside of actions."""
-    if action is None:
-        return ""
-    at = f", step {step}" if step >= 0 else ""
-    return f" at clip {action.clip}{at} ({action})"

@@ -124,7 +124,6 @@ class MeanCosts:
 
     @property
     def _step_seconds(self) -> float:
-        """Mean seconds of a step on one rank, also if pairs did it."""
         mean = self._mean("step")
         return step_from_pair(mean, self.transfer_seconds) if self._has_pairs else mean
 
@@ -234,7 +233,6 @@ class Trace:
                     self.transfers.append(each)
 
     def _keeps(self, clip: int) -> bool:
-        """Whether to keep the events of `clip`; a new clip drops the oldest one."""
         if self._last_clips is None:
             return True
         if clip > self._newest_clip:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-
-from pydantic import ValidationError
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
@@ -26,15 +23,10 @@ _LATENTS_KEY = re.compile("[0-9a-f]{64}")
 
 
 class ClipWork:
-    """Turns requests into the work of one pipeline's ranks.
+    """Turns requests into the work of the ranks of one pipeline, whose `config` is resolved.
 
     The ranks hold their parts of the model and their links from the start, so a clip can take only
     routes that these allow.
-
-    Args:
-        config: of the pipeline, resolved.
-        checkpoint: of the model; None for the dummy model.
-        keeps_latents: whether the pipeline has a folder of latent checkpoints.
     """
 
     def __init__(
@@ -46,20 +38,14 @@ class ClipWork:
         self._links = frozenset(config.layout.links)
         self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
-    # 1. One clip.
-
     def resolved(self, request: ClipRequest) -> ClipRequest:
-        """`request` with numbers for its frame count and decode chunk; the latter the pipeline's.
-
-        Raises:
-            RequestError: the pipeline cannot make clips with these sampling parameters.
-        """
-        asked = request.sampling
-        if asked is None:
+        """`request` with numbers for its frame count and the pipeline's decode chunk."""
+        own = request.sampling
+        if own is None:
             return request
-        sampling = self._with(asked).sampling
+        sampling = self._with(own).sampling
         chunk = self._config.sampling.decode_chunk_size
-        if chunk is not None and asked.decode_chunk_size is None:
+        if chunk is not None and own.decode_chunk_size is None:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
         if sampling == self._config.sampling:
             return replace(request, sampling=None)
@@ -75,11 +61,7 @@ class ClipWork:
         return self.config_of(request).sampling.num_inference_steps
 
     def route(self, clip: int, request: ClipRequest) -> Route:
-        """The route of a resolved request's clip; it starts after the steps that are done.
-
-        Raises:
-            RequestError: the ranks do not have the links or the weights for it.
-        """
+        """The route of a resolved request's clip; it starts after the steps that are done."""
         layout = self.config_of(request).layout
         route = layout.route(clip)
         if request.sampling is not None and not self._can_take(layout, route):
@@ -114,16 +96,8 @@ class ClipWork:
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )
 
-    # 2. Requests as callers give them.
-
     def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
-        """`requests` as a list, resolved: the ranks can make every clip.
-
-        Raises:
-            TypeError: an element is not a `ClipRequest`.
-            RequestError: a clip lacks an input or a latent checkpoint that it needs, or has
-                sampling parameters that the pipeline cannot run.
-        """
+        """`requests` as a list, resolved: the ranks can make every clip."""
         one = isinstance(requests, ClipRequest)
         found = []
         for index, request in enumerate([requests] if one else _as_list(requests, "requests")):
@@ -161,63 +135,58 @@ class ClipWork:
         if not 0 < done <= num_steps:
             raise RequestError(f"{name}: done_steps must be 0 to {num_steps}, got {done}")
 
-    # 3. All clips, as actions.
-
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Each rank's actions for resolved `requests`, whose clips are numbered from `first`.
-
-        Raises:
-            RequestError: a clip has no route through the pipeline.
-        """
+        """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""
         routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
         return build_schedule(routes, self._config.world_size)
 
     def messages(
         self, requests: Sequence[ClipRequest], metadata: Sequence[dict[str, Any]], first: int
-    ) -> dict[int, list[bytes]]:
-        """The messages for each rank that has actions, by rank.
+    ) -> dict[int, bytes]:
+        """The message for each rank that has actions, by rank.
 
-        Args:
-            requests: checked.
-            metadata: one for each request.
-            first: index of the first clip.
-
-        Raises:
-            RequestError: a value in a request or its metadata cannot be sent to a rank, or a clip
-                has no route through the pipeline.
+        `requests` are checked, each with its metadata; `first` is the index of the first clip.
         """
-        pairs = zip(requests, metadata, strict=True)
-        jobs = [_job(first, index, request, each) for index, (request, each) in enumerate(pairs)]
-        messages: defaultdict[int, list[bytes]] = defaultdict(list)
+        jobs = {
+            first + index: ClipJob(clip=first + index, request=request, metadata=metadata[index])
+            for index, request in enumerate(requests)
+        }
+        for clip, job in jobs.items():
+            try:
+                job.to_bytes()
+            except (TypeError, ValueError) as error:
+                name, reason = f"clip {clip - first} of the list", str(error).splitlines()[0]
+                raise RequestError(f"{name} cannot be sent to the ranks: {reason}") from error
         schedule = self.schedule(requests, first)
         check_schedule(schedule, dict(enumerate(map(self.num_steps, requests), first)))
-        for rank, actions in enumerate(schedule):
-            if actions:
-                jobs_of_clips = {action.clip: jobs[action.clip - first] for action in actions}
-                messages[rank].append(self._work(actions, jobs_of_clips).to_bytes())
-        return messages
+        return {
+            rank: self._work(actions, jobs).to_bytes()
+            for rank, actions in enumerate(schedule)
+            if actions
+        }
 
     def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
         # Only these ranks need the requests, and the metadata of many clips would slow the start.
         needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
-        requests = {clip: job.request for clip, job in sorted(jobs.items())}
-        keys = {clip: r.latents_key for clip, r in requests.items() if self._keeps_latents}
-        samplings = {clip: request.sampling for clip, request in requests.items()}
+        requests = {clip: jobs[clip].request for clip in sorted({a.clip for a in actions})}
         return Work(
             actions=tuple(actions),
             jobs=tuple(jobs[clip] for clip in sorted(needed)),
-            latents_keys={clip: key for clip, key in keys.items() if key is not None},
-            samplings={clip: own for clip, own in samplings.items() if own is not None},
+            latents_keys={
+                clip: request.latents_key
+                for clip, request in requests.items()
+                if self._keeps_latents and request.latents_key is not None
+            },
+            samplings={
+                clip: request.sampling
+                for clip, request in requests.items()
+                if request.sampling is not None
+            },
         )
 
 
 def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones.
-
-    Raises:
-        TypeError: an element is not a mapping.
-        RequestError: the number of elements is not `count`.
-    """
+    """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones."""
     found = _as_list(metadata, "metadata")
     for index, each in enumerate(found):
         if not isinstance(each, Mapping):
@@ -228,21 +197,7 @@ def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[di
 
 
 def _starts_from_image(sampling: SamplingConfig) -> bool:
-    """Whether a clip needs the encoder of images; ranks of families without prompts have it."""
     return not isinstance(sampling, PromptedSampling) or sampling.from_image
-
-
-def _job(first: int, index: int, request: ClipRequest, metadata: dict[str, Any]) -> ClipJob:
-    """A clip's job, parsed as the ranks parse it: an error there would end the run."""
-    try:
-        job = ClipJob(clip=first + index, request=request, metadata=metadata)
-        return ClipJob.model_validate(job.model_dump(mode="json", warnings=False))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-    except (TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-    raise RequestError(f"clip {index} of the list cannot be sent to the ranks: {reason}")
 
 
 def _as_list(values: object, name: str) -> list[Any]:

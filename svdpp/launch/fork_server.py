@@ -42,11 +42,7 @@ def start_method(device: str) -> str:
 
 
 def start(preload: Sequence[str]) -> None:
-    """Starts the server unless it is running; does not wait for its imports.
-
-    Args:
-        preload: of `modules_for`; ignored if it is running.
-    """
+    """Starts the server unless it is running; does not wait for its imports."""
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([__name__])
     modules = {

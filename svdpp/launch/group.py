@@ -95,9 +95,6 @@ class RankContext:
     """A rank's view of the group.
 
     Args:
-        world: its rank and the sizes of the world.
-        backend: of the latent transfers, `gloo` or `nccl`.
-        channel: to the parent.
         join: joins the process group; blocks until all ranks have joined.
         leave: leaves the process group, before the process starts other work.
         host: this host's name if a launcher started the ranks; otherwise empty.
@@ -159,7 +156,6 @@ class Group(ABC):
         return messages
 
     def _sentinels(self) -> list[Any]:
-        """What becomes ready when a rank ends."""
         return []
 
     def _read_all(self, rank: int) -> list[tuple[int, bytes]]:

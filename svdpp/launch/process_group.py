@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import re
 import socket
-import struct
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -192,11 +191,6 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         )
 
 
-# Linux, <linux/sockios.h> and <linux/if.h>
-_SIOCGIFADDR = 0x8915
-_NAME_BYTES = 16
-
-
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
@@ -228,15 +222,14 @@ def choose_interface(
 
 
 def _address_of(interface: str, known: list[tuple[str, str]]) -> str:
-    names = [name for _, name in socket.if_nameindex()]
+    names = dict.fromkeys(name for name, _ in known)
     if interface not in names:
         raise RequestError(
-            f"GLOO_SOCKET_IFNAME names {interface!r}, which {socket.gethostname()} does not have",
+            f"GLOO_SOCKET_IFNAME names {interface!r}, which is no interface of "
+            f"{socket.gethostname()} with an IP address",
             f"set it to one of {', '.join(names)}",
         )
-    if address := next((own for name, own in known if name == interface), ""):
-        return address
-    raise RequestError(f"the interface {interface!r} of {socket.gethostname()} has no IP address")
+    return next(own for name, own in known if name == interface)
 
 
 def _address_towards(peer: str) -> str:
@@ -256,29 +249,11 @@ def _address_towards(peer: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Each interface with its first IPv4 and IPv6 address."""
-    names = [name for _, name in socket.if_nameindex()]
-    return [(name, own) for name in names for own in (_ipv4(name), _ipv6(name)) if own]
-
-
-def _ipv4(interface: str) -> str:
-    """The interface's first IPv4 address, or ""; see netdevice(7)."""
-    request = struct.pack(f"{_NAME_BYTES}s24x", interface.encode()[: _NAME_BYTES - 1])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6(interface: str) -> str:
-    """The interface's first IPv6 address of scope global or host, or ""; see proc(5)."""
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return ""
-    for digits, _, _, scope, _, name in map(str.split, lines):
-        if name == interface and scope in ("00", "10"):  # global, host
-            return str(ipaddress.ip_address(bytes.fromhex(digits)))
-    return ""
+    """Each interface with its addresses, IPv4 first, but none that is valid on one link only."""
+    return [
+        (name, known.address)
+        for name, all_known in psutil.net_if_addrs().items()
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for known in all_known
+        if known.family == family and "%" not in known.address
+    ]

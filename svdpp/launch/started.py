@@ -41,16 +41,12 @@ _TAIL_CHARS = 4000
 class StartedGroup(Group):
     """Ranks started through torch.multiprocessing on this machine.
 
-    Args:
-        entry: the function that each rank runs.
-        argument: passed to each `entry`; must be picklable.
-        world_size: number of ranks.
-        backend: of the latent transfers.
-        device: of the ranks. CPU ranks are forked from a server: eight start in about the time of
-            one. CUDA ranks are spawned, and each imports torch and diffusers itself.
-        preload: modules that the fork server imports once for all ranks.
-        ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
-            send to all processes; they end with this process in any case.
+    Each runs `entry` with `argument`, which is pickled. CPU ranks are forked from a server, which
+    imports `preload` once for all: eight start in about the time of one. CUDA ranks are spawned,
+    and each imports torch and diffusers itself.
+
+    With `ignores_signals` the ranks survive INT, TERM and HUP, which a terminal and systemd send to
+    all processes; they end with this process in any case.
     """
 
     def __init__(
@@ -162,7 +158,6 @@ class _StartArguments:
 
 
 def _started_main(rank: int, start: _StartArguments, connections: Sequence[Connection]) -> None:
-    """The main function of a started process."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
@@ -214,7 +209,6 @@ def _output_file(folder: Path, rank: int) -> Path:
 
 
 def _redirect_output(path: Path) -> None:
-    """Redirects this process's stdout and stderr, including those of C++ libraries, to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

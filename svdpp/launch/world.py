@@ -66,9 +66,7 @@ class World:
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     """The world that torchrun, a launcher with the same variables, or srun gives this process.
 
-    Returns:
-        None if no launcher started it. That includes a batch script outside srun, and an srun of
-        one task: there, a command starts its own ranks.
+    None if no launcher started it, also in a batch script outside srun, and in an srun of one task.
     """
     if any(name in environment for name in _TORCHRUN):
         return _torchrun_world(environment)

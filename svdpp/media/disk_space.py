@@ -28,11 +28,7 @@ def estimated_bytes(
     """Estimated disk space of one clip and its metadata, by the factors above.
 
     Args:
-        format: of the clip.
         crf: 0 to 51; used only for mp4.
-        num_frames: of the clip.
-        height: pixels.
-        width: pixels.
     """
     if format == "mp4":
         factor = _MP4_BYTES_PER_PIXEL[max(each for each in _MP4_BYTES_PER_PIXEL if each <= crf)]

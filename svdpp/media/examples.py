@@ -32,7 +32,6 @@ def example_requests(
     Args:
         config: its sampling parameters say what clips start from.
         num_clips: each has its own seed and, if the model takes prompts, its own prompt.
-        seed: of the first clip.
         prompt: instead of the example; None for a model that takes none.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy

@@ -70,10 +70,6 @@ def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, P
     An animation gives its first frame. Transparent images are composited over white: most cut-outs
     are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
     grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
-
-    Args:
-        path: of the file.
-        max_pixels: `--max-megapixels`, in pixels.
     """
     return photo_of(read_bytes(path), path, max_pixels)
 
@@ -110,9 +106,6 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
     Args:
-        image: RGB, any size.
-        width: of the clip, pixels.
-        height: of the clip, pixels.
         fit: `stretch` returns the image unchanged, and diffusers stretches it; `crop` keeps the
             largest centred part with that ratio; `pad` adds black bars on both sides.
     """

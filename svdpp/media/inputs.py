@@ -86,15 +86,14 @@ def check_inputs(inputs: Sequence[str]) -> list[Photo]:
 def sift_inputs(
     inputs: Sequence[str], *, recursive: bool = False, max_pixels: int = MAX_PIXELS
 ) -> tuple[list[Photo], list[InputError]]:
-    """The photographs that can be used, and an error for each input that cannot.
-
-    Args:
-        inputs: as for `find_images`.
-        recursive: the same.
-        max_pixels: of a photograph.
-    """
+    """The photographs that can be used, and an error for each input that cannot."""
+    photos: list[Photo] = []
     problems: list[InputError] = []
-    photos = _check(_find(inputs, problems, recursive=recursive), problems, max_pixels)
+    for path in _find(inputs, problems, recursive=recursive):
+        try:
+            photos.append(read_photo(path, max_pixels)[1])
+        except InputError as error:
+            problems.append(error)
     if not photos:
         raise_all(problems)
     return photos, problems
@@ -104,7 +103,6 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
     """Raise a single problem unchanged, several as one error that lists them.
 
     Args:
-        problems: if empty, nothing is raised.
         hint: of the error; added to the hint of a single problem.
     """
     if len(problems) == 1:
@@ -153,9 +151,7 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
-def _find(
-    inputs: Sequence[str], problems: list[InputError], *, recursive: bool = False
-) -> list[Path]:
+def _find(inputs: Sequence[str], problems: list[InputError], *, recursive: bool) -> list[Path]:
     found: dict[str, Path] = {}
     for text in inputs:
         try:
@@ -167,15 +163,3 @@ def _find(
         except InputError as error:
             problems.append(error)
     return list(found.values())
-
-
-def _check(
-    paths: Sequence[Path], problems: list[InputError], max_pixels: int = MAX_PIXELS
-) -> list[Photo]:
-    photos: list[Photo] = []
-    for path in paths:
-        try:
-            photos.append(read_photo(path, max_pixels)[1])
-        except InputError as error:
-            problems.append(error)
-    return photos

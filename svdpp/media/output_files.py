@@ -99,8 +99,13 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
     text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
     json.dump(dict(record), text, indent=2, allow_nan=False)
     text.write("\n")
-    with atomic_output(str(path), ".json") as temporary:
-        temporary.write_text(text.getvalue(), encoding="ascii")
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text`, completely or not at all."""
+    with atomic_output(str(path), path.suffix) as temporary:
+        temporary.write_text(text)
 
 
 def remove(path: Path) -> None:

@@ -70,7 +70,6 @@ def write_clip(
         output: path and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop forever (gif
             has times in 1/100 s, at most 50 frames a second); `frames` is a folder of 00000.png and
             so on, which replaces a folder only if that has no other files.
-        fps: frames a second.
         metadata: JSON values, stored in the file; `read_metadata` returns them.
         sound: of an mp4, as AAC; the other formats are silent.
 
@@ -142,10 +141,6 @@ def clip_path(
     `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
 
     Args:
-        out: folder.
-        stem: of the photograph's name.
-        seed: of the clip.
-        format: of the clip.
         template: of the name without its suffix, with the fields name, seed and index.
         index: of the clip in the request, from 1.
     """

@@ -119,9 +119,6 @@ class VideoModel(Protocol):
         """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
 
         The frames are on the device; those of `frames` only, whole chunks, if it is given.
-
-        Raises:
-            NotFiniteError: the VAE returned NaN or infinite values.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,15 +31,14 @@ from svdpp.models import hub
 from svdpp.models.engine.configs import (
     Configs,
     SchedulerConfig,
-    check_class,
     check_no_code,
-    class_of,
+    classes_of,
+    library_errors,
 )
 from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
-from svdpp.models.engine.wan import boundary_step
 from svdpp.models.json_file import JsonFile, read_json, short_repr
 from svdpp.models.lora import LoraFile, check_loras, find_lora
-from svdpp.models.safetensors_header import fingerprint, weight_headers
+from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
 
@@ -132,19 +131,9 @@ class Checkpoint:
         prompt: str | None,
         negative_prompt: str | None,
     ) -> None:
-        """Checks that a clip has what the model needs, and nothing that it ignores.
-
-        Args:
-            sampling: of the clip, resolved.
-            image: whether the clip is made from an image.
-            prompt: None if the clip has none.
-            negative_prompt: None if the clip has none.
-
-        Raises:
-            RequestError: the clip lacks an input, or has one that the model does not take.
-        """
+        """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         inputs = (
-            ("a photograph", image, self.image_use, "name a photograph"),
+            ("an image", image, self.image_use, "name an image"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
         )
         for what, is_given, use, hint in inputs:
@@ -161,7 +150,7 @@ class Checkpoint:
             )
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
-                f"the clip has {'a' if image else 'no'} photograph, but its sampling parameters "
+                f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
                 f"have from_image={sampling.from_image}",
                 "set from_image accordingly",
             )
@@ -177,11 +166,7 @@ class Checkpoint:
             )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
-        """`sampling` with the model's own values in place of None.
-
-        Raises:
-            RequestError: the parameters are those of another family, or this model cannot run them.
-        """
+        """`sampling` with the model's own values in place of None."""
         if sampling.family != self.family:
             raise RequestError(
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
@@ -200,12 +185,31 @@ class Checkpoint:
         """The scheduler, with the changes that the sampling parameters ask for."""
         return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
 
+    def weight_files(self, part: str) -> Mapping[Path, Header]:
+        """The files with a component's weights, which are complete, and the header of each."""
+        return weight_headers(self.folder, part, self.variant)
+
+    def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
+        """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
+        import diffusers  # seconds
+
+        config = self.scheduler if sampling is None else self.scheduler_of(sampling)
+        with library_errors("scheduler", self):
+            return getattr(diffusers, config.name).from_config(dict(config.values))
+
+    def timesteps(self, sampling: SamplingConfig) -> Any:
+        """Those of a clip's steps, as a tensor."""
+        scheduler = self.new_scheduler(sampling)
+        with library_errors("scheduler", self):
+            scheduler.set_timesteps(sampling.num_inference_steps, device="cpu")
+        return scheduler.timesteps
+
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
         if self.boundary_ratio is None:
             return None
-        scheduler = self.scheduler_of(sampling)
-        return boundary_step(scheduler, self.boundary_ratio, sampling.num_inference_steps)
+        boundary = self.boundary_ratio * self.scheduler.values.get("num_train_timesteps", 1000)
+        return int((self.timesteps(sampling) >= boundary).sum())  # as in `WanPipeline.__call__`
 
 
 def has_weights(part: str) -> bool:
@@ -223,48 +227,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     Args:
         model: not the dummy model.
         weights: whether to download and check the weight files of all components too.
-
-    Raises:
-        ModelError: there is no such model, the user may not download it, or it is not a valid
-            checkpoint of a known family with safetensors.
-        RequestError: a folder with a revision, or an invalid name of a variant.
-        ValueError: the dummy model, which has no checkpoint (a programming error).
     """
-    checkpoint = _find_configs(model)
-    return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
-
-
-def with_weights(
-    checkpoint: Checkpoint, model: ModelConfig, components: Collection[str]
-) -> Checkpoint:
-    """`checkpoint` with the weights of `components`, downloaded if they are missing, and checked.
-
-    Of a folder all components are checked: its fingerprint is that of all weights.
-
-    Args:
-        checkpoint: of `model`, found without weights.
-        model: a folder, or a hub id.
-        components: some of `checkpoint.weighted`.
-
-    Raises:
-        ModelError: a file is missing, incomplete or damaged, or cannot be downloaded.
-    """
-    loras = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
-    checkpoint = replace(checkpoint, loras=tuple(loras))
-    local = _local_folder(model.name)
-    if local is not None:
-        with _model_named(model, local):
-            return _with_fingerprint(checkpoint)
-    pinned = replace(model, revision=checkpoint.revision or model.revision)
-    folder = hub.download(pinned, components)
-    with _model_named(model, local):
-        # The default model's configs have not been downloaded before.
-        checkpoint = _check_configs(model, folder, hub.commit_of(folder))
-        _weight_files(checkpoint, components)
-        return replace(checkpoint, loras=tuple(loras))
-
-
-def _find_configs(model: ModelConfig) -> Checkpoint:
     if model.is_dummy:
         raise ValueError("the dummy model has no checkpoint")
     if model.variant is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,40}", model.variant):
@@ -276,23 +239,43 @@ def _find_configs(model: ModelConfig) -> Checkpoint:
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
     folder = local or hub.download(model)
     with _model_named(model, local):
-        return _check_configs(model, folder, None if local else hub.commit_of(folder))
+        checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
+    return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
+
+
+def with_weights(
+    checkpoint: Checkpoint, model: ModelConfig, components: Collection[str]
+) -> Checkpoint:
+    """`checkpoint`, of `model`, with the weights of `components`, downloaded and checked.
+
+    Of a folder all components are checked: its fingerprint is that of all weights.
+    """
+    loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
+    local = _local_folder(model.name)
+    if local is None:
+        pinned = replace(model, revision=checkpoint.revision or model.revision)
+        folder = hub.download(pinned, components)
+    with _model_named(model, local):
+        if local is None:  # the default model's configs have not been downloaded before
+            checkpoint = _check_configs(model, folder, hub.commit_of(folder))
+        checked = components if local is None else checkpoint.weighted
+        files = [path for part in checked for path in checkpoint.weight_files(part)]
+        changes = local is not None and model.name != DEMO_MODEL
+        return replace(
+            checkpoint,
+            loras=tuple(loras),
+            fingerprint=fingerprint(checkpoint.folder, files) if changes else None,
+        )
 
 
 def family_of_model(model: ModelConfig) -> str:
-    """The family of a model, from its `model_index.json`; downloads at most the configs.
-
-    Raises:
-        ModelError: there is no such model, or its family is not known.
-    """
+    """The family of a model, from its `model_index.json`; downloads at most the configs."""
     if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
-    folder = _local_folder(model.name) or hub.download(model)
-    try:
+    local = _local_folder(model.name)
+    folder = local or hub.download(model)
+    with _model_named(model, local):
         return family_of_pipeline(_read_index(folder))
-    except ModelError as error:
-        message = f"model {hub.show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint) from error
 
 
 # 1. Find the folder.
@@ -342,10 +325,10 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     family = family_of_pipeline(index)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
-    for part, allowed in row.components.items():
-        check_class(index, part, allowed, optional=part in row.optional)
+    classes = classes_of(index, row.parts, row.denoiser)
+    for part in sorted(row.required - classes.keys()):
+        raise index.error(f"the component {part} is missing")
     configs = Configs(folder, index, row.schedulers)
-    classes = {part: name for part in row.components if (name := class_of(index, part)) is not None}
     for part in filter(has_weights, classes):
         configs.of(part)
     from_image = index.values["_class_name"] == row.image
@@ -383,20 +366,6 @@ def family_of_pipeline(index: JsonFile) -> str:
             "svdpp models lists those that it runs",
         )
     return FAMILIES[name]
-
-
-def _with_fingerprint(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a folder with its fingerprint; the demo's files do not change."""
-    files = _weight_files(checkpoint, checkpoint.weighted)
-    if checkpoint.name == DEMO_MODEL:
-        return checkpoint
-    return replace(checkpoint, fingerprint=fingerprint(checkpoint.folder, files))
-
-
-def _weight_files(checkpoint: Checkpoint, components: Iterable[str]) -> list[Path]:
-    """The weight files of `components`; ModelError if one is missing, incomplete or damaged."""
-    folder, variant = checkpoint.folder, checkpoint.variant
-    return [path for part in components for path in weight_headers(folder, part, variant)]
 
 
 def _read_index(folder: Path) -> JsonFile:

@@ -39,10 +39,6 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     Args:
         model: a hub id, with the revision and the variant of its weights.
         components: those whose weights are needed.
-
-    Raises:
-        ModelError: there is no such model, the user may not download it, it lacks weights, the hub
-            is unreachable, or the disk is too small.
     """
     folder = _configs(model)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
@@ -116,11 +112,7 @@ def _file_sizes(name: str, revision: str | None) -> dict[str, int]:
 
 
 def _announce(model: ModelConfig, components: Collection[str], sizes: Mapping[str, int]) -> None:
-    """Says what a download takes, and from where.
-
-    Raises:
-        ModelError: the disk of the cache is too small.
-    """
+    """Says what a download takes, and from where."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).absolute()

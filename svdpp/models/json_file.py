@@ -52,11 +52,7 @@ class JsonFile:
 
 
 def read_json(folder: Path, name: str) -> JsonFile:
-    """Reads the JSON object in a file of a checkpoint.
-
-    Raises:
-        ModelError: the file is missing, unreadable or too long, or does not hold a JSON object.
-    """
+    """Reads the JSON object in a file of a checkpoint."""
     if not (folder / name).is_file():  # also a pipe, which would never end
         raise ModelError(f"{name} is missing")
     try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.configs import first_line, library_errors
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.json_file import short_repr
-from svdpp.models.safetensors_header import Header, num_elements, weight_headers
+from svdpp.models.safetensors_header import num_elements
 
 #: Weights of these dtypes need scales.
 _QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
@@ -28,130 +28,93 @@ _QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
 _NAME_MISMATCHES = {"ignore_mismatched_sizes": True}
 
 
-@dataclass(frozen=True)
-class ComponentLoader:
-    """Loads components of a checked folder to one device.
+def load_module(
+    checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """One component of class `cls` in eval mode, on a device.
 
     On the CPU, weights whose file has the same dtype stay mapped to the file, so that ranks share
     their memory.
 
-    Args:
-        checkpoint: found and checked.
-        device: of the modules.
+    Raises:
+        ModelError: the weights do not fit the class, or a library rejects them.
+        OutOfMemoryError: the device or the host has too little memory.
+        RequestError: the device cannot be used.
     """
-
-    checkpoint: Checkpoint
-    device: torch.device
-
-    def module(
-        self, cls: Any, component: str, dtype: torch.dtype, unused: tuple[str, ...] = ()
-    ) -> Any:
-        """Loads one component of class `cls` in eval mode, without its `unused` submodules.
-
-        Raises:
-            ModelError: the weights do not fit the class, or a library rejects them.
-            OutOfMemoryError: the device or the host has too little memory.
-            RequestError: the device cannot be used.
-        """
-        headers = self._headers(component)
-        with (
-            library_errors(component, self.checkpoint),
-            self._memory_errors(component, headers, dtype),
-        ):
-            module = self._from_pretrained(cls, component, dtype)
-            for name in unused:
-                delattr(module, name)
+    with library_errors(part, checkpoint):
+        headers = checkpoint.weight_files(part)
+        dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
+        if quantised := sorted(dtypes & _QUANTISED):
+            raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
+    with _memory_errors(part, num_elements(headers) * dtype.itemsize, device):
+        with library_errors(part, checkpoint):
+            module = _from_pretrained(checkpoint, part, cls, dtype)
+        try:
             # Parameters keep requires_grad, as in diffusers' pipeline. Without it torch uses other
             # CPU kernels, which give other bits.
-            module.eval()
-        with self._device_errors(), self._memory_errors(component, headers, dtype):
-            return module.to(self.device)
+            return module.eval().to(device)
+        # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
+        except (AssertionError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
 
-    def count(self, component: str) -> int:
-        """The number of a component's weights, all of whose files are there and complete."""
-        return sum(map(len, self._headers(component).values()))
 
-    def processor(self, cls: Any, component: str) -> Any:
-        """Loads a component without weights: a tokenizer or an image processor."""
-        with library_errors(component, self.checkpoint):
-            return cls.from_pretrained(self.checkpoint.folder / component, local_files_only=True)
-
-    def tokenizer(self, cls: Any) -> Any:
-        """Loads the tokenizer.
-
-        Raises:
-            ModelError: its files are missing, for which transformers would make up a vocabulary, or
-                a library that reads them.
-        """
-        folder = self.checkpoint.folder / "tokenizer"
-        files = [folder / name for name in ("tokenizer.json", "spiece.model")]
-        if not any(file.is_file() for file in files):
+def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
+    """A component without weights: a tokenizer, an image processor or a guider."""
+    folder = checkpoint.folder / part
+    if part == "tokenizer" and not (folder / "tokenizer.json").is_file():
+        # transformers would make up a vocabulary.
+        if not (folder / "spiece.model").is_file():
             raise ModelError("tokenizer/tokenizer.json is missing")
-        if not files[0].is_file() and not _can_read_spiece():
+        if not (is_sentencepiece_available() and is_protobuf_available()):
             raise ModelError(
                 "tokenizer/spiece.model needs the packages sentencepiece and protobuf",
                 "pip install sentencepiece protobuf",
             )
-        return self.processor(cls, "tokenizer")
+    with library_errors(part, checkpoint):
+        return cls.from_pretrained(folder, local_files_only=True)
 
-    def _headers(self, component: str) -> Mapping[Path, Header]:
-        folder, variant = self.checkpoint.folder, self.checkpoint.variant
-        with library_errors(component, self.checkpoint):
-            headers = weight_headers(folder, component, variant)
-            dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
-            if quantised := sorted(dtypes & _QUANTISED):
-                raise ModelError(f"{component} has weights of the dtype {quantised[0]}: quantised")
-        return headers
 
-    def _from_pretrained(self, cls: Any, component: str, dtype: torch.dtype) -> Any:
-        """Also refuses what the libraries only warn about: weights of another class."""
-        own = {"low_cpu_mem_usage": True} if _is_diffusers(cls) else _NAME_MISMATCHES
-        module, info = cls.from_pretrained(
-            self.checkpoint.folder / component,
-            local_files_only=True,
-            use_safetensors=True,
-            variant=self.checkpoint.variant,
-            dtype=dtype,
-            output_loading_info=True,
-            **own,
-        )
-        # Of shards, diffusers does not say which are missing.
-        absent = [name for name, each in module.named_parameters() if each.is_meta]
-        for problem, found in (
-            ("missing", {*info["missing_keys"], *absent}),
-            ("unexpected", info["unexpected_keys"]),
-            ("mismatched", info["mismatched_keys"]),
-        ):
-            if names := sorted(map(str, found)):
-                first = f"weights are {problem}, the first is {short_repr(names[0])}"
-                raise ModelError(f"{component}: {first} of {len(names)}")
-        return module
+def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
+    """Also refuses what the libraries only warn about: weights of another class."""
+    own = {"low_cpu_mem_usage": True} if _is_diffusers(cls) else _NAME_MISMATCHES
+    module, info = cls.from_pretrained(
+        checkpoint.folder / part,
+        local_files_only=True,
+        use_safetensors=True,
+        variant=checkpoint.variant,
+        dtype=dtype,
+        output_loading_info=True,
+        **own,
+    )
+    # Of shards, diffusers does not say which are missing.
+    absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    for problem, keys in (
+        ("missing", {*info["missing_keys"], *absent}),
+        ("unexpected", info["unexpected_keys"]),
+        ("mismatched", info["mismatched_keys"]),
+    ):
+        if names := sorted(map(str, keys)):
+            first = f"weights are {problem}, the first is {short_repr(names[0])}"
+            raise ModelError(f"{part}: {first} of {len(names)}")
+    return module
 
-    @contextmanager
-    def _memory_errors(
-        self, component: str, headers: Mapping[Path, Header], dtype: torch.dtype
-    ) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            gigabytes = num_elements(headers) * dtype.itemsize / 1e9
-            free = f", where {free_bytes(self.device) / 1e9:.2f} GB are free"
-            if self.device.type != "cuda":
-                free = ", more than is free"
-            raise OutOfMemoryError(
-                f"{component} needs {gigabytes:.2f} GB on {self.device}{free}",
-                "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
-            ) from error
 
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        # torch raises AssertionError if it has no CUDA support, RuntimeError if there is no device.
-        try:
-            yield
-        except (AssertionError, RuntimeError) as error:
-            raise RequestError(f"{self.device} cannot be used: {first_line(error)}") from error
+@contextmanager
+def _memory_errors(part: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free = ", more than is free"
+        if device.type == "cuda":
+            free = f", where {free_bytes(device) / 1e9:.2f} GB are free"
+        raise OutOfMemoryError(
+            f"{part} needs {num_bytes / 1e9:.2f} GB on {device}{free}",
+            "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
+        ) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -206,35 +169,5 @@ def fp32_parameters(module: torch.nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters() if kept.intersection(name.split("."))]
 
 
-def meta_module(cls: Any, folder: Path) -> Any:
-    """`new_module` on the meta device."""
-    with torch.device("meta"):
-        return new_module(cls, folder)
-
-
-@contextmanager
-def library_errors(component: str, checkpoint: Checkpoint | None = None) -> Iterator[None]:
-    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
-    label = f"{checkpoint.label}: " if checkpoint else ""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(label + error.message, error.hint) from error
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
-
-
-def _can_read_spiece() -> bool:
-    return bool(is_sentencepiece_available() and is_protobuf_available())
-
-
 def _is_diffusers(cls: Any) -> bool:
     return bool(cls.__module__.split(".")[0] == "diffusers")
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, on one line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])

@@ -72,11 +72,7 @@ def check_loras(model: ModelConfig, label: str, *, takes_loras: bool, num_expert
 
 
 def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
-    """The file of a LoRA, downloaded if it is on the hub.
-
-    Raises:
-        ModelError: it is missing or damaged, is no LoRA, or is not the one with the given hash.
-    """
+    """The file of a LoRA, downloaded if it is on the hub."""
     name, local = hub.show_name(lora.name), Path(os.path.expanduser(lora.name))
     try:
         if local.exists():

@@ -32,12 +32,12 @@ from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.call import component_methods, replaced
+from svdpp.models.engine.configs import first_line
 from svdpp.models.engine.load import (
     Parts,
     apply_memory_options,
     component_class,
     dtype_of,
-    load_processor,
     new_pipeline,
     unused_parts,
 )
@@ -46,8 +46,8 @@ from svdpp.models.engine.values import Node, describe, zeros
 from svdpp.models.hub import show_name
 from svdpp.models.live_bytes import LiveBytes
 from svdpp.models.loading import (
-    first_line,
     fp32_parameters,
+    load_processor,
     new_module,
     silence_libraries,
     torch_dtype,
@@ -122,9 +122,6 @@ def estimate(
         sampling: resolved, so that frame count and decode chunk are numbers.
         device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.
         num_threads: intra-op threads of a CPU rank, on which torch's choice of kernels depends.
-
-    Raises:
-        ModelError: the model's class rejects a config.
     """
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -212,7 +209,7 @@ class _Hollow:
                 parts[part] = self._module(cls, part, dtype_of(checkpoint, part, model.dtype))
                 apply_memory_options(checkpoint, part, parts[part], model)
             else:
-                parts[part] = load_processor(checkpoint, part, cls, cpu)
+                parts[part] = load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
         from_image = sampling.from_image
         self._pipe = new_pipeline(checkpoint, from_image, parts, cpu)
@@ -271,7 +268,7 @@ class _Hollow:
         removed = [
             (module, name, module._modules.pop(name))
             for part, module in self._modules.items()
-            for name in unused[part]
+            for name in module._modules.keys() & unused[part]
         ]
         loaded = checkpoint.components_of(roles, self._sampling)
         weights = num_bytes(self._modules[part] for part in loaded)

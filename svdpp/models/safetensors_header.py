@@ -40,9 +40,6 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
         component: one of `WEIGHT_STEMS`.
         variant: such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None for the plain
             names.
-
-    Raises:
-        ModelError: a file is missing, incomplete, or not a safetensors file.
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # a pipe would never end
     names = [f"{component}/{path.name}" for path in paths]
@@ -78,9 +75,6 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
         names: all files, with the component's folder, as `vae/config.json`.
         component: one of `WEIGHT_STEMS`.
         variant: as for `weight_headers`.
-
-    Raises:
-        ModelError: there are no such weights.
     """
     start = f"{component}/"
     there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
@@ -99,11 +93,7 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
 
 
 def read_safetensors_header(path: Path) -> Header:
-    """dtype and shape of each tensor in a safetensors file; reads no tensor.
-
-    Raises:
-        ModelError: the file is incomplete, or not a safetensors file.
-    """
+    """dtype and shape of each tensor in a safetensors file; reads no tensor."""
     entries = _read_entries(path)[1]
     return {name: (each["dtype"], tuple(each["shape"])) for name, each in entries.items()}
 
@@ -113,9 +103,6 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
 
     It takes milliseconds. A copy of the folder has the same fingerprint. A folder with other
     weights has another one.
-
-    Raises:
-        ModelError: a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(files):

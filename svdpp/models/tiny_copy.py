@@ -56,11 +56,7 @@ _WIDTHS_OF_HEADS = ("cross_attention_dim", "added_kv_proj_dim")
 
 
 def write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes the tiny copy of a checked checkpoint to an empty folder, a few megabytes.
-
-    Raises:
-        ModelError: a library cannot build a component of such a size.
-    """
+    """Writes the tiny copy of a checked checkpoint to an empty folder, a few megabytes."""
     silence_libraries()
     index = json.loads((checkpoint.folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index))
@@ -76,11 +72,7 @@ def write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def tiny_sampling(checkpoint: Checkpoint, sampling: SamplingConfig) -> SamplingConfig:
-    """The first small clip of the kind of `sampling` that the tiny copy `checkpoint` can make.
-
-    Raises:
-        RequestError: it makes no such clip.
-    """
+    """The first small clip of the kind of `sampling` that the tiny copy `checkpoint` can make."""
     unit, frames = sampling.side_unit, sampling.frames_unit
     known = {each.name for each in fields(sampling) if each.init}
     kind: Any = type(sampling)

@@ -1,14 +1,15 @@
-"""The choice by forecast of the fastest layout that fits, and of each rank's card."""
+"""The choice by forecast of the best layout that fits, and of each rank's card."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.large_forecast import makespan
+from svdpp.plan.large_forecast import makespan_and_latency
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.replicas import divisors
 
@@ -17,6 +18,8 @@ from svdpp.plan.replicas import divisors
 _MAX_REPLICA_SIZE = 64
 # Times whose ratio is below this count as equal; the simplest layout wins.
 _EQUAL = 1.001
+# What the rate may lose for a lower latency, where that is what matters.
+_RATE_KEPT = 0.9
 # A reason names the card of each rank up to this many ranks.
 _MAX_NAMED_CARDS = 16
 
@@ -31,6 +34,26 @@ class Choice:
     """The card of each rank, by rank; empty: rank r takes card r."""
 
 
+class _Candidate(NamedTuple):
+    layout: Layout
+    seconds: float
+    """Until all clips are finished."""
+    latency: float
+    """Mean of one clip, from its start."""
+
+    def against(self, other: _Candidate, num_clips: int) -> str:
+        """The times of both, in words."""
+        return (
+            f"a clip takes {self.latency:.4g} s and {_clips(num_clips)} {self.seconds:.4g} s, with "
+            f"{other.layout} {other.latency:.4g} s and {other.seconds:.4g} s"
+        )
+
+
+#: Whether layouts of pairs are candidates too; `unproven`: for the reason only, because their bits
+#: may differ.
+Pairs = Literal["no", "exact", "unproven"]
+
+
 def choose_layout(
     *,
     num_steps: int,
@@ -42,16 +65,23 @@ def choose_layout(
     expert_boundary: int | None = None,
     share_experts: bool = False,
     cfg_parallel: int = 1,
+    pairs: Pairs = "no",
+    fixed: Mapping[str, Any] | None = None,
+    sooner: bool = False,
 ) -> Choice:
-    """The layout that fits in memory and, by forecast, finishes `num_clips` clips first.
+    """The best layout by forecast of those that fit in memory.
+
+    That is the one that finishes `num_clips` clips first; with `sooner` the one whose clips take
+    the least time each, of those whose rate is at least 0.9 of the best.
 
     If rank r on card r does not fit, ranks that need more get cards that have more. If some card
     has room for both experts of a model, layouts in which a rank holds both count as well.
 
     `memory_gib` is what each of the W cards has; empty: unknown. Without `share_experts` a rank
-    of a longer replica holds both experts only if its card is known to have room.
+    of a longer replica holds both experts only if its card is known to have room. `fixed` are the
+    fields of the only layout; what is left to choose is then whether its ranks are pairs.
     """
-    whole = Layout(
+    single = Layout(
         num_steps=num_steps,
         world_size=world_size,
         replicas=max(1, world_size // max(1, cfg_parallel)),
@@ -61,24 +91,28 @@ def choose_layout(
         expert_boundary=expert_boundary,
         share_experts=share_experts,
     )
-    layouts = list(_candidates(whole))
+    paired = _paired(single) if pairs != "no" else []
+    wholes = [single, *(paired if pairs == "exact" else [])]
+    layouts = _all_candidates(wholes, fixed)
     in_memory = [layout for layout in layouts if _cards(layout, memory_gib) is not None]
     num_left_out = len(layouts) - len(in_memory)
-    in_memory += _shared_candidates(whole, memory_gib)
+    if fixed is None:
+        in_memory += [each for whole in wholes for each in _shared_candidates(whole, memory_gib)]
     if not in_memory:
         raise _nothing_fits(layouts, memory_gib)
     # If no layout has known transfer costs, the forecast of the first names the missing one.
     fitting = [layout for layout in in_memory if _has_known_transfers(layout)] or in_memory[:1]
     num_unknown = len(in_memory) - len(fitting)
-    seconds = [makespan(layout, num_clips) for layout in fitting]
-    chosen = next(i for i, each in enumerate(seconds) if each <= min(seconds) * _EQUAL)
-    layout, soonest = fitting.pop(chosen), seconds.pop(chosen)
-    cards = _cards(layout, memory_gib) or ()
+    candidates = _forecast(fitting, num_clips)
+    best = _best(candidates, sooner=sooner)
+    layout, cards = best.layout, _cards(best.layout, memory_gib) or ()
     remarks = [
-        _reason(num_clips, soonest, list(zip(seconds, map(str, fitting), strict=True))),
+        _reason(num_clips, best, candidates, sooner=sooner),
+        _unproven(num_clips, best, paired, fixed, sooner) if pairs == "unproven" else "",
+        f"{world_size} ranks form no pairs" if pairs != "no" and not paired else "",
         _held_experts(layout),
         f"{num_left_out} of {len(layouts)} layouts need more memory" if num_left_out else "",
-        _needs_of_data_parallel(whole) if layouts[0] is not in_memory[0] else "",
+        _needs_of_data_parallel(single) if layouts[0] is not in_memory[0] else "",
         f"{num_unknown} of {len(layouts)} layouts have transfers between hosts, whose time the "
         "costs do not give: set --inter-host-transfer-seconds"
         if num_unknown
@@ -89,6 +123,48 @@ def choose_layout(
     return Choice(
         layout=layout, reason=f"{layout}: {'; '.join(filter(None, remarks))}", cards=cards
     )
+
+
+def _paired(single: Layout) -> list[Layout]:
+    """Data parallel of pairs; nothing if the ranks form none."""
+    per_host = single.costs.ranks_per_host or 2
+    if single.world_size % 2 or per_host % 2:
+        return []
+    return [replace(single, replicas=single.world_size // 2, cfg_parallel=2)]
+
+
+def _all_candidates(wholes: Sequence[Layout], fixed: Mapping[str, Any] | None) -> list[Layout]:
+    if fixed is None:
+        return [layout for whole in wholes for layout in _candidates(whole)]
+    layouts, faults = [], []
+    for whole in wholes:
+        try:
+            layouts.append(replace(whole, **fixed))
+        except RequestError as fault:
+            faults.append(fault)
+    if not layouts:
+        raise faults[0]
+    return layouts
+
+
+def _forecast(layouts: Sequence[Layout], num_clips: int) -> list[_Candidate]:
+    return [_Candidate(each, *makespan_and_latency(each, num_clips)) for each in layouts]
+
+
+def _best(candidates: Sequence[_Candidate], *, sooner: bool) -> _Candidate:
+    """The first of those that no other exceeds by more than the rule allows."""
+    if sooner:
+        kept = _least(candidates, lambda each: each.seconds, 1 / _RATE_KEPT)
+        candidates = _least(kept, lambda each: each.latency)
+    return _least(candidates, lambda each: each.seconds)[0]
+
+
+def _least(
+    candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
+) -> list[_Candidate]:
+    """Those whose time is at most `factor` times the least."""
+    most = min(map(key, candidates)) * factor
+    return [each for each in candidates if key(each) <= most]
 
 
 def _cards(layout: Layout, memory_gib: Sequence[float]) -> tuple[int, ...] | None:
@@ -162,20 +238,59 @@ def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout,
             share_experts=layout.share_experts,
             cfg_parallel=layout.cfg_parallel,
         ).layout
-        times = makespan(layout, num_clips) / makespan(best, num_clips)
+        now, then = _forecast([layout, best], num_clips)
     except RequestError:
         return None
+    times = now.seconds / then.seconds
     return (best, times) if times > by else None
 
 
-def _reason(num_clips: int, seconds: float, rivals: Sequence[tuple[float, str]]) -> str:
+def _reason(
+    num_clips: int, best: _Candidate, candidates: Sequence[_Candidate], *, sooner: bool
+) -> str:
+    rivals = [each for each in candidates if each is not best]
     if not rivals:
         return "no other layout is possible"
-    next_seconds, rival = min(rivals)
-    clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
-    if next_seconds <= seconds * _EQUAL:
-        return f"no other layout finishes {clips} sooner, and none is simpler"
-    return f"the next best, {rival}, takes {next_seconds / seconds - 1:.1%} longer for {clips}"
+    size = best.layout.cfg_parallel
+    others = [each for each in rivals if each.layout.cfg_parallel != size]
+    fastest = min(rivals, key=lambda each: each.seconds)
+    if others:
+        return best.against(_best(others, sooner=sooner), num_clips)
+    if fastest.seconds * _EQUAL < best.seconds:
+        return best.against(fastest, num_clips)
+    if fastest.seconds <= best.seconds * _EQUAL:
+        return f"no other layout finishes {_clips(num_clips)} sooner, and none is simpler"
+    return (
+        f"the next best, {fastest.layout}, takes {fastest.seconds / best.seconds - 1:.1%} longer "
+        f"for {_clips(num_clips)}"
+    )
+
+
+def _unproven(
+    num_clips: int,
+    best: _Candidate,
+    paired: Sequence[Layout],
+    fixed: Mapping[str, Any] | None,
+    sooner: bool,
+) -> str:
+    """What `--cfg-parallel 2` would give, if its bits are not known to be equal."""
+    try:
+        layouts = _all_candidates(paired, fixed) if paired else []
+        known = [each for each in layouts if _has_known_transfers(each)]
+    except RequestError:
+        return ""
+    if not known:
+        return ""
+    pair = _best(_forecast(known, num_clips), sooner=sooner)
+    return (
+        f"with --cfg-parallel 2 ({pair.layout}) a clip would take {pair.latency:.4g} s and "
+        f"{_clips(num_clips)} {pair.seconds:.4g} s, not {best.latency:.4g} and "
+        f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp doctor tries it"
+    )
+
+
+def _clips(num_clips: int) -> str:
+    return f"{num_clips} clip{'s' if num_clips > 1 else ''}"
 
 
 def _needs_of_data_parallel(layout: Layout) -> str:

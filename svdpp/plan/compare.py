@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import Choice, choose_layout, decoders_needed
+from svdpp.plan.choose import Choice, Pairs, choose_layout, decoders_needed
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
@@ -43,6 +43,8 @@ def compare_layouts(
     memory_gib: Sequence[float] = (),
     expert_boundary: int | None = None,
     share_experts: bool = False,
+    pairs: Pairs = "no",
+    sooner: bool = False,
 ) -> list[Row]:
     """The layouts that `plan --compare` shows.
 
@@ -79,14 +81,21 @@ def compare_layouts(
             note=choice.reason,
         )
 
-    pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
-    auto = partial(choose_layout, **counts, num_clips=num_clips, memory_gib=memory_gib)
+    of_pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
+    auto = partial(
+        choose_layout,
+        **counts,
+        num_clips=num_clips,
+        memory_gib=memory_gib,
+        pairs=pairs if pairs == "exact" else "no",  # else the last row says it
+        sooner=sooner,
+    )
     return [
         *(row(split, partial(build, split=split)) for split in SPLITS),
         row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
         row("auto", auto),
         row("data parallel", partial(build, replicas=world_size)),
-        *([] if world_size % 2 else [row("pairs", pairs)]),
+        *([] if world_size % 2 else [row("pairs", of_pairs)]),
     ]
 
 

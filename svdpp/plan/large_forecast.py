@@ -62,13 +62,17 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     )
 
 
-def makespan(layout: Layout, num_clips: int) -> float:
-    """Seconds until all clips are finished; beyond a sample, at a constant time per clip."""
+def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
+    """Seconds until all clips are finished, and the mean of one clip from its start.
+
+    Beyond a sample the time per clip is constant.
+    """
     world_size = layout.world_size
     sample = max(2 * world_size, min(_SAMPLE_PER_RANK * world_size, _LARGE_SAMPLE))
     sample = min(num_clips, sample)
     forecast = forecast_layout(layout, sample)
-    return forecast.makespan + (num_clips - sample) * forecast.seconds_per_clip
+    more = (num_clips - sample) * forecast.seconds_per_clip
+    return forecast.makespan + more, forecast.latency.mean
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:
@@ -144,7 +148,6 @@ def _step_seconds(route: Route, costs: Costs) -> list[float]:
 
 
 def _busy(route: Route, costs: Costs) -> float:
-    """Seconds of work of all ranks."""
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
     ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)

@@ -171,7 +171,6 @@ class FixedCuts:
     """The same cuts for every clip.
 
     Args:
-        each: the cuts.
         num_turns: number of ranks in the replica's last stage.
     """
 

@@ -50,7 +50,7 @@ class Engine:
         folder: the data folder.
         describe: the data of a job's event.
         on_ended: called with each job that has reached a final state.
-        costs: assumed before there is a measurement; None: the preset of an A100.
+        costs: assumed before there is a measurement.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
     """
 
@@ -224,7 +224,6 @@ class Engine:
         pipeline.observe(self._observe)
         self.rank_view.reset()
         self.feeder.begin()
-        self._costs.begin()
         self._pipeline, self._is_entering = pipeline, True
         try:
             with pipeline:
@@ -270,7 +269,7 @@ class Engine:
             action = self.rank_view.add(rank, event)
             index = getattr(event, "clip", None if action is None else action.clip)
             if (clip := self.feeder.of_clip(index)) is not None:
-                self._costs.add(rank, event, clip.job.sampling)
+                self._costs.add(event, clip.job.sampling)
         except Exception:
             logger.exception("an event of rank {} is lost", rank)
         for observer in self._observers:

@@ -6,23 +6,22 @@ takes a microsecond a visit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import PRESETS, Costs, PerRank, step_from_pair
 from svdpp.plan.large_forecast import Way, clip_times, way_of
-from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route
 from svdpp.serve.feeder import RunningClip
 from svdpp.serve.queue import JobQueue
@@ -31,7 +30,6 @@ from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 #: Clips that are replayed; later ones follow at the rate of the second half of these.
 MAX_REPLAYED = 1000
 
-_MAX_LAYOUTS = 64
 _MAX_AGE = 0.5
 # While no costs are known.
 _RETRY_SECONDS = 5.0
@@ -57,34 +55,14 @@ _PRESET = PRESETS["svd-xt-a100"]
 _PRESET_SHAPE = _Shape(576, 1024, 25, True)
 
 
-class _Samples:
-    """The latest seconds of each kind of work on clips of one shape.
-
-    The first time that a rank does it counts only while there is no other: it warms up.
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[str, deque[float]] = {}
-        self._only_first: set[str] = set()
-
-    def add(self, kind: str, seconds: float, *, is_first: bool) -> None:
-        latest = self._latest.setdefault(kind, deque(maxlen=_MAX_SAMPLES))
-        if is_first and latest and kind not in self._only_first:
-            return
-        if is_first or kind in self._only_first:
-            latest.clear()
-        (self._only_first.add if is_first else self._only_first.discard)(kind)
-        latest.append(seconds)
-
-    def means(self) -> dict[str, float]:
-        return {kind: statistics.fmean(latest) for kind, latest in self._latest.items()}
-
-
 class MeasuredCosts:
-    """Mean costs of the latest sizes of clips; of an unknown size, scaled from the latest known.
+    """Costs of the latest sizes of clips; of an unknown size, scaled from the latest known.
+
+    Each is the median of the latest measurements, so that ranks that warm up count little.
 
     Args:
-        assumed: costs of a clip of `sampling`, before a measurement; None: the preset of an A100.
+        assumed: costs of a clip of `sampling`, before a measurement; None: none are known, and what
+            is not measured has the ratio to a step that it has on an A100.
         sampling: of the pipeline.
         in_pairs: whether pairs of ranks do the steps.
     """
@@ -97,25 +75,28 @@ class MeasuredCosts:
         self._assumed = assumed or _PRESET
         self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
         self._lock = threading.Lock()
-        self._samples: OrderedDict[_Shape, _Samples] = OrderedDict()
-        self._warm: set[tuple[int, str]] = set()
+        self._samples: OrderedDict[_Shape, dict[str, deque[float]]] = OrderedDict()
+        """The latest seconds of each kind of work on clips of a shape."""
 
-    def begin(self) -> None:
-        """Says that the ranks have been started, and must warm up."""
-        with self._lock:
-            self._warm.clear()
-
-    def add(self, rank: int, event: Event, sampling: SamplingConfig) -> None:
+    def add(self, event: Event, sampling: SamplingConfig) -> None:
         """Records an event about a clip of `sampling`; ignores events without a time."""
-        measured = _measured(event)
-        if measured is None:
-            return
-        kind, seconds = measured
+        match event:
+            case StepDone():
+                kind, seconds = _STEP, event.seconds
+            case TransferDone(direction="recv"):  # it counts once, at its receiver
+                kind, seconds = _TRANSFER, event.seconds
+            case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
+                # Of an image that was not prepared ahead, the clip also waits for that.
+                waited = event.waits.get("photograph", 0.0)
+                seconds = (event.end - event.start + waited) / event.action.fraction
+                kind = str(event.action.kind)
+            case _:
+                return
+        shape = _shape(sampling)
         with self._lock:
-            samples = self._samples.setdefault(_shape(sampling), _Samples())
-            samples.add(kind, seconds, is_first=(rank, kind) not in self._warm)
-            self._warm.add((rank, kind))
-            self._samples.move_to_end(_shape(sampling))
+            new: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MAX_SAMPLES))
+            self._samples.setdefault(shape, new)[kind].append(seconds)
+            self._samples.move_to_end(shape)
             if len(self._samples) > _MAX_SHAPES:
                 self._samples.popitem(last=False)
 
@@ -123,48 +104,33 @@ class MeasuredCosts:
     def are_known(self) -> bool:
         """Whether costs are measured, or were given; those of an A100 say little about others."""
         with self._lock:
-            return self._is_given or any(_STEP in known.means() for known in self._samples.values())
+            return self._is_given or any(_STEP in samples for samples in self._samples.values())
 
     def costs(self, sampling: SamplingConfig) -> Costs:
         """The costs of a clip of `sampling`."""
         shape = _shape(sampling)
         with self._lock:
             for known in (shape, *reversed(self._samples)):
-                means = self._samples[known].means() if known in self._samples else {}
-                if _STEP in means:
-                    return _scaled(self._costs_by(known, means), shape.volume / known.volume)
+                if _STEP in (samples := self._samples.get(known, {})):
+                    seconds = {kind: statistics.median_low(own) for kind, own in samples.items()}
+                    return _scaled(self._costs_by(known, seconds), shape.volume / known.volume)
         return self._assumed_for(shape)
 
-    def _costs_by(self, shape: _Shape, means: dict[str, float]) -> Costs:
+    def _costs_by(self, shape: _Shape, seconds: dict[str, float]) -> Costs:
         """The costs of `shape`; what is not measured is scaled by the time of a step."""
-        assumed, step = self._assumed_for(shape), max(means[_STEP], 1e-9)
+        assumed, step = self._assumed_for(shape), max(seconds[_STEP], 1e-9)
         if self._in_pairs:
-            step = step_from_pair(step, means.get(_TRANSFER, 0.0))
+            step = step_from_pair(step, seconds.get(_TRANSFER, 0.0))
         scale = step / assumed.step_on(0)
         return Costs(
             step_seconds=step,
-            encode_seconds=means.get(Kind.ENCODE, scale * assumed.encode_on(0)),
-            decode_seconds=means.get(Kind.DECODE, scale * assumed.decode_on(0)),
-            transfer_seconds=means.get(_TRANSFER, 0.0),
+            encode_seconds=seconds.get(Kind.ENCODE, scale * assumed.encode_on(0)),
+            decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
+            transfer_seconds=seconds.get(_TRANSFER, 0.0),
         )
 
     def _assumed_for(self, shape: _Shape) -> Costs:
         return _scaled(self._assumed, shape.volume / self._assumed_shape.volume)
-
-
-def _measured(event: Event) -> tuple[str, float] | None:
-    """What the event measured, and its seconds; a transfer counts once, at its receiver."""
-    match event:
-        case StepDone():
-            return _STEP, event.seconds
-        case TransferDone(direction="recv"):
-            return _TRANSFER, event.seconds
-        case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
-            # Of an image that was not prepared ahead, the clip also waits for that.
-            seconds = event.end - event.start + event.waits.get("photograph", 0.0)
-            return event.action.kind, seconds / event.action.fraction
-        case _:
-            return None
 
 
 def _shape(sampling: SamplingConfig) -> _Shape:
@@ -205,28 +171,6 @@ class Estimate:
     """Number of clips that begin before it; None once it has begun."""
     eta_seconds: float | None
     """None before the costs are known."""
-
-
-class Layouts:
-    """The layouts of clips with other numbers of steps, or steps of an expert, than `layout`."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._of = functools.lru_cache(_MAX_LAYOUTS)(self._new)
-
-    def route(
-        self, clip: int, num_steps: int, steps_done: int = 0, expert_boundary: int | None = None
-    ) -> Route:
-        """The rest of a clip's route; `expert_boundary` is None if there is one expert."""
-        route = self._of(num_steps, expert_boundary).route(clip)
-        return route.resumed(steps_done) if steps_done else route
-
-    def _new(self, num_steps: int, expert_boundary: int | None) -> Layout:
-        layout = replace(self._layout, num_steps=num_steps, split="balanced", expert_boundary=None)
-        for split in (self._layout.split, "balanced"):  # an even split may not exist
-            with contextlib.suppress(RequestError):
-                return replace(layout, split=split, expert_boundary=expert_boundary)
-        return layout
 
 
 def estimate(clips: Sequence[ClipAhead], *, delay: float = 0.0) -> dict[str, Estimate]:
@@ -273,14 +217,12 @@ class JobEstimates:
         delay: Callable[[], float],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._layouts = Layouts(config.layout)
+        self._layout = config.layout
+        self._work = ClipWork(config, checkpoint)
         self._queue = queue
         self._running = running
         self._costs = costs
         self._delay = delay
-        self._boundary_of = functools.lru_cache(_MAX_LAYOUTS)(
-            lambda sampling: None if checkpoint is None else checkpoint.expert_boundary(sampling)
-        )
         self._lock = threading.Lock()
         self._made_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
@@ -331,15 +273,19 @@ class JobEstimates:
         return list(clips.values())
 
     def _in_pipeline(self, clip: RunningClip) -> ClipAhead:
-        sampling = clip.job.sampling
+        sampling, done = clip.job.sampling, clip.progress.steps_done
+        route = self._route(clip.clip, sampling)
         return ClipAhead(
             id=clip.job.id,
-            route=self._route(clip.clip, sampling, clip.progress.steps_done),
+            route=route.resumed(done) if done else route,
             costs=self._costs.costs(sampling),
             has_begun=clip.has_begun,
             begun_seconds=time.monotonic() - clip.moved_at if clip.has_begun else 0.0,
         )
 
-    def _route(self, clip: int, sampling: SamplingConfig, steps_done: int = 0) -> Route:
-        num_steps, boundary = sampling.num_inference_steps, self._boundary_of(sampling)
-        return self._layouts.route(clip, num_steps, steps_done, boundary)
+    def _route(self, clip: int, sampling: SamplingConfig) -> Route:
+        try:
+            request = self._work.resolved(ClipRequest(seed=0, sampling=sampling))
+            return self._work.route(clip, request)
+        except RequestError:  # it will fail
+            return self._layout.route(clip)

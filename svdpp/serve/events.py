@@ -12,9 +12,8 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Self
-from weakref import WeakSet
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from loguru import logger
 
@@ -43,6 +42,20 @@ class JobEvent(NamedTuple):
     is_final: bool
 
 
+class _Watcher:
+    """One subscriber, in its event loop."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.flag = asyncio.Event()
+        self.is_over = is_over
+
+    def wake(self, *, is_over: bool = False) -> None:
+        self.is_over |= is_over
+        with contextlib.suppress(RuntimeError):  # its event loop is closed
+            self._loop.call_soon_threadsafe(self.flag.set)
+
+
 class Events:
     """The newest event of each job, and its subscribers.
 
@@ -54,10 +67,9 @@ class Events:
         self._max_jobs = max_jobs
         self._lock = threading.RLock()
         self._newest: OrderedDict[str, JobEvent] = OrderedDict()
-        # Weak, so that a subscription that nobody closes goes with its last user.
-        self._subscriptions: dict[str, WeakSet[Subscription]] = {}
+        self._watchers: dict[str, set[_Watcher]] = {}
         self._last_id = 0
-        self.is_closed = False
+        self._is_closed = False
 
     def publish(self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False) -> JobEvent:
         """Replaces the job's newest event and wakes its subscribers; `data` must not change."""
@@ -67,8 +79,8 @@ class Events:
             self._newest.move_to_end(job_id)
             while len(self._newest) > self._max_jobs:
                 self._newest.popitem(last=False)
-            for subscription in self._subscriptions.get(job_id, ()):
-                subscription.wake()
+            for watcher in self._watchers.get(job_id, ()):
+                watcher.wake()
         return event
 
     def new_id(self) -> int:
@@ -86,123 +98,64 @@ class Events:
         """Drops the newest event of a job that no longer exists; its subscriptions end."""
         with self._lock:
             self._newest.pop(job_id, None)
-            for subscription in self._subscriptions.pop(job_id, ()):
-                subscription.end()
+            for watcher in self._watchers.get(job_id, ()):
+                watcher.wake(is_over=True)
+
+    def close(self) -> None:
+        """Ends all subscriptions; later ones end at once."""
+        with self._lock:
+            self._is_closed = True
+            for watcher in itertools.chain(*self._watchers.values()):
+                watcher.wake(is_over=True)
 
     def watched(self) -> set[str]:
         """The jobs that have subscribers."""
         with self._lock:
-            # Those whose subscribers have vanished leave no entry.
-            self._subscriptions = {id: own for id, own in self._subscriptions.items() if len(own)}
-            return set(self._subscriptions)
+            return set(self._watchers)
 
     @property
     def num_subscribers(self) -> int:
         """How many subscriptions are open."""
         with self._lock:
-            return sum(map(len, self._subscriptions.values()))
+            return sum(map(len, self._watchers.values()))
 
-    def subscribe(
+    @contextlib.asynccontextmanager
+    async def subscribe(
         self, job_id: str, last_id: int | None = None, *, silence: float = 15.0
-    ) -> Subscription:
-        """A subscription to `job_id`; call it in a coroutine.
+    ) -> AsyncIterator[AsyncIterator[JobEvent | None]]:
+        """The events of `job_id` that the client does not have, until a final one.
 
-        The newest event comes at once, unless its id is `last_id`, which the client has. After each
-        `silence` in seconds it yields None, for a comment that keeps the connection open.
+        The newest comes at once, unless its id is `last_id`, which the client has. After each
+        `silence` in seconds comes None, for a comment that keeps the connection open. A slow client
+        skips events.
         """
-        subscription = Subscription(self, job_id, last_id, silence)
         with self._lock:
-            if self.is_closed:
-                subscription.end()
-            else:
-                self._subscriptions.setdefault(job_id, WeakSet()).add(subscription)
-        return subscription
+            watcher = _Watcher(is_over=self._is_closed)
+            self._watchers.setdefault(job_id, set()).add(watcher)
+        try:
+            yield self._follow(job_id, watcher, last_id, silence)
+        finally:
+            with self._lock:
+                self._watchers[job_id].discard(watcher)
+                if not self._watchers[job_id]:
+                    del self._watchers[job_id]
 
-    def close(self) -> None:
-        """Ends all subscriptions; later ones end at once."""
-        with self._lock:
-            self.is_closed = True
-            for subscription in itertools.chain(*self._subscriptions.values()):
-                subscription.end()
-            self._subscriptions.clear()
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        """Removes a subscription; does nothing if it is already removed."""
-        with self._lock:
-            own = self._subscriptions.get(subscription.job_id, WeakSet())
-            own.discard(subscription)
-            if not own:
-                self._subscriptions.pop(subscription.job_id, None)
-
-
-class Subscription:
-    """The events of one job for one client: an async iterator, and an async context manager.
-
-    It yields the newest event that the client does not have, None after each period of silence, and
-    ends after a final event. A slow client skips events.
-
-    Example:
-        >>> async def follow(events: Events, job_id: str) -> None:
-        ...     async with events.subscribe(job_id) as subscription:
-        ...         async for event in subscription:
-        ...             print(event)
-    """
-
-    def __init__(self, events: Events, job_id: str, last_id: int | None, silence: float) -> None:
-        self.job_id = job_id
-        self._events = events
-        self._last_id = last_id
-        self._silence = silence
-        self._loop = asyncio.get_running_loop()
-        self._flag = asyncio.Event()
-        self._is_awake = False
-        self._is_over = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> JobEvent | None:
-        while not self._is_over:
-            self._flag.clear()
-            self._is_awake = False  # before the look at the newest event, so that none is missed
-            event = self._events.newest(self.job_id)
-            if event is not None and event.id != self._last_id:
-                self._last_id = event.id
+    async def _follow(
+        self, job_id: str, watcher: _Watcher, last_id: int | None, silence: float
+    ) -> AsyncIterator[JobEvent | None]:
+        while not watcher.is_over:
+            watcher.flag.clear()  # before the look at the newest event, so that none is missed
+            event = self.newest(job_id)
+            if event is not None and event.id != last_id:
+                last_id = event.id
+                yield event
                 if event.is_final:
-                    self.close()
-                return event
+                    return
+                continue
             try:
-                await asyncio.wait_for(self._flag.wait(), self._silence)
+                await asyncio.wait_for(watcher.flag.wait(), silence)
             except TimeoutError:
-                return None
-            except asyncio.CancelledError:  # the client has gone
-                self.close()
-                raise
-        raise StopAsyncIteration
-
-    def close(self) -> None:
-        """Ends the subscription."""
-        self._is_over = True
-        self._events.unsubscribe(self)
-
-    def wake(self) -> None:
-        """Lets the subscriber look at the newest event; from any thread, never waits."""
-        if self._is_awake:
-            return
-        self._is_awake = True
-        with contextlib.suppress(RuntimeError):  # its event loop is closed
-            self._loop.call_soon_threadsafe(self._flag.set)
-
-    def end(self) -> None:
-        """Ends the subscription from any thread."""
-        self._is_over, self._is_awake = True, False
-        self.wake()
+                yield None
 
 
 class Notifier:

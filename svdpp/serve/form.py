@@ -60,7 +60,7 @@ def _photo_of(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value[:20]:
-        raise ValueError("no URLs are fetched: send the photograph itself, or a data URL of it")
+        raise ValueError("no URLs are fetched: send the image itself, or a data URL of it")
     head, is_url, text = value.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
@@ -137,8 +137,8 @@ class VideoRequest(BaseModel):
 
 
 def _photo_fields(use: Use) -> dict[str, Any]:
-    text = "The photograph: PNG, JPEG, WebP, BMP, TIFF or GIF"
-    fit = Field(None, description="How a photograph of another shape becomes the frame.")
+    text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    fit = Field(None, description="How an image of another shape becomes the frame.")
     match use:
         case "refused":
             return {}

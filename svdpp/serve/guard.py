@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from loguru import logger
 from python_multipart.multipart import parse_options_header
@@ -28,14 +27,8 @@ _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON = "application/json"
 #: A body of JSON is in memory as a whole, unlike a form.
 JSON_BYTES = 16 * 2**20
-#: The files of the page by the paths of their URLs.
-PAGE_FILES = {
-    "/" if file.name == "index.html" else f"/page/{file.name}": file
-    for file in (Path(__file__).parent / "page").iterdir()
-    if file.suffix in (".html", ".js", ".css")
-}
-#: Paths that need no key: the page, which asks for it, and what a load balancer asks.
-PUBLIC_PATHS = frozenset({*PAGE_FILES, "/favicon.ico", "/health", "/ready", "/openapi.json"})
+#: Paths that need no key, beside the files of the page, which asks for it.
+_PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
 #: A name or an address, and a port.
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -133,7 +126,7 @@ class Guard:
                 raise ApiError(
                     503,
                     "too_many_uploads",
-                    f"{used} photographs {whose}are being uploaded already",
+                    f"{used} images {whose}are being uploaded already",
                     headers={"Retry-After": "1"},
                     details={"limit": limit},
                 )
@@ -144,7 +137,7 @@ class Guard:
         if self.owner_of is None:
             _check_host(headers)
             return Owner()
-        if path in PUBLIC_PATHS:
+        if path in _PUBLIC_PATHS or path.startswith("/page/"):
             return Owner()
         scheme, _, key = headers.get("authorization", "").partition(" ")
         owner = self.owner_of(key.strip()) if scheme.lower() == "bearer" and key else None
@@ -200,8 +193,8 @@ class _Answer:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
-            if self._is_api:
-                headers.setdefault("cache-control", "no-store")
+            # The page's files are asked for again each time: page and server are of one version.
+            headers.setdefault("cache-control", "no-store" if self._is_api else "no-cache")
         await self._send(message)
 
 
@@ -233,7 +226,7 @@ def _kind_of(content_type: str) -> str:
             415,
             "unsupported_media_type",
             f"the body must be multipart/form-data or {JSON}, not {shown or 'without a type'}",
-            "send the fields as curl -F does; a photograph is the field input_reference",
+            "send the fields as curl -F does; an image is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
@@ -247,7 +240,7 @@ def _too_large(limit: int) -> ApiError:
         413,
         "content_too_large",
         f"the body is larger than {limit / 2**20:g} MiB",
-        "make the photograph smaller; the clip is no larger than its size",
+        "make the image smaller; the clip is no larger than its size",
         details={"limit_bytes": limit},
         headers=_CLOSE,
     )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,8 @@ class Metrics:
     def __init__(self, sources: Sources) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self.registry = CollectorRegistry()
-        self._rank_seconds = _RankSeconds()
+        self._last_end: dict[int, float] = {}
+        """When each rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         common: dict[str, Any] = {"namespace": "svdpp", "registry": self.registry}
 
@@ -79,6 +79,12 @@ class Metrics:
             "clip_seconds", "From the ranks' taking of a clip to its file.", _CLIP_BUCKETS
         )
         self._steps = histogram("step_seconds", "One denoising step.", _STEP_BUCKETS, "rank")
+        self._rank_seconds = counter(
+            "rank_seconds",
+            "Seconds of each rank by state; transfers overlap with the other states.",
+            "rank",
+            "state",
+        )
         self._bytes = counter("transfer_bytes", "Bytes between ranks.", "rank", "direction")
         self._proofs = counter("verifications", "Clips compared with one device.", "result")
         self._eta_error = histogram(
@@ -91,7 +97,7 @@ class Metrics:
             "http_request_seconds", "Time to an answer's first byte.", _REQUEST_BUCKETS, "route"
         )
         self._refusals = counter(
-            "refused_requests", "Requests for a clip that were refused.", "code"
+            "refused_requests", "Requests for a clip, refused by a full queue.", "code"
         )
         self._mismatch = Gauge(
             "verification_mismatch", "1 once a clip differed from one device: an alert.", **common
@@ -100,15 +106,30 @@ class Metrics:
             self._clips.labels(state)
         for result in ("equal", "different"):
             self._proofs.labels(result)
-        self.registry.register(_AtScrape(sources, self._rank_seconds))
+        self.registry.register(_AtScrape(sources))
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes an event of `rank`."""
-        self._rank_seconds.add(rank, event)
-        if isinstance(event, StepDone):
-            self._steps.labels(rank).observe(event.seconds)
-        elif isinstance(event, TransferDone):
-            self._bytes.labels(rank, event.direction).inc(event.num_bytes)
+        """Takes an event of `rank`; the pipeline's thread alone calls it."""
+        match event:
+            case Joined():
+                self._last_end.pop(rank, None)
+            case StepDone():
+                self._steps.labels(rank).observe(event.seconds)
+            case TransferDone():
+                self._bytes.labels(rank, event.direction).inc(event.num_bytes)
+                self._spent(rank, "transfer", event.seconds)
+            case ActionDone():
+                self._spent(rank, "compute", event.end - event.start)
+                self._spent(rank, "wait", event.waited)
+                # Between two actions it waited for a packet, or had no work.
+                begin = event.start - event.waited
+                self._spent(rank, "idle", begin - self._last_end.get(rank, begin))
+                self._last_end[rank] = event.end
+            case _:
+                pass
+
+    def _spent(self, rank: int, state: str, seconds: float) -> None:
+        self._rank_seconds.labels(rank, state).inc(max(0.0, seconds))
 
     def ended(self, job: Job) -> None:
         """Counts a job that has reached a final state."""
@@ -135,7 +156,7 @@ class Metrics:
         self._request_seconds.labels(route).observe(seconds)
 
     def refused(self, code: str) -> None:
-        """Counts a request for a clip that was refused."""
+        """Counts a request for a clip that a full queue refused."""
         self._refusals.labels(code).inc()
 
     def eta_error(self) -> dict[str, float | int | None]:
@@ -156,41 +177,9 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _RankSeconds:
-    """The seconds of each rank by what it did, up to its last action.
-
-    Idle is the time between two actions in which it did not wait for a packet: it had no work.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self._last_end: dict[int, float] = {}
-
-    def add(self, rank: int, event: Event) -> None:
-        with self._lock:
-            match event:
-                case Joined():
-                    self._last_end.pop(rank, None)
-                case ActionDone():
-                    self._seconds[rank, "compute"] += max(0.0, event.end - event.start)
-                    self._seconds[rank, "wait"] += max(0.0, event.waited)
-                    if (last := self._last_end.get(rank)) is not None:
-                        self._seconds[rank, "idle"] += max(0.0, event.start - event.waited - last)
-                    self._last_end[rank] = event.end
-                case TransferDone():
-                    self._seconds[rank, "transfer"] += event.seconds
-                case _:
-                    pass
-
-    def read(self) -> dict[tuple[int, str], float]:
-        with self._lock:
-            return dict(self._seconds)
-
-
 class _AtScrape(Collector):
-    def __init__(self, sources: Sources, rank_seconds: _RankSeconds) -> None:
-        self._sources, self._rank_seconds = sources, rank_seconds
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         sources, jobs = self._sources, self._sources.jobs()
@@ -205,14 +194,6 @@ class _AtScrape(Collector):
         ):
             yield GaugeMetricFamily(name, text, value)
         yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", sources.restarts())
-        seconds = CounterMetricFamily(
-            "svdpp_rank_seconds",
-            "Seconds of each rank by state; transfers overlap with the other states.",
-            labels=["rank", "state"],
-        )
-        for (rank, state), value in sorted(self._rank_seconds.read().items()):
-            seconds.add_metric([str(rank), state], value)
-        yield seconds
         yield _by("process", "svdpp_resident_bytes", "Resident memory.", _resident_bytes())
         yield from _of_gpus()
 

@@ -115,7 +115,7 @@ class PhotoFolder:
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
         if not self._places.acquire(timeout=self.limits.wait_seconds):
-            raise DecoderBusyError("too many photographs are being checked", "try again later")
+            raise DecoderBusyError("too many images are being checked", "try again later")
         try:
             yield
         finally:
@@ -126,7 +126,7 @@ class PhotoFolder:
         try:
             yield
         except OSError as error:
-            text = f"cannot keep a photograph in {str(self._folder)!r}"
+            text = f"cannot keep an image in {str(self._folder)!r}"
             raise OutputError(f"{text}: {output_files.reason(error)}") from error
 
 

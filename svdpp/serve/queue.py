@@ -13,9 +13,8 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
@@ -27,17 +26,40 @@ from svdpp.serve.queue_file import QueueFile
 #: this much later for each step of priority between them, so none waits for ever.
 AGEING_SECONDS = 600.0
 
-_FINAL = tuple(state for state in JobState if state.is_final)
 
-
-def _any_of(states: tuple[JobState, ...]) -> str:
+def _any_of(states: Iterable[JobState]) -> str:
     return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
 
-_COLUMNS = tuple(column.name for column in fields(Job))
-_JOBS = f"SELECT {', '.join(_COLUMNS)} FROM jobs"
-_OPEN = f"{_any_of((JobState.QUEUED, JobState.IN_PROGRESS))} AND held IS NULL"
+_NAMES = tuple(column.name for column in fields(Job))
+_COLUMNS = ", ".join(_NAMES)
+_FINAL = _any_of(state for state in JobState if state.is_final)
 _WAITING = "state = 'queued' AND held IS NULL"
+_OPEN = f"(state = 'in_progress' OR {_WAITING})"
+
+# --- the transitions that depend on more than the state -------------------------------------------
+
+_TAKE = f"""
+UPDATE jobs SET state = 'in_progress', started_at = ?,
+    turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
+WHERE id = (
+    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
+    WHERE {_WAITING} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
+) RETURNING {_COLUMNS}
+"""
+_SPEND_TURN = """
+INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
+ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
+"""
+_PUT_BACK = """
+UPDATE jobs SET
+    state = CASE WHEN cancel_asked THEN 'cancelled' ELSE 'queued' END,
+    finished_at = CASE WHEN cancel_asked THEN ? END,
+    started_at = CASE WHEN cancel_asked THEN started_at END,
+    attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END
+WHERE id = ? AND state = 'in_progress' RETURNING cancel_asked, turn, owner
+"""
+_RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
 _IN_TURN = f"""
 SELECT id, sampling FROM (
@@ -56,22 +78,11 @@ class QueueFullError(SvdppError):
     """
 
 
-class JobQueue:
+class JobQueue(QueueFile):
     """The jobs of a server. Any thread may call any method; each is durable before it returns.
 
-    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The folder
-    and the errors are those of `QueueFile`.
+    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`.
     """
-
-    def __init__(self, folder: Path, *, adopts: bool = False) -> None:
-        self._file = QueueFile(folder, adopts=adopts)
-        self.check_there = self._file.check_there
-        self.close = self._file.close
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Whether the disk has too little space for further clips; changes still fit."""
-        return self._file.is_disk_low
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -81,32 +92,21 @@ class JobQueue:
         That one, of the same idempotency key and parameters, has another id: the caller then
         removes the new photograph. QueueFullError: a limit is reached.
         """
-        with self._file.change() as database:
-            if job.idempotency_key is not None:
-                query = f"{_JOBS} WHERE owner = ? AND idempotency_key = ?"
-                for row in database.execute(query, (job.owner, job.idempotency_key)):
-                    return _same_request(_job_of(row), job)
+        known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
+        with self.change() as database:
+            for row in database.execute(known, (job.owner, job.idempotency_key)):
+                return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
             insert(database, job)
         return job
 
     def take_next(self) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
-        query = (
-            "SELECT jobs.id, jobs.owner, coalesce(owners.turn, 0) AS owners_turn FROM jobs"
-            f" LEFT JOIN owners ON owners.owner = jobs.owner WHERE {_WAITING}"
-            " ORDER BY owners_turn, due, seq LIMIT 1"
-        )
-        with self._file.change() as database:
-            for id, owner, turn in database.execute(query).fetchall():
-                database.execute(
-                    "INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true"
-                    " ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn",
-                    (owner,),
-                )
-                taken = {"state": JobState.IN_PROGRESS, "started_at": time.time(), "turn": turn}
-                _change(database, id, [JobState.QUEUED], **taken)
-                return _job_of(database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone())
+        with self.change() as database:
+            for row in database.execute(_TAKE, (time.time(),)).fetchall():
+                job = _job_of(row)
+                database.execute(_SPEND_TURN, (job.owner,))
+                return job
         return None
 
     def put_back(self, id: str, *, counts: bool) -> bool:
@@ -114,8 +114,12 @@ class JobQueue:
 
         It `counts` as an attempt if ranks died during it.
         """
-        with self._file.change() as database:
-            return _put_back(database, id, counts=counts)
+        with self.change() as database:
+            rows = database.execute(_PUT_BACK, (time.time(), counts, id)).fetchall()
+            for is_cancelled, turn, owner in rows:
+                if not is_cancelled:
+                    database.execute(_RETURN_TURN, (turn, owner, turn))
+            return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any]) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
@@ -148,8 +152,8 @@ class JobQueue:
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
-        query = f"DELETE FROM jobs WHERE id = ? AND {_any_of(_FINAL)}"
-        with self._file.change() as database:
+        with self.change() as database:
+            query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
             return database.execute(query, (id,)).rowcount == 1
 
     def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
@@ -158,7 +162,7 @@ class JobQueue:
         Returns the held jobs. `judge` returns a job with the right `held`, `model` and `weights`.
         """
         jobs = [(job, judge(job)) for job in self._jobs("WHERE state = 'queued' ORDER BY seq")]
-        with self._file.change() as database:
+        with self.change() as database:
             for before, job in jobs:
                 if job != before:
                     new = {"held": job.held, "model": job.model, "weights": job.weights}
@@ -167,21 +171,18 @@ class JobQueue:
 
     def recover(self) -> list[Job]:
         """At the start of a server: put back and return every job in progress, as it is now."""
-        with self._file.change() as database:
-            query = "SELECT id FROM jobs WHERE state = 'in_progress' ORDER BY seq"
-            ids = [id for (id,) in database.execute(query).fetchall()]
-            for id in ids:
-                _put_back(database, id, counts=False)
-            rows = [database.execute(f"{_JOBS} WHERE id = ?", (id,)).fetchone() for id in ids]
-            return [_job_of(row) for row in rows]
+        ids = [job.id for job in self.running()]
+        for id in ids:
+            self.put_back(id, counts=False)
+        return [job for id in ids if (job := self.get(id)) is not None]
 
     def _end(
         self, id: str, state: JobState, *, begin: JobState = JobState.IN_PROGRESS, **values: Any
     ) -> bool:
         return self._change(id, [begin], state=state, finished_at=time.time(), **values)
 
-    def _change(self, id: str, states: Any, **values: Any) -> bool:
-        with self._file.change() as database:
+    def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
+        with self.change() as database:
             return _change(database, id, states, **values)
 
     # --- reads ------------------------------------------------------------------------------------
@@ -200,20 +201,16 @@ class JobQueue:
         state: JobState | None = None,
     ) -> list[Job]:
         """Jobs by the time of request: of one owner, in one state, after the job of an id."""
-        conditions: dict[str, Any] = {}
-        if owner is not None:
-            conditions["owner = ?"] = owner
-        if after is not None:
-            conditions[f"seq {'>' if order == 'asc' else '<'} ?"] = self._seq_of(after, owner)
-        if state is not None:
-            conditions["state = ?"] = str(state)
-        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        tail = f"{where} ORDER BY seq {'ASC' if order == 'asc' else 'DESC'} LIMIT ?"
+        seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
+        given = {"owner = ?": owner, seq: after, "state = ?": state}
+        conditions = {text: value for text, value in given.items() if value is not None}
+        where = " AND ".join(conditions) or "true"
+        tail = f"WHERE {where} ORDER BY seq {order} LIMIT ?"
         return self._jobs(tail, *conditions.values(), limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
-        return [(id, _sampling_of(text)) for id, text in self._file.rows(_IN_TURN)]
+        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN)]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -222,24 +219,21 @@ class JobQueue:
     def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
         where = "" if with_held else "WHERE state != 'queued' OR held IS NULL"
-        numbers = dict(self._file.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
+        numbers = dict(self.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
         """The number of jobs that are queued, and not held, or in progress."""
-        return int(self._file.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
+        return int(self.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
 
     def oldest_waiting(self) -> float | None:
         """The time of the oldest request that is queued and not held; None if there is none."""
-        ((oldest,),) = self._file.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
+        ((oldest,),) = self.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
         return None if oldest is None else float(oldest)
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        return [
-            id
-            for (id,) in self._file.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
-        ]
+        return [id for (id,) in self.rows("SELECT id FROM jobs WHERE proof = 'running'")]
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
@@ -247,32 +241,24 @@ class JobQueue:
             "state = 'completed' AND proof IN ('none', 'failed') AND"
             " json_extract(metadata, '$.file_sha256') IS NOT NULL"
         )
-        rows = self._file.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")
-        return [id for (id,) in rows]
+        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")]
 
     def finished(self) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
-        where = f"{_any_of(_FINAL)} AND proof != 'running'"
-        query = f"SELECT id, finished_at FROM jobs WHERE {where} ORDER BY finished_at, seq"
-        return dict(self._file.rows(query))
+        where = f"{_FINAL} AND proof != 'running' ORDER BY finished_at, seq"
+        return dict(self.rows(f"SELECT id, finished_at FROM jobs WHERE {where}"))
 
     def photos(self) -> dict[str, str]:
         """The name of the photograph's file of every job, by id."""
-        return dict(self._file.rows("SELECT id, photo FROM jobs"))
+        return dict(self.rows("SELECT id, photo FROM jobs"))
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [_job_of(row) for row in self._file.rows(f"{_JOBS} {tail}", *values)]
-
-    def _seq_of(self, id: str, owner: str | None) -> int:
-        rows = self._file.rows("SELECT seq, owner FROM jobs WHERE id = ?", id)
-        if not rows or owner not in (None, rows[0][1]):
-            raise RequestError(f"there is no job {id[:60]!r} to list the jobs after")
-        return int(rows[0][0])
+        return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]
 
 
 def insert(database: sqlite3.Connection, job: Job) -> None:
     """Insert `job` as a new row."""
-    values = {name: getattr(job, name) for name in _COLUMNS}
+    values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
     values["due"] = job.created_at - job.priority * AGEING_SECONDS
@@ -281,36 +267,28 @@ def insert(database: sqlite3.Connection, job: Job) -> None:
     database.execute(query, tuple(values.values()))
 
 
-def _change(database: sqlite3.Connection, id: str, states: Any, **values: Any) -> bool:
-    """Set columns of a row if its state is one of `states`; whether it was."""
+def _change(
+    database: sqlite3.Connection, id: str, states: Iterable[JobState], **values: Any
+) -> bool:
+    """Sets columns of a row if its state is one of `states`; whether it was."""
     columns = ", ".join(f"{name} = ?" for name in values)
-    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(tuple(states))}"
+    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)}"
     return database.execute(query, (*values.values(), id)).rowcount == 1
 
 
-def _put_back(database: sqlite3.Connection, id: str, *, counts: bool) -> bool:
-    query = "SELECT owner, turn, cancel_asked, attempts FROM jobs WHERE id = ?"
-    row = database.execute(f"{query} AND state = 'in_progress'", (id,)).fetchone()
-    if row is None:
-        return False
-    owner, turn, cancel_asked, attempts = row
-    running = [JobState.IN_PROGRESS]
-    if cancel_asked:
-        return _change(database, id, running, state=JobState.CANCELLED, finished_at=time.time())
-    # The owner gets back the turn that it spent on the job.
-    database.execute("UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?", (turn, owner, turn))
-    new = {"state": JobState.QUEUED, "started_at": None, "attempts": attempts + counts}
-    return _change(database, id, running, **new)
-
-
 def _job_of(row: tuple[Any, ...]) -> Job:
-    values = dict(zip(_COLUMNS, row, strict=True))
-    values["sampling"] = _sampling_of(values["sampling"])
-    values["state"] = JobState(values["state"])
-    values["cancel_asked"] = bool(values["cancel_asked"])
-    values["error"] = None if values["error"] is None else json.loads(values["error"])
-    values["metadata"] = json.loads(values["metadata"])
-    return Job(**values)
+    values = dict(zip(_NAMES, row, strict=True))
+    error = values["error"]
+    return Job(
+        **values
+        | {
+            "sampling": _sampling_of(values["sampling"]),
+            "state": JobState(values["state"]),
+            "cancel_asked": bool(values["cancel_asked"]),
+            "error": None if error is None else json.loads(error),
+            "metadata": json.loads(values["metadata"]),
+        }
+    )
 
 
 def _json(value: dict[str, Any] | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import resource
 import signal
@@ -18,11 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
 
-import h11
 import uvicorn
 from loguru import logger
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
@@ -77,8 +74,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     except BaseException:
         queue.close()
         raise
-    owner_of = None if keys is None else keys.find
-    return create_app(service, limits=settings.limits, owner_of=owner_of), service
+    return create_app(service, owner_of=None if keys is None else keys.find), service
 
 
 def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
@@ -182,7 +178,7 @@ class Server:
     def _keep_in_limits(self) -> None:
         """Removes finished jobs that are too old or too large, from time to time."""
         service = self._service
-        limits = (service.keep_seconds, service.keep_bytes)
+        limits = (service.settings.keep_seconds, service.settings.keep_bytes)
         if limits == (None, None):
             return
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
@@ -209,7 +205,7 @@ class _Http(uvicorn.Server):
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http="h11",
             ws="none",
             lifespan="on",
             access_log=False,
@@ -234,23 +230,3 @@ class _Http(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_listening()
-
-
-class _Protocol(H11Protocol):
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP by the API's shape of errors."""
-        body = {"type": "invalid_request_error", "code": "invalid_http", "message": msg}
-        text = json.dumps({"error": {**body, "hint": "", "details": {}}}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(text)).encode()),
-            (b"connection", b"close"),
-        ]
-        with contextlib.suppress(h11.LocalProtocolError):  # in the middle of an answer
-            for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-                h11.Data(data=text),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()

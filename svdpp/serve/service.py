@@ -57,7 +57,7 @@ class ServerSettings:
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
     costs: Costs | None = None
-    """Assumed before there is a measurement; None: published ones."""
+    """For ETAs before there is a measurement; None: until then there are no ETAs."""
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
 
@@ -71,9 +71,8 @@ class Service:
     def __init__(self, settings: ServerSettings, queue: JobQueue) -> None:
         config = settings.config
         self.queue = queue
+        self.settings = settings
         self.folder = settings.folder.absolute()
-        self.max_open = settings.max_open
-        self.keep_seconds, self.keep_bytes = settings.keep_seconds, settings.keep_bytes
         self._cancel_seconds = config.timeout_seconds + config.start_timeout_seconds
         self.is_closing = False
         """Whether new jobs are refused, because the server ends."""
@@ -139,8 +138,8 @@ class Service:
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise _unavailable("disk_full", text, hint, 60)
         num_open = 0 if has_key else self.queue.num_open()
-        if num_open >= self.max_open:
-            raise self._full({"open": num_open, "limit": self.max_open})
+        if num_open >= self.settings.max_open:
+            raise self._full({"open": num_open, "limit": self.settings.max_open})
 
     def why_not_ready(self) -> str | None:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
@@ -153,7 +152,7 @@ class Service:
             num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"
-        if num_open >= self.max_open:
+        if num_open >= self.settings.max_open:
             return "the queue is full"
         return None
 
@@ -183,7 +182,9 @@ class Service:
         )
         stored = None
         try:
-            stored = self.queue.add(job, max_open=self.max_open, max_open_of_owner=owner.max_open)
+            stored = self.queue.add(
+                job, max_open=self.settings.max_open, max_open_of_owner=owner.max_open
+            )
         except QueueFullError as error:
             raise self._full(error.details) from error
         finally:
@@ -253,8 +254,10 @@ class Service:
     def video(self, job: Job) -> Video:
         """The API's view of `job`. One that the ranks have and no rank has begun is queued."""
         if job.state.is_final:
-            keeps = self.keep_seconds is not None and job.finished_at is not None
-            expires_at = (job.finished_at or 0) + (self.keep_seconds or 0) if keeps else None
+            keeps = self.settings.keep_seconds is not None and job.finished_at is not None
+            expires_at = (
+                (job.finished_at or 0) + (self.settings.keep_seconds or 0) if keeps else None
+            )
             return video_of(job, expires_at=expires_at)
         if job.held is not None:
             return video_of(job)

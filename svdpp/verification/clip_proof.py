@@ -62,7 +62,6 @@ class ClipProof:
     Args:
         path: of the clip's file, or of the input that is not a clip.
         checks: latent, frames, file; empty if there is an error.
-        error: why the clip was not verified.
     """
 
     path: Path
@@ -124,7 +123,6 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
     """Recomputes clips of one configuration, one after the other, and compares each.
 
     Args:
-        tasks: one or more, with equal `config`.
         observers: called with (0, event) for each event of the recomputation.
 
     Returns:
@@ -198,7 +196,6 @@ def _explain(error: SvdppError) -> None:
 
 
 def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:
-    """The task of recomputing the clip at `path`."""
     clip = read_clip(path)
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:

@@ -30,9 +30,6 @@ def draw_differences(
     latent.
 
     Args:
-        path: of the PNG.
-        verdict: of the proof.
-        config: of the pipelined run.
         folder: where both runs have kept their tensors.
     """
     different = verdict.first_difference
@@ -63,7 +60,6 @@ def _planes(latent: torch.Tensor, config: PipelineConfig) -> np.ndarray:
 
 
 def _grey(planes: np.ndarray) -> Frames:
-    """Numbers as grey, black to white."""
     known = np.nan_to_num(planes, posinf=0.0, neginf=0.0)
     spread = known.max() - known.min() or 1.0
     levels = (255 * ((known - known.min()) / spread)).astype(np.uint8)

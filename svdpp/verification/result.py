@@ -2,82 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from svdpp.media import video
-from svdpp.models.base import Frames
 from svdpp.worker.tensor_store import tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_LEVELS = 255
-_LOUDEST = 32767
+_LEVELS = {"frames": 255, "audio": 32767}
 _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
-_FRAME_AXES = "FHWC"
 _SVD_AXES = "BFCHW"
 
 
 def describe_index(index: Sequence[int], axes: str) -> str:
-    """An index in words, such as `frame 7, channel 0, row 22, column 40`.
-
-    Args:
-        index: one number for each of the first letters of `axes`.
-        axes: B, F, C, H, W in the tensor's order; B is omitted, because it is always 0.
-    """
+    """An index in words, such as `frame 7, channel 0, row 22, column 40`; B is always 0."""
     numbers = dict(zip(axes, index, strict=False))
     return ", ".join(f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers)
 
 
+class Place(NamedTuple):
+    """Where a comparison belongs."""
+
+    clip: int
+    step: int
+    """Number of steps done."""
+    rank: int
+    """The rank that computed it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison of the pipelined result with the sequential one.
-
-    Args:
-        clip: index of the clip.
-        what: `latent` at a transfer, `final_latent`, `frames`, `audio`, or `solver_history`, which
-            is what a multistep solver keeps of earlier steps, listed only if it differs; so is
-            `prediction`, what one rank of a pair has received from the other.
-        step: number of steps done.
-        rank: the rank that computed it.
-        equal: bitwise, or within the tolerance if there is one.
-        bitwise: whether every bit is equal.
-        max_abs_diff: the largest difference; infinite if one side has NaN there. For frames, in
-            colours from 0 to 1.
-        max_ulp: the largest distance in ULPs of the dtype; for frames, in 8-bit levels.
-        first_index: of the first element that differs, in row-major order; None if none differs.
-        sha256: of the pipelined side.
-        axes: the tensor's axes, one letter each.
-        branch: of the guidance, 0 or 1, for a prediction; else -1.
-        psnr_db: of a latent that differs, against the largest value of the sequential one.
-    """
+    """One comparison of the pipelined result with the sequential one."""
 
     clip: int
     what: Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
+    """The last two are listed only if they differ: what a multistep solver keeps of earlier steps,
+    and what one rank of a pair has received from the other."""
     step: int
     rank: int
     equal: bool
+    """Bitwise, or within the tolerance if there is one."""
     bitwise: bool
     max_abs_diff: float
+    """Infinite if one side has NaN there. Of frames and audio, a share of the highest level."""
     max_ulp: int
+    """The largest distance in ULPs of the dtype; of frames and audio, in levels."""
     first_index: tuple[int, ...] | None
+    """Of the first element that differs, in row-major order; None if none differs."""
     sha256: str
+    """Of the pipelined side."""
     axes: str = _SVD_AXES
+    """The tensor's axes, one letter each."""
     branch: int = -1
+    """Of the guidance, 0 or 1, for a prediction."""
     psnr_db: float | None = None
+    """Of a latent that differs, against the largest value of the sequential one."""
 
     @property
     def distance(self) -> str:
         """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
-        if self.what == "frames":
-            return f"{self.max_ulp} of {_LEVELS} levels"
-        if self.what == "audio":
-            return f"{self.max_ulp} of {_LOUDEST}"
+        if self.what in _LEVELS:
+            return f"{self.max_ulp} of {_LEVELS[self.what]} levels"
         ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
         return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
 
@@ -101,11 +92,7 @@ class Check:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """All checks: by clip, then in the order of the steps.
-
-    Args:
-        checks: at least one.
-    """
+    """All checks, at least one: by clip, then in the order of the steps."""
 
     checks: tuple[Check, ...]
 
@@ -143,11 +130,9 @@ class VerificationResult:
 def compare_latents(
     ours: torch.Tensor,
     theirs: torch.Tensor,
+    place: Place,
     *,
-    clip: int,
-    step: int,
-    rank: int,
-    final: bool,
+    final: bool = False,
     tolerance: float = 0.0,
     axes: str = _SVD_AXES,
 ) -> Check:
@@ -161,10 +146,8 @@ def compare_latents(
     difference = torch.where(differs, difference.nan_to_num(nan=torch.inf), 0.0)
     max_abs_diff = float(difference.max())
     return Check(
-        clip=clip,
+        **place._asdict(),
         what="final_latent" if final else "latent",
-        step=step,
-        rank=rank,
         equal=bitwise or 0 < tolerance >= max_abs_diff,
         bitwise=bitwise,
         max_abs_diff=max_abs_diff,
@@ -177,54 +160,35 @@ def compare_latents(
 
 
 def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
-    """None if it is not finite."""
     peak, error = float(theirs.double().abs().max()), float(difference.square().mean())
     ratio = peak**2 / error if error > 0 else math.inf
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
-def compare_frames(
-    ours: Frames, theirs: Frames, *, clip: int, step: int, rank: int, tolerance: float = 0.0
-) -> Check:
-    """Compares two clips' frames (F, H, W, 3); the tolerance is in colours from 0 to 1."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f"frames {ours.shape} against {theirs.shape}")
-    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
-    sha256, place = video.frames_sha256(ours), {"clip": clip, "step": step, "rank": rank}
-    return _of_levels(difference, _LEVELS, tolerance, "frames", sha256, _FRAME_AXES, place)
-
-
-def compare_audio(
-    ours: torch.Tensor, theirs: torch.Tensor, *, clip: int, step: int, rank: int, tolerance: float
-) -> Check:
-    """Compares two clips' samples (N, channels); the tolerance is a share of the loudest."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f"samples {ours.shape} against {theirs.shape}")
-    difference = (ours.int() - theirs.int()).abs().numpy()
-    place = {"clip": clip, "step": step, "rank": rank}
-    return _of_levels(difference, _LOUDEST, tolerance, "audio", tensor_sha256(ours), "SC", place)
-
-
-def _of_levels(
-    difference: NDArray[Any],
-    highest: int,
-    tolerance: float,
+def compare_levels(
     what: Literal["frames", "audio"],
-    sha256: str,
-    axes: str,
-    place: Mapping[str, int],
+    ours: NDArray[Any],
+    theirs: NDArray[Any],
+    place: Place,
+    *,
+    tolerance: float = 0.0,
 ) -> Check:
+    """Compares frames (F, H, W, 3) or samples (N, channels); a tolerance of 1 is all levels."""
+    if ours.shape != theirs.shape:
+        raise ValueError(f"{what} {ours.shape} against {theirs.shape}")
+    difference = np.abs(ours.astype(np.int32) - theirs.astype(np.int32))
     largest = int(difference.max())
+    share = largest / _LEVELS[what]
     return Check(
-        **place,
+        **place._asdict(),
         what=what,
-        equal=largest / highest <= tolerance,
+        equal=share <= tolerance,
         bitwise=largest == 0,
-        max_abs_diff=largest / highest,
+        max_abs_diff=share,
         max_ulp=largest,
         first_index=tuple(int(i) for i in np.argwhere(difference)[0]) if largest else None,
-        sha256=sha256,
-        axes=axes,
+        sha256=hashlib.sha256(np.ascontiguousarray(ours).data).hexdigest(),
+        axes="FHWC" if what == "frames" else "SC",
     )
 
 

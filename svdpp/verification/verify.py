@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from svdpp.launch import temp_folders
 from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
+    Place,
     VerificationResult,
-    compare_audio,
-    compare_frames,
     compare_latents,
+    compare_levels,
 )
 from svdpp.worker import memory
 from svdpp.worker.fault_injection import InjectedFault
@@ -101,8 +101,10 @@ def compare(
 ) -> VerificationResult:
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
     _check_settings(folder)
-    (ours, theirs), clips = both_sides(folder), range(num_clips)
-    return VerificationResult(tuple(_compare_all(config, clips, ours, theirs, tolerance)))
+    clips = (
+        _compare_clip(config, clip, *both_sides(folder), tolerance) for clip in range(num_clips)
+    )
+    return VerificationResult(tuple(itertools.chain.from_iterable(clips)))
 
 
 def both_sides(folder: Path) -> tuple[TensorStore, TensorStore]:
@@ -135,59 +137,39 @@ def _check_settings(folder: Path) -> None:
             )
 
 
-def _compare_all(
-    config: PipelineConfig,
-    clips: Iterable[int],
-    ours: TensorStore,
-    theirs: TensorStore,
-    tolerance: float,
-) -> list[Check]:
-    num_steps = config.sampling.num_inference_steps
-    checks = []
-    for clip in clips:
-        checks += _compare_predictions(config, ours, theirs, clip)
-        for rank, end in _parts(config, clip):
-            checks.append(
-                compare_latents(
-                    ours.latent(clip, end),
-                    theirs.latent(clip, end),
-                    clip=clip,
-                    step=end,
-                    rank=rank,
-                    final=end == num_steps,
-                    tolerance=tolerance,
-                    axes=latent_axes(config),
-                )
-            )
-            checks += _compare_histories(ours, theirs, clip, end, rank)
-        if config.decodes:
-            rank = config.layout.route(clip).ranges[-1].rank
-            place = {"clip": clip, "step": num_steps, "rank": rank}
-            frames = ours.frames(clip)
-            checks.append(compare_frames(frames, theirs.frames(clip), **place, tolerance=tolerance))
-            if theirs.has_audio(clip):
-                audio, expected = ours.audio(clip), theirs.audio(clip)
-                checks.append(compare_audio(audio, expected, **place, tolerance=tolerance))
-    return checks
+def _compare_clip(
+    config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore, tolerance: float
+) -> Iterator[Check]:
+    num_steps, axes = config.sampling.num_inference_steps, latent_axes(config)
+    yield from _first_different_prediction(config, ours, theirs, clip)
+    for rank, end in _parts(config, clip):
+        place = Place(clip, end, rank)
+        latents = ours.latent(clip, end), theirs.latent(clip, end)
+        final = end == num_steps
+        yield compare_latents(*latents, place, final=final, tolerance=tolerance, axes=axes)
+        yield from _first_different_history(ours, theirs, place)
+    if config.decodes:
+        rank = config.layout.route(clip).ranges[-1].rank
+        place = Place(clip, num_steps, rank)
+        both = ours.frames(clip), theirs.frames(clip)
+        yield compare_levels("frames", *both, place, tolerance=tolerance)
+        if theirs.has_audio(clip):
+            both = ours.audio(clip).numpy(), theirs.audio(clip).numpy()
+            yield compare_levels("audio", *both, place, tolerance=tolerance)
 
 
-def _compare_histories(
-    ours: TensorStore, theirs: TensorStore, clip: int, step: int, rank: int
-) -> list[Check]:
-    """The first part of the solver's history that differs after `step` steps, if any."""
-    expected = theirs.history(clip, step)
-    for name, tensor in ours.history(clip, step).items():
-        if name not in expected:  # of a copy that the pipeline has made of its scheduler
-            continue
-        check = compare_latents(
-            tensor, expected[name], clip=clip, step=step, rank=rank, final=False, axes=""
-        )
-        if not check.bitwise:
-            return [replace(check, what="solver_history")]
+def _first_different_history(ours: TensorStore, theirs: TensorStore, place: Place) -> list[Check]:
+    """The first part of the solver's history that differs after a number of steps, if any."""
+    expected = theirs.history(place.clip, place.step)
+    for name, tensor in ours.history(place.clip, place.step).items():
+        if name in expected:  # else of a copy that the pipeline has made of its scheduler
+            check = compare_latents(tensor, expected[name], place, axes="")
+            if not check.bitwise:
+                return [replace(check, what="solver_history")]
     return []
 
 
-def _compare_predictions(
+def _first_different_prediction(
     config: PipelineConfig, ours: TensorStore, theirs: TensorStore, clip: int
 ) -> list[Check]:
     """The first prediction that differs between the ranks of a pair and the reference, if any."""
@@ -196,15 +178,9 @@ def _compare_predictions(
     parts = config.layout.route(clip).ranges
     steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
     for (first_rank, step), branch in itertools.product(steps, (0, 1)):
-        check = compare_latents(
-            ours.prediction(clip, step, branch),
-            theirs.prediction(clip, step, branch),
-            clip=clip,
-            step=step,
-            rank=first_rank + branch,
-            final=False,
-            axes=latent_axes(config),
-        )
+        both = ours.prediction(clip, step, branch), theirs.prediction(clip, step, branch)
+        place = Place(clip, step, first_rank + branch)
+        check = compare_latents(*both, place, axes=latent_axes(config))
         if not check.bitwise:
             return [replace(check, what="prediction", branch=branch)]
     return []

@@ -244,7 +244,6 @@ class _PromptedMetadata(_ClipMetadata):
 
 
 def _of_family(family: str) -> type[_ClipMetadata]:
-    """The metadata of a family, with all of its sampling parameters."""
     base: type[_ClipMetadata] = _SvdMetadata if family == "svd" else _PromptedMetadata
     types = get_type_hints(SAMPLING_CLASSES[family])
     known = {*base.model_fields, "from_image"}
@@ -324,7 +323,6 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
 
 
 def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and age of each file, because files can be replaced."""
     found = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
     return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found]
 

@@ -70,11 +70,7 @@ class ClipWriter(BoundedExecutor):
         self._stream = SideStream(device)
 
     def put(self, finished: FinishedClip) -> Future[bool]:
-        """Queues a finished clip; blocks while two others are queued.
-
-        Returns:
-            A future: whether the clip was written.
-        """
+        """Queues a clip, whose future says whether it was written; blocks while two are queued."""
         return self.submit(self._work, finished)
 
     def _work(self, finished: FinishedClip) -> bool:
@@ -134,7 +130,6 @@ class ClipWriter(BoundedExecutor):
         return Audio(samples, finished.audio.rate)
 
     def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
-        """`output` in this host's folder, if the host has one."""
         if output is None or self._folder is None:
             return output
         return replace(output, path=str(self._folder / Path(output.path).name))

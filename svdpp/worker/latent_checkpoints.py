@@ -175,7 +175,6 @@ def prune(folder: Path, key: str) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors in a file, copied out of its mapping, and its metadata."""
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {})["svdpp"])
         if metadata["schema_version"] != _SCHEMA_VERSION:
@@ -184,7 +183,6 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def _reason(error: Exception) -> str:
-    """Why a checkpoint could not be written, without the names of its files."""
     cause = error.__cause__ if isinstance(error, OutputError) else error
     return output_files.reason(cause if isinstance(cause, Exception) else error)
 

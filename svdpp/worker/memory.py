@@ -123,7 +123,6 @@ def out_of_memory_named(
 def _part(
     doing: Action | Literal["reference"] | None, decode_chunk_size: int | None
 ) -> tuple[str, str]:
-    """The work in words, and the option that lowers its memory."""
     if doing is None or doing == "reference":
         return _LOADING if doing is None else _REFERENCE
     part, knob = _PARTS.get(doing.kind, (f"doing {doing}", "fewer ranks on this device lower it"))
@@ -133,7 +132,6 @@ def _part(
 
 
 def _asked_and_free(text: str) -> dict[str, str]:
-    """The requested and the free memory; empty if the error's `text` does not say."""
     if host := _HOST_ASKED.search(text):
         return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
     asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)

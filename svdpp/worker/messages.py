@@ -306,3 +306,11 @@ def parse_command(message: bytes) -> Command:
 def parse_event(message: bytes) -> Event:
     """A message from a rank; ValueError if it is not valid."""
     return _EVENTS.validate_python(json.loads(message))
+
+
+def describe_position(action: Action | None, step: int) -> str:
+    """A rank's position in words; empty outside of actions."""
+    if action is None:
+        return ""
+    at = f", step {step}" if step >= 0 else ""
+    return f" at clip {action.clip}{at} ({action})"

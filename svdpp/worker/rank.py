@@ -102,7 +102,6 @@ def _prepare(
     reporter: Reporter,
     inbox: Inbox,
 ) -> PipelineStage:
-    """Does everything before the first action; reports `Joined` when this rank's links are open."""
     config, rank = setup.config, context.world.rank
     conditions = conditions_of(config, setup.checkpoint, str(device))
     reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
@@ -128,7 +127,6 @@ def _prepare(
 def _connected(
     context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
 ) -> Transport:
-    """The transport, with all links of the rank open."""
     transport = Transport(
         context.world.rank,
         device,
@@ -184,8 +182,6 @@ def _new_stage(
 
 
 def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:
-    """Reads images from rank 0's host, which may be another one."""
-
     def read(clip: int, path: Path) -> bytes:
         reporter.send(PhotoWanted(clip=clip))
         data = fetch()
@@ -197,7 +193,6 @@ def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:
 
 
 def _tensor_store(context: RankContext, setup: RankSetup, reporter: Reporter) -> TensorStore | None:
-    """Keeps results for verification; a rank that may be on another host sends them to rank 0."""
     if setup.tensor_folder is None:
         return None
     if not context.world.is_member:

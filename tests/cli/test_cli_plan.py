@@ -268,7 +268,9 @@ def test_auto_says_why_in_one_line() -> None:
     why = [line for line in answer.out.splitlines() if line.startswith("auto picks")]
     assert why == [
         "auto picks data parallel: the next best, 4 replicas of 2 ranks, dithered, takes 25.9% "
-        "longer for 16 clips"
+        "longer for 16 clips; with --cfg-parallel 2 (data parallel of pairs) a clip would take "
+        "18.41 s and 16 clips 73.63 s, not 32.15 and 64.31; it divides a batch, so bits may "
+        "differ: svdpp doctor tries it"
     ]
     plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
     assert plan["layout"]["description"] == "data parallel"
@@ -385,6 +387,8 @@ REFUSED = [
     ),
     (("--compare", "--split", "balanced"), "--compare chooses the layout: leave out --split"),
     (("--compare", "--layout", "auto"), "--compare shows all layouts: leave out --layout"),
+    (("--compare", "--cfg-parallel", "2"), "--compare shows all layouts: leave out --cfg-parallel"),
+    (("--cfg-parallel", "3"), "--cfg-parallel must be auto, 1 or 2, got '3'"),
     (("--costs", "svd-xt"), "--costs 'svd-xt' is neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got '0'"),
     (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got 'nan'"),

@@ -15,6 +15,8 @@ from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_params
+from svdpp.cli.request import PipelineOptions
+from svdpp.cli.request import resolve as resolve_options
 from svdpp.config import (
     SAMPLING_CLASSES,
     LtxSampling,
@@ -33,6 +35,7 @@ from svdpp.errors import RequestError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_frames, read_sound, write_clip
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.cli.test_help import parsed
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 
@@ -75,6 +78,69 @@ def test_a_rehearsal_has_figures(
     assert [(rank["start"], rank["end"]) for rank in found["ranks"]] == ranges
     assert all(rank["tflops"] > 0 for rank in found["ranks"])
     assert found["measured"]["makespan_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        (
+            "wan",
+            ("--layout", "auto"),
+            "layout: data parallel of pairs: a clip takes 3 s and 1 clip ",
+        ),
+        (
+            "wan",
+            ("--cfg-parallel", "auto", "--layout", "data-parallel"),
+            ", with data parallel 6 s",
+        ),
+        ("wan", ("--cfg-parallel", "auto"), "layout: 1 replica of 2 pairs, balanced: a clip takes"),
+        ("wan", ("--layout", "auto", "--cfg-parallel", "1"), "layout: data parallel: no other"),
+        (
+            "wan",
+            ("--cfg-parallel", "auto", "--guidance-scale", "1"),
+            "; no pairs: the guidance is off",
+        ),
+        (
+            "ltx",
+            ("--layout", "auto"),
+            "; with --cfg-parallel 2 (data parallel of pairs) a clip would take 3 s and 1 clip "
+            "3 s, not 6 and 6; it divides a batch, so bits may differ: svdpp doctor tries it",
+        ),
+    ],
+)
+def test_auto_chooses_pairs_whose_bits_are_equal(
+    name: str, options: tuple[str, ...], said: str, folders: dict[str, str]
+) -> None:
+    command = (*given("run", name, folders), "--prompt", "the sea", "--steps", "6", "--world", "4")
+    answer = svdpp_here(*command, *options, "--dry-run")
+    assert answer.code == 0, answer
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("layout: ")]
+    assert said in line
+    assert "no times are known: a step counts as 1 s, and all else as 0 s" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ("--layout auto", "data parallel"),  # with pairs it would refuse clips without guidance
+        ("--layout auto --cfg-parallel auto", "data parallel of pairs"),
+        ("--cfg-parallel auto", "1 replica of 4 ranks, balanced"),  # two stages are unequal
+        (
+            "--cfg-parallel auto --share-experts",
+            "1 replica of 2 pairs, balanced, shared experts",
+        ),
+    ],
+)
+def test_a_server_makes_each_clip_sooner(
+    options: str, layout: str, folders: dict[str, str]
+) -> None:
+    values = parsed(" ".join(("svdpp", *given("serve", "wan", folders), "--world 4", options)))
+    groups = ("sampling", "model", "ranks", "layout", "experts")
+    asked = PipelineOptions(
+        **{"launched": None, "from_image": False, "serves": True},
+        **{name: values[name] for name in groups},
+    )
+    assert str(resolve_options(asked, 1000)[0].layout) == layout
 
 
 @pytest.mark.parametrize("name", ["wan", "ltx"])

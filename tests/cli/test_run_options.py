@@ -67,6 +67,8 @@ SHAPES = [
     "--gpus 4 --layout pipeline",
     "--gpus 8 --layout data-parallel",
     "--gpus 8 --layout auto",
+    "--gpus 8 --layout data-parallel --cfg-parallel auto",
+    "--gpus 8 --layout auto --cfg-parallel 2",
     "--gpus 5 --split balanced --costs svd-xt-h100-pcie",
 ]
 

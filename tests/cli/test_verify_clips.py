@@ -148,7 +148,7 @@ def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatc
     assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the photo")
     assert lines[3] == "3 clips: 2 bitwise equal, 1 not verified"
     assert "out/run.json is skipped: it is not a clip" in answer.err
-    assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the photograph of" in answer.err
+    assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the image of" in answer.err
 
 
 def test_a_moved_clip_and_its_photograph(out: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
     shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
     (out.parent / "rocket.jpg").rename(out.parent / "moved.jpg")
     lost = svdpp_here("verify", str(elsewhere / "mine.mp4"), "-q")
-    assert_error(lost, 7, "rocket.jpg', the photograph of 'mine.mp4', is missing", "--image PATH")
+    assert_error(lost, 7, "rocket.jpg', the image of 'mine.mp4', is missing", "--image PATH")
     named = svdpp_here("verify", str(elsewhere / "mine.mp4"), "--image", "moved.jpg", "-q")
     assert named.code == 0, named
     assert "no sha256 of the file is recorded" in named.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
@@ -14,12 +13,11 @@ HANG_SECONDS = 300
 
 def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineConfig:
     """The dummy model over `world_size` ranks, a millisecond a step."""
-    plain = PipelineConfig(
-        world_size=world_size,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=steps),
+    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
+    sampling = SvdSampling(num_inference_steps=steps)
+    return PipelineConfig(
+        **{"world_size": world_size, "model": model, "sampling": sampling, **changes}
     )
-    return replace(plain, **changes)
 
 
 def clips(*seeds: int) -> list[ClipRequest]:

@@ -80,24 +80,17 @@ class _Host1:
 
 
 def test_a_clip_that_another_host_holds_is_not_made_again(tmp_path: Path) -> None:
-    here = OutputPolicy(folder=tmp_path / "here", resume=True)
-    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    here, there = (OutputPolicy(folder=tmp_path / name, resume=True) for name in ("here", "there"))
     plan = _plan(here.folder)
+    plan.metadata[1]["input"] = os.fsdecode(b"\xe9.jpg")  # a name that is not UTF-8
     _finish(plan.metadata[1], there.folder)
     left = hosts.without_those_elsewhere(plan, here, _Host1(there))
     assert [request.seed for request in left.requests] == [1]
     assert [record["seed"] for record in left.metadata] == [1]
-    assert [(r["output"], r["host"]) for r in left.skipped] == [("rocket_2.mp4", "host1")]
-
-
-def test_names_that_are_not_utf_8_reach_the_other_host(tmp_path: Path) -> None:
-    here = OutputPolicy(folder=tmp_path / "here", resume=True)
-    there = OutputPolicy(folder=tmp_path / "there", resume=True)
-    plan = _plan(here.folder, (1,))
-    plan.metadata[0] |= {"output": os.fsdecode(b"caf\xe9.mp4"), "input": os.fsdecode(b"\xe9.jpg")}
-    _finish(plan.metadata[0], there.folder)
-    (skipped,) = hosts.without_those_elsewhere(plan, here, _Host1(there)).skipped
-    assert (skipped["output"], skipped["input"]) == ("caf\udce9.mp4", "\udce9.jpg")
+    (skipped,) = left.skipped
+    assert [skipped[name] for name in ("output", "input", "host")] == [
+        *("rocket_2.mp4", "\udce9.jpg", "host1")
+    ]
 
 
 def test_its_kept_packets_go(tmp_path: Path) -> None:
@@ -112,8 +105,7 @@ def test_its_kept_packets_go(tmp_path: Path) -> None:
 
 
 def test_a_clip_with_other_parameters_is_refused_by_its_host(tmp_path: Path) -> None:
-    here = OutputPolicy(folder=tmp_path / "here", resume=True)
-    there = OutputPolicy(folder=tmp_path / "there", resume=True)
+    here, there = (OutputPolicy(folder=tmp_path / name, resume=True) for name in ("here", "there"))
     plan = _plan(here.folder)
     _finish(plan.metadata[0], there.folder, fps=8)
     with pytest.raises(RequestError, match=r"on host1: 'rocket_1.mp4' exists with another fps"):
@@ -142,25 +134,20 @@ def test_hand_overs_need_one_folder_for_all_hosts(tmp_path: Path) -> None:
     assert not list((tmp_path / "saved").iterdir()), "the probe is gone"
 
 
-def test_a_folder_that_takes_no_file_is_named_with_its_host(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    there = OutputPolicy(folder=tmp_path / "file")
-    here = OutputPolicy(folder=tmp_path / "here")
-    with pytest.raises(OutputError, match="on host1: cannot write into"):
-        hosts.without_those_elsewhere(_plan(here.folder), here, _Host1(there))
-
-
 def test_whatever_goes_wrong_on_another_host_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
+    (tmp_path / "file").touch()
+    here, there = OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path / "file")
+    with pytest.raises(OutputError, match="on host1: cannot write into"):
+        hosts.without_those_elsewhere(_plan(tmp_path), here, _Host1(there))
     monkeypatch.setattr(hosts, "_answer", fail)
-    policy = OutputPolicy(folder=tmp_path)
-    host1 = _Host1(policy)
+    host1 = _Host1(here)
     with pytest.raises(SvdppError, match=r"on host1: OSError: .*Input/output error") as refusal:
-        hosts.without_those_elsewhere(_plan(tmp_path), policy, host1)
+        hosts.without_those_elsewhere(_plan(tmp_path), here, host1)
     assert host1.sent_away == [refusal.value]
 
 

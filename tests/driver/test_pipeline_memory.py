@@ -53,10 +53,10 @@ def _parts(value: object) -> Iterator[tuple[str, Any]]:
 def test_collections_are_found_wherever_they_are() -> None:
     pipeline = Pipeline(config())
     pipeline._clips._failures.extend([None] * 7)  # type: ignore[list-item]
-    pipeline._events.hidden = {"deep": ({1, 2, 3},)}  # type: ignore[attr-defined]
+    pipeline._clips.hidden = {"deep": ({1, 2, 3},)}  # type: ignore[attr-defined]
     sizes = _sizes(pipeline)
     assert sizes["pipeline._clips._failures"] == 7
-    assert sizes["pipeline._events.hidden['deep'][]"] == 3
+    assert sizes["pipeline._clips.hidden['deep'][]"] == 3
 
 
 @pytest.mark.long

@@ -181,12 +181,10 @@ def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() ->
     demo = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
     good = ClipRequest(seed=0, image=str(example_photos()[0]))
     with Pipeline(demo) as pipeline:
-        with pytest.raises(
-            RequestError, match=r"clip 1 of the list: .* needs a photograph"
-        ) as caught:
+        with pytest.raises(RequestError, match=r"clip 1 of the list: .* needs an image") as caught:
             pipeline.submit([good, ClipRequest(seed=1)])
         assert "image=" in caught.value.hint
-        with pytest.raises(RequestError, match=r"the clip: .* needs a photograph"):
+        with pytest.raises(RequestError, match=r"the clip: .* needs an image"):
             pipeline.submit(ClipRequest(seed=1))
         assert pipeline.run(good).clip == 0
 
@@ -200,7 +198,8 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
     fault = Damage("nan", 1, 0)
     with Pipeline(config(), fault=fault, history_clips=history_clips) as pipeline:
         with pytest.raises(NotFiniteError):
-            pipeline.run(clips(0, 1))
+            pipeline.run(clips(0, 1, 5))
+        assert pipeline._clips.is_idle, "it is raised when all others are made"
         (later,) = pipeline.submit(clips(2))
         assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
         assert [result.clip for result in pipeline.results()] == [2]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
-from svdpp.errors import RankError
-from svdpp.launch import connections, joined_rank, process_group, process_lifetime
+from svdpp.errors import Interrupted, RankError
+from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import BEGIN
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.world import World
+from svdpp.worker import joined_rank
+from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
 from tests.launch.test_connections import HELLO, InMemoryStore, _connect_in_thread
 
@@ -23,26 +26,7 @@ from tests.launch.test_connections import HELLO, InMemoryStore, _connect_in_thre
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher="torchrun")
-
-
-class RankHooks:
-    """The hooks of a rank, which record why rank 0 was lost."""
-
-    def __init__(self, answer: Callable[[bytes], bytes] = lambda _: b"") -> None:
-        self.answer = answer
-        self.reasons: list[str] = []
-
-    def sent(self, message: bytes) -> None:
-        """Ignored."""
-
-    def interrupted(self, number: int) -> bytes:
-        return b"ended by %d" % number
-
-    def ended(self, error: dict[str, Any] | None) -> None:
-        """Ignored."""
-
-    def lost(self, reason: str) -> None:
-        self.reasons.append(reason)
+RANK_1 = replace(WORLD, rank=1, host=1)
 
 
 @pytest.fixture
@@ -73,14 +57,23 @@ def _joined_group(start_timeout: float) -> JoinedGroup:
     )
 
 
-def _group_of_two(store: InMemoryStore, hooks: RankHooks, start_timeout: float = 20) -> JoinedGroup:
+def _group_of_two(
+    store: InMemoryStore,
+    answer: Callable[[bytes], bytes] = lambda _: b"",
+    said: list[str] | None = None,
+    start_timeout: float = 20,
+) -> JoinedGroup:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
+    said = [] if said is None else said
 
     def work() -> None:
         hello = replace(HELLO, host_index=1)
         deadline = time.monotonic() + 20
         connection = connections.connect(store, hello, peer_timeout=5, deadline=deadline)
-        joined_rank._parents[:] = [joined_rank._ParentLink(connection, hooks, 5, 0, 20)]
+        link = joined_rank._ParentLink(connection, RANK_1, "cpu", 5, 20)
+        link.answer, link.say = answer, lambda sentence, _: said.append(sentence)
+        link.listen()
+        joined_rank._parents[:] = [link]
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -103,8 +96,11 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> 
 @pytest.mark.timing
 def test_a_rank_that_does_not_answer_is_named_with_its_host(store: InMemoryStore) -> None:
     released = threading.Event()
-    hooks = RankHooks(lambda _: b"later" if released.wait(20) else b"")
-    group = _group_of_two(store, hooks, allowing_for_others(1))
+    group = _group_of_two(
+        store,
+        lambda _: b"later" if released.wait(20) else b"",
+        start_timeout=allowing_for_others(1),
+    )
     with pytest.raises(RankError, match=r"rank 1 \(here\) does not report the contents") as error:
         group.ask(b"what?")
     assert "on here" in error.value.hint
@@ -116,18 +112,18 @@ def test_a_query_that_fails_ends_both_sides(store: InMemoryStore) -> None:
     def answer(_: bytes) -> bytes:
         raise OSError(5, "Input/output error")
 
-    hooks = RankHooks(answer)
-    group = _group_of_two(store, hooks)
+    said: list[str] = []
+    group = _group_of_two(store, answer, said)
     with pytest.raises(RankError):
         group.ask(b"what?")
     group.kill()
-    (reason,) = hooks.reasons
+    (reason,) = said
     assert "cannot answer the query" in reason
     assert "(OSError(5, 'Input/output error'))" in reason
 
 
 def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
-    group = _group_of_two(store, RankHooks())
+    group = _group_of_two(store)
     with pytest.raises(SystemExit):
         joined_rank._exit_on_signal(2)
     assert group.poll(0) == [], "before the work, rank 0 would take a report for an answer"
@@ -137,30 +133,34 @@ def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
     with pytest.raises(SystemExit) as end:
         joined_rank._exit_on_signal(2)
     assert end.value.code == 128 + 2
-    assert group.poll(20) == [(1, b"ended by 2")]
+    ((rank, message),) = group.poll(20)
+    assert rank == 1
+    assert json.loads(message)["error"]["type"] == Interrupted.__name__
     group.kill()
 
 
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        joined_rank._ParentLink(theirs, RankHooks(), 5, 0, 0.1)
+        joined_rank._ParentLink(theirs, RANK_1, "cpu", 5, 0.1)
     ours.close()
 
 
 def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: ARG001
     ours, theirs = Pipe()
-    hooks = RankHooks()
+    said: list[str] = []
     parent = joined_rank._ParentLink.__new__(joined_rank._ParentLink)
     parent.__dict__.update(
         _channel=joined_rank.PipeChannel(theirs),
-        _hooks=hooks,
+        _heartbeat=Heartbeat(),
+        _name="rank 1",
         _rank_0="rank 0",
         _is_disconnected=False,
-        _local_rank=0,
+        _world=WORLD,
+        say=lambda sentence, _: said.append(sentence),
     )
     ours.send_bytes(b".no JSON")
     with pytest.raises(SystemExit):
         parent._listen()
-    (reason,) = hooks.reasons
+    (reason,) = said
     assert "sent an invalid message" in reason

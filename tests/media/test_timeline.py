@@ -35,25 +35,8 @@ def test_a_drawing_says_what_was_done_by_whom(tmp_path: Path) -> None:
 
     assert [words.count(word) for word in ("Measured", "Forecast")] == [1, 1]
     assert [words.count(word) for word in ("rank 0", "rank 1", "rank 2")] == [2, 2, 0]
-    assert [words.count(f"clip {clip}") for clip in range(4)] == [4, 4, 4, 0]
     for word in ("encode", "denoise", "decode", "wait", "seconds; one colour a clip"):
         assert words.count(word) == 1
-
-
-def test_labels_are_all_of_one_kind(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import matplotlib as mpl
-
-    path = tmp_path / "timeline.svg"
-    spans = _spans(2, 3)
-    narrow = next(i for i, span in enumerate(spans) if str(span.action) == "DENOISE c1 0:14")
-    spans[narrow] = spans[narrow]._replace(end=spans[narrow].start + 2.5)  # space for "1" only
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        draw_timeline([Panel("Measured", spans)], 2, path)
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
-
-    assert not [word for word in words if word.startswith("clip ")]
-    assert words.count("1") == 2
 
 
 def test_equal_spans_give_an_equal_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine import load
-from svdpp.models.engine.load import component_class, load_parts, new_scheduler
+from svdpp.models.engine.load import component_class, load_parts
 from svdpp.models.loading import torch_dtype
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json, save_tiny_checkpoint
@@ -221,7 +221,7 @@ def test_loading_prints_nothing() -> None:
 
 def test_schedulers_of_two_clips_are_independent(demo: Checkpoint) -> None:
     theirs = StableVideoDiffusionPipeline.from_pretrained(demo.folder).scheduler
-    first, second = (new_scheduler(demo, None) for _ in range(2))
+    first, second = (demo.new_scheduler(None) for _ in range(2))
     first.set_timesteps(7)
     assert second.num_inference_steps is None
     theirs.set_timesteps(7)
@@ -233,7 +233,7 @@ def test_schedulers_of_two_clips_are_independent(demo: Checkpoint) -> None:
 def test_scheduler_config_that_the_class_rejects(folder: Path) -> None:
     edit_json(folder / "scheduler/scheduler_config.json", beta_schedule="nonsense")
     with pytest.raises(ModelError, match="scheduler cannot be loaded: nonsense"):
-        new_scheduler(find_checkpoint(ModelConfig(name=str(folder))), None)
+        find_checkpoint(ModelConfig(name=str(folder))).new_scheduler(None)
 
 
 # Weights that do not fit.

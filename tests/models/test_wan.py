@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import TokenizersBackend
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
-from svdpp.models.engine.configs import SchedulerConfig
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
@@ -180,28 +178,6 @@ def test_the_end_of_a_long_prompt_is_named(save: Save) -> None:
     assert model.removed_text("the sea at night " * 8).endswith("sea at night")
 
 
-@pytest.mark.parametrize("ratio", [0.875, 0.9])
-@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
-def test_boundary_is_where_the_pipeline_changes_experts(
-    save: Save, name: str, ratio: float
-) -> None:
-    config = WAN_UNIPC if name.startswith("UniPC") else {"shift": 3.0}
-    checkpoint = replace(
-        read_folder(save(**T2V)),
-        scheduler=SchedulerConfig(name=name, values=config),
-        boundary_ratio=ratio,
-    )
-    for shift in (None, 1.0, 5.0, 8.3, 12.0):
-        for steps in (*range(1, 61), 100, 1000):
-            sampling = sampling_of(num_inference_steps=steps, flow_shift=shift)
-            scheduler = getattr(diffusers, name).from_config(
-                checkpoint.scheduler_of(sampling).values
-            )
-            scheduler.set_timesteps(steps, device="cpu")
-            expected = int((scheduler.timesteps >= ratio * 1000).sum())
-            assert checkpoint.expert_boundary(sampling) == expected, (shift, steps)
-
-
 def test_boundary_of_the_published_model(save: Save) -> None:
     checkpoint = read_folder(save(**T2V))
     shifts = {
@@ -272,14 +248,6 @@ def test_two_first_steps_at_one_timestep_are_refused(save: Save, from_image: boo
             assert checkpoint.resolve(sampling) == sampling
 
 
-def test_two_experts_need_plain_noise_levels(copy: Save) -> None:
-    folder = copy(**T2V)
-    for key, value in (("use_karras_sigmas", True), ("use_flow_sigmas", False)):
-        edit_json(folder / "scheduler/scheduler_config.json", **{key: value})
-        with pytest.raises(ModelError, match=f"{key} is {value}, which is not supported"):
-            read_folder(folder).expert_boundary(sampling_of())
-
-
 def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
     with pytest.raises(RequestError, match="two experts"):
         read_folder(save(**I2V_CLIP)).resolve(sampling_of(guidance_scale_2=2.0))
@@ -292,8 +260,8 @@ def test_requests_that_the_model_cannot_run_are_refused(save: Save) -> None:
 @pytest.mark.parametrize(
     ("saved", "inputs", "message"),
     [
-        (T2V, {"image": True, "prompt": "the sea"}, "takes no photograph"),
-        (I2V, {"image": False, "prompt": "the sea"}, "needs a photograph"),
+        (T2V, {"image": True, "prompt": "the sea"}, "takes no image"),
+        (I2V, {"image": False, "prompt": "the sea"}, "needs an image"),
         (T2V, {"image": False, "prompt": None}, "needs a prompt"),
         (T2V, {"image": False, "prompt": " \n"}, "--prompt is empty"),
         (WAN_5B, {"image": True, "prompt": "the sea"}, "have from_image=False"),
@@ -317,18 +285,16 @@ def test_a_negative_prompt_without_guidance_is_refused(save: Save) -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"boundary_ratio": None}, "no boundary_ratio"),
+        ("model_index.json", {"boundary_ratio": None}, "boundary_ratio is None"),
         ("model_index.json", {"boundary_ratio": 2.0}, "boundary_ratio is 2.0"),
         ("model_index.json", {"transformer_2": [None, None]}, "transformer_2 is missing"),
         ("model_index.json", {"transformer": [None, None]}, "transformer is missing"),
         ("model_index.json", {"_class_name": "WanOtherPipeline"}, "WanOtherPipeline"),
         ("model_index.json", {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
-        ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "vae is of class"),
+        ("model_index.json", {"vae": ["diffusers", "UNet2DModel"]}, "vae is of class"),
         ("transformer/config.json", {"in_channels": 7}, "in_channels is 7, not 4 or 12"),
         ("transformer/config.json", {"num_layers": 10**6}, "num_layers"),
         ("transformer/config.json", {"pos_embed_seq_len": 514}, "a first and a last image"),
-        ("transformer/config.json", {"text_dim": 8}, "text_dim is 8 but must be 16"),
-        ("transformer_2/config.json", {"in_channels": 12}, "as in the transformer"),
         ("text_encoder/config.json", {"quantization_config": {}}, "runs no code from a checkpoint"),
         ("vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, "runs no code from a checkpoint"),
         ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "needs scipy"),

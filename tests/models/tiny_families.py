@@ -89,7 +89,9 @@ def save_tiny_wan(
             "text_encoder": UMT5EncoderModel(UMT5Config(**t5_sizes(width))).to(dtype),
             "vae": _wan_vae(z_dim, expand_timesteps, width),
             "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
-            "transformer": _wan_transformer(channels, z_dim, image_encoder, width, layers).to(dtype),
+            "transformer": _wan_transformer(channels, z_dim, image_encoder, width, layers).to(
+                dtype
+            ),
             "transformer_2": None,
             "boundary_ratio": boundary_ratio,
             "expand_timesteps": expand_timesteps,

@@ -17,7 +17,6 @@ from svdpp.serve.eta import (
     MAX_REPLAYED,
     ClipAhead,
     Estimate,
-    Layouts,
     MeasuredCosts,
     estimate,
 )
@@ -33,6 +32,11 @@ LAYOUTS = [
 ]
 
 
+def _route(layout: Layout, clip: int, num_steps: int = 28, steps_done: int = 0) -> Route:
+    route = replace(layout, num_steps=num_steps, split="balanced").route(clip)
+    return route.resumed(steps_done) if steps_done else route
+
+
 def _ends(spans: list[Span]) -> dict[int, float]:
     ends: dict[int, float] = {}
     for span in spans:
@@ -46,9 +50,8 @@ def _clips(routes: list[Route], costs: Costs = COSTS) -> list[ClipAhead]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_equals_the_replay_of_the_action_lists(layout: Layout) -> None:
-    layouts = Layouts(layout)
     steps = [28, 10, 14, 28, 35, 7, 28, 21, 28, 28]
-    routes = [layouts.route(clip, num_steps) for clip, num_steps in enumerate(steps)]
+    routes = [_route(layout, clip, num_steps) for clip, num_steps in enumerate(steps)]
     expected = _ends(replay(build_schedule(routes, layout.world_size), COSTS))
     found = estimate(_clips(routes), delay=3.0)
     assert [found[str(clip)].place for clip in range(len(steps))] == list(range(len(steps)))
@@ -57,18 +60,17 @@ def test_it_equals_the_replay_of_the_action_lists(layout: Layout) -> None:
 
 
 def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
-    layouts = Layouts(LAYOUTS[1])
     clips = [
-        ClipAhead(id="decoding", route=layouts.route(0, 28, 28), costs=COSTS, has_begun=True),
+        ClipAhead(id="decoding", route=_route(LAYOUTS[1], 0, 28, 28), costs=COSTS, has_begun=True),
         ClipAhead(
             id="half",
-            route=layouts.route(1, 28, 14),
+            route=_route(LAYOUTS[1], 1, 28, 14),
             costs=COSTS,
             has_begun=True,
             begun_seconds=0.25,
         ),
-        ClipAhead(id="next", route=layouts.route(2, 28), costs=COSTS),
-        ClipAhead(id="resumed", route=layouts.route(3, 28, 24), costs=COSTS),
+        ClipAhead(id="next", route=_route(LAYOUTS[1], 2), costs=COSTS),
+        ClipAhead(id="resumed", route=_route(LAYOUTS[1], 3, 28, 24), costs=COSTS),
     ]
     found = estimate(clips)
     assert found["decoding"] == Estimate(None, 4.0)
@@ -81,9 +83,8 @@ def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
 
 
 def test_larger_clips_take_longer() -> None:
-    layouts = Layouts(LAYOUTS[0])
     small, large = (
-        ClipAhead(id=name, route=layouts.route(0, 28), costs=COSTS.scaled(pace))
+        ClipAhead(id=name, route=_route(LAYOUTS[0], 0), costs=COSTS.scaled(pace))
         for name, pace in (("small", 1.0), ("large", 4.0))
     )
     assert estimate([large])["large"].eta_seconds == pytest.approx(
@@ -94,10 +95,9 @@ def test_larger_clips_take_longer() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_long_queue_is_extrapolated_closely(layout: Layout) -> None:
-    layouts = Layouts(layout)
     chance = random.Random(0)
     steps = [chance.choice([28, 14, 35]) for _ in range(2 * MAX_REPLAYED)]
-    routes = [layouts.route(clip, num_steps) for clip, num_steps in enumerate(steps)]
+    routes = [_route(layout, clip, num_steps) for clip, num_steps in enumerate(steps)]
     expected = _ends(replay(build_schedule(routes, layout.world_size), COSTS))
     found = estimate(_clips(routes))
     for clip in (MAX_REPLAYED, 2 * MAX_REPLAYED - 1):
@@ -110,11 +110,10 @@ def test_no_clip_no_estimate() -> None:
 
 @pytest.mark.long
 def test_an_estimate_of_a_long_queue_is_quick() -> None:
-    layouts = Layouts(LAYOUTS[1])
     seconds = []
     for _ in range(5):
         begun = time.thread_time()
-        estimate(_clips([layouts.route(clip, 28) for clip in range(2000)]))
+        estimate(_clips([LAYOUTS[1].route(clip) for clip in range(2000)]))
         seconds.append(time.thread_time() - begun)
     print(f"2000 clips on 7 ranks: {1000 * min(seconds):.1f} ms")
     assert min(seconds) < 0.05
@@ -139,10 +138,10 @@ def test_before_a_measurement_the_preset_is_scaled_by_size() -> None:
 
 def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
     costs_of = MeasuredCosts(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
-    costs_of.add(0, _step(9.0), SAMPLING)
+    costs_of.add(_step(9.0), SAMPLING)
     assert costs_of.costs(SAMPLING).step_on(0) == 9.0, "the only one, though the rank warms up"
-    costs_of.add(0, _step(1.0), SAMPLING)
-    costs_of.add(1, _step(9.0), SAMPLING)
+    for seconds in (1.0, 1.0, 9.0):
+        costs_of.add(_step(seconds), SAMPLING)
     costs = costs_of.costs(SAMPLING)
     assert (costs.step_on(0), costs.decode_on(0)) == (1.0, 3.0)
     for event in (
@@ -151,7 +150,7 @@ def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
             direction="recv", clip=0, next_step=7, peer=0, num_bytes=1, seconds=0.5, end=1.0
         ),
     ):
-        costs_of.add(1, event, SAMPLING)
+        costs_of.add(event, SAMPLING)
     costs = costs_of.costs(SAMPLING)
     assert (costs.decode_on(0), costs.transfer(0, 1)) == (4.0, 0.5)
     assert costs_of.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
@@ -162,24 +161,14 @@ def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
     waits = {"photograph": 3.0, "send": 9.0}
     encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
     for event in (_step(1.0), encode):
-        costs_of.add(0, event, SAMPLING)
+        costs_of.add(event, SAMPLING)
     assert costs_of.costs(SAMPLING).encode_on(0) == 4.0
 
 
 def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
     costs_of = MeasuredCosts(None, SAMPLING)
     for width in range(64, 64 + 8 * 50, 8):
-        for _ in range(3):
-            costs_of.add(0, _step(float(width)), replace(SAMPLING, width=width))
+        costs_of.add(_step(float(width)), replace(SAMPLING, width=width))
     assert costs_of.costs(replace(SAMPLING, width=448)).step_on(0) == 448
     assert costs_of.costs(replace(SAMPLING, width=64)).step_on(0) == pytest.approx(64)
     assert len(costs_of._samples) == 32
-
-
-def test_ranks_that_start_again_warm_up_again() -> None:
-    costs_of = MeasuredCosts(None, SAMPLING)
-    for _ in range(3):
-        costs_of.add(0, _step(1.0), SAMPLING)
-    costs_of.begin()
-    costs_of.add(0, _step(100.0), SAMPLING)
-    assert costs_of.costs(SAMPLING).step_on(0) == 1.0

@@ -174,7 +174,7 @@ def test_the_uploads_of_one_key_leave_places_for_others() -> None:
             held = [asyncio.create_task(post("s3cret")) for _ in range(2)]
             await asyncio.sleep(0)  # both begin before what follows
             refused, other = await post("s3cret"), await post("other")
-            assert "2 photographs of this key" in refused.json()["error"]["message"]
+            assert "2 images of this key" in refused.json()["error"]["message"]
             gate.set()
             answers = [refused, other, *[await each for each in held], await post("s3cret")]
             return [answer.status_code for answer in answers]

@@ -202,7 +202,7 @@ def test_only_known_files_are_served(server: HttpServer) -> None:
         answer = server.client.get(path)
         assert answer.content == file.read_bytes()
         assert answer.headers["content-type"].partition(";")[0] in ("text/html", *CODE)
-    for path in ("nothing.js", "index.html", "", "..%2fapi.py", "%2e%2e/api.py", "/etc/passwd"):
+    for path in ("nothing.js", "", "..%2fapi.py", "%2e%2e/api.py", "/etc/passwd"):
         assert server.client.get(f"/page/{path}").status_code == 404, path
 
 
@@ -245,7 +245,7 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     text = tmp_path / "notes.png"
     text.write_text("no image")
     page.one("#make").click()
-    assert page.text("#form-error") == "Choose a photograph first."
+    assert page.text("#form-error") == "Choose an image first."
     assert page.focused() == "files"
 
     page.choose(text)
@@ -354,16 +354,17 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
 def test_what_is_said_of_clips_that_wait_and_run(page: Page) -> None:
     said = page.driver.execute_async_script(
         "const done = arguments[arguments.length - 1];"
-        "import('/page/words.js').then(({ placeText, stepText, etaText }) => done(["
+        "import('/page/words.js').then(({ placeText, stepText, etaText, allText }) => done(["
         "placeText({ place: 0, step: 0 }, 0), placeText({ place: 0, step: 0 }, 1),"
         "placeText({ place: 4, step: 7 }, 1), stepText({ step: 0, steps: 9, rank: 0 }),"
         "stepText({ step: 8, steps: 9, rank: 1 }), stepText({ step: 9, steps: 9, rank: 1 }),"
-        "etaText({ eta_seconds: null })]))"
+        "etaText({ eta_seconds: null }), allText([{ eta_seconds: 5, eta_at: 1e9 }, {}])]))"
     )
     assert said[:2] == ["Next", "1 clip before it"], "two answers may both call a clip the next"
     assert said[2] == "4 clips before it; goes on after step 7"
     assert said[3:6] == ["Step 1 of 9", "Step 9 of 9", "Decoding"]
     assert said[6] == "time known after a first step"
+    assert said[7] == "", "the time of one clip is not that of all"
 
 
 @pytest.mark.long

@@ -152,7 +152,7 @@ def test_a_proof_whose_process_dies_is_tried_again(
         assert "tried again in 0.2 s" in str(proving.reasons()[0])
         proving.wait_for("equal", "failed", "none")
         assert proving.reasons()[0] is None
-        assert str(proving.reasons()[1]).startswith(f"'photos/{photo.name}' is not the photograph")
+        assert str(proving.reasons()[1]).startswith(f"'photos/{photo.name}' is not the image")
 
 
 @pytest.mark.long

@@ -113,7 +113,7 @@ def check_told(store: JobQueue, told: dict[str, list[str]], *, num_in_flight: in
 
 
 def test_every_commit_waits_for_the_disk(store: JobQueue) -> None:
-    with store._file.change() as database:
+    with store.change() as database:
         assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_used_is_named(
 
 
 def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) -> None:
-    store._file.rows("PRAGMA user_version = 99")
+    store.rows("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(RequestError, match="version 99"):
         JobQueue(tmp_path / "data")

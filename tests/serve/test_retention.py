@@ -44,7 +44,7 @@ def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> 
     assert job is not None
     assert job.id == id
     store.complete(id, {})
-    with store._file.change() as database:
+    with store.change() as database:
         database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
     return id
 

@@ -19,11 +19,9 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
-from svdpp.plan.layout import Layout
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.capabilities import Capabilities
-from svdpp.serve.eta import Layouts
 from svdpp.serve.form import form_of
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
@@ -342,10 +340,3 @@ def test_the_gate_knows_which_rank_has_which_expert(wan_folder: Path) -> None:
         gate.check(replace(config.sampling, num_inference_steps=steps))
     with pytest.raises(RequestError, match="would do all 1 steps"):
         gate.check(replace(config.sampling, num_inference_steps=1))
-
-
-def test_an_estimate_cuts_where_the_expert_changes() -> None:
-    layout = Layout(num_steps=10, world_size=3, split="balanced", expert_boundary=2)
-    route = Layouts(layout).route(0, 20, expert_boundary=4)
-    assert 4 in {part.end for part in route.ranges}
-    assert Layouts(layout).route(0, 20, expert_boundary=20).ranges  # of a clip that will fail

@@ -149,7 +149,7 @@ def test_the_photograph_is_found_where_it_was_then_beside_the_clip(out: Path) ->
     record = json.loads((moved / "a.mp4.json").read_text())
     (moved / "a.mp4.json").write_text(json.dumps({**record, "input": "photos/rocket.jpg"}))
     clip = read_clip(moved / "a.mp4.json")
-    with pytest.raises(InputError, match=r"the photograph of 'a\.mp4', is missing"):
+    with pytest.raises(InputError, match=r"the image of 'a\.mp4', is missing"):
         find_photo(clip, None)
     Image.open(PHOTO).save(moved / "another.png")
     shutil.copy(PHOTO, moved / "renamed.jpeg")
@@ -161,9 +161,9 @@ def test_image_names_the_photograph_or_its_folder(out: Path, tmp_path: Path) -> 
     other = tmp_path / "other.jpg"
     other.write_bytes(Path(PHOTO).read_bytes() + b"\0")
     assert find_photo(clip, Path(PHOTO)) == Path(PHOTO)
-    with pytest.raises(InputError, match=r"other.jpg' is not the photograph that 'a.mp4' was made"):
+    with pytest.raises(InputError, match=r"other.jpg' is not the image that 'a.mp4' was made"):
         find_photo(clip, other)
-    with pytest.raises(InputError, match=r"there is no photograph of 'a.mp4' at '.*'") as caught:
+    with pytest.raises(InputError, match=r"there is no image of 'a.mp4' at '.*'") as caught:
         find_photo(clip, tmp_path)
     assert clip.metadata["input_sha256"] in caught.value.hint
     shutil.copy(PHOTO, tmp_path / "same.jpg")
@@ -174,7 +174,7 @@ def test_a_pipe_beside_a_clip_is_not_waited_for(out: Path) -> None:
     record = json.loads((out / "a.mp4.json").read_text())
     (out / "a.mp4.json").write_text(json.dumps({**record, "input": "pipe.jpg"}))
     os.mkfifo(out / "pipe.jpg")
-    with pytest.raises(InputError, match=r"pipe.jpg', the photograph of .a.mp4."):
+    with pytest.raises(InputError, match=r"pipe.jpg', the image of .a.mp4."):
         find_photo(read_clip(out / "a.mp4.json"), None)
     os.mkfifo(out / "b.mp4.json")
     with pytest.raises(InputError, match="is not a regular file"):

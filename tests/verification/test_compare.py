@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.verification.result import Check, VerificationResult, compare_frames, compare_latents
+from svdpp.verification.result import (
+    Check,
+    Place,
+    VerificationResult,
+    compare_latents,
+    compare_levels,
+)
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 
@@ -19,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.0) -> Check:
-    return compare_latents(ours, theirs, clip=2, step=8, rank=1, final=False, tolerance=tolerance)
+    return compare_latents(ours, theirs, Place(clip=2, step=8, rank=1), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,15 +87,22 @@ def test_other_shapes_and_dtypes_are_a_programmers_error() -> None:
         _compare(torch.zeros(2), torch.zeros(2, dtype=torch.float16))
 
 
-def test_frames_are_compared_level_by_level() -> None:
-    frames = np.zeros((2, 4, 4, 3), dtype=np.uint8)
-    other = frames.copy()
+@pytest.mark.parametrize(
+    ("what", "dtype", "most"), [("frames", np.uint8, 255), ("audio", np.int16, 32767)]
+)
+def test_levels_are_compared(what: Any, dtype: Any, most: int) -> None:
+    levels = np.zeros((2, 4, 4, 3), dtype)
+    other = levels.copy()
     other[1, 2, 3, 0] = 5
-    same = compare_frames(frames, frames.copy(), clip=0, step=4, rank=1)
-    assert same.equal
-    check = compare_frames(other, frames, clip=0, step=4, rank=1)
+    place = Place(clip=0, step=4, rank=1)
+    assert compare_levels(what, levels, levels.copy(), place).equal
+    check = compare_levels(what, other, levels, place)
     assert (check.equal, check.max_ulp, check.first_index) == (False, 5, (1, 2, 3, 0))
-    assert compare_frames(other, frames, clip=0, step=4, rank=1, tolerance=0.02).equal
+    assert check.distance == f"5 of {most} levels"
+    assert check.sha256 == hashlib.sha256(other.tobytes()).hexdigest()
+    assert compare_levels(what, other, levels, place, tolerance=5 / most).equal
+    with pytest.raises(ValueError, match="against"):
+        compare_levels(what, other, levels[:1], place)
 
 
 def test_verdict_names_the_first_difference() -> None:

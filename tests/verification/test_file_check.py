@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.media import video
-from svdpp.verification.clip_files import ClipCheck, check_file, read_clip
+from svdpp.verification.clip_files import ClipCheck, _distance, check_file, read_clip
 from tests.verification.clips import frames_of, put_clip, write_json
 
 LOSSY: list[VideoFormat] = ["mp4", "gif", "webp"]
@@ -138,6 +139,14 @@ def test_an_encoder_of_another_version_is_told_by_its_distance(tmp_path: Path) -
     check = _check(tmp_path / "a.mp4.json")
     assert check.equal, check
     assert " dB, " in check.detail
+
+
+@pytest.mark.parametrize(
+    ("levels", "psnr_db"), [(0, math.inf), (1, 20 * math.log10(255)), (255, 0.0)]
+)
+def test_the_distance_of_two_clips(levels: int, psnr_db: float) -> None:
+    black = np.zeros((2, 4, 4, 3), np.uint8)
+    assert _distance(black, black + np.uint8(levels)) == (pytest.approx(psnr_db), levels)
 
 
 def test_a_clip_of_version_0_3_has_no_hash_of_its_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from svdpp.diagnostics.figures import GpuFigures
 from svdpp.diagnostics.findings import find_limits
-from svdpp.diagnostics.run_recorder import GpuSums
+from svdpp.diagnostics.run_recorder import gpu_figures
 from svdpp.launch import gpus
 from svdpp.worker import gpu_sampler
 from svdpp.worker.gpu_sampler import GpuSampler, read_sample
@@ -95,10 +95,7 @@ def test_without_nvml_there_is_nothing(nvml: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def _sums(*samples: GpuSample) -> GpuFigures:
-    sums = GpuSums()
-    for sample in samples:
-        sums.add(sample)
-    figures = sums.figures()
+    figures = gpu_figures(samples)
     assert figures is not None
     return figures
 
@@ -122,7 +119,7 @@ def test_without_an_energy_counter_power_is_summed_up_over_time() -> None:
     samples = [GpuSample(when=when, watts=watts) for when, watts in ((0, 100), (1, 300), (3, 100))]
     assert _sums(*samples).joules == pytest.approx(200 * 1 + 200 * 2)
     assert _sums(samples[0]).joules is None
-    assert GpuSums().figures() is None
+    assert gpu_figures([]) is None
 
 
 def test_energy_of_a_shared_gpu_counts_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,41 +58,34 @@ def _predict() -> Tensors:
     return {"prediction": torch.zeros(1)}
 
 
-def test_both_messages_of_each_step_pass() -> None:
-    links = _Links()
-    pair = _pair(links)
-    assert [pair.exchange(step, _predict) for step in (2, 3)] == [THEIRS, THEIRS]
-    pair.drop()  # too late: the other rank expects no more
-    assert links.calls == [("receive", 2), ("send", 2), ("receive", 3), ("send", 3)]
+def _fail() -> Tensors:
+    raise NotFiniteError("no prediction")
 
 
-def test_a_clip_is_dropped_between_two_steps() -> None:
-    links = _Links()
+@pytest.mark.parametrize(
+    ("dropped", "evaluations", "error", "calls"),
+    [
+        # A drop after the last step is too late: the other rank expects no more.
+        (None, [_predict, _predict], None, "receive 2, send 2, receive 3, send 3"),
+        (None, [_predict], None, "receive 2, send 2, receive 3, tombstone 3"),
+        (2, [_predict], NotWantedError, "receive 2, send 2"),
+        # An evaluation that fails takes one message of the other rank.
+        (None, [_fail], NotFiniteError, "receive 2, tombstone 2"),
+    ],
+)
+def test_both_ranks_send_one_message_for_each_step_until_one_drops_the_clip(
+    dropped: int | None,
+    evaluations: list[Callable[[], Tensors]],
+    error: type[Exception] | None,
+    calls: str,
+) -> None:
+    links = _Links(dropped)
     pair = _pair(links)
-    pair.exchange(2, _predict)
+    for step, evaluate in enumerate(evaluations, 2):
+        with pytest.raises(error) if error else nullcontext():
+            assert pair.exchange(step, evaluate) == THEIRS
     pair.drop()
-    assert links.calls[2:] == [("receive", 3), ("tombstone", 3)]
-
-
-def test_the_other_rank_has_dropped_the_clip() -> None:
-    links = _Links(dropped=2)
-    pair = _pair(links)
-    with pytest.raises(NotWantedError):
-        pair.exchange(2, _predict)
-    pair.drop()
-    assert links.calls == [("receive", 2), ("send", 2)]
-
-
-def test_an_evaluation_that_fails_takes_one_message_of_the_other_rank() -> None:
-    def fail() -> Tensors:
-        raise NotFiniteError("no prediction")
-
-    links = _Links()
-    pair = _pair(links)
-    with pytest.raises(NotFiniteError):
-        pair.exchange(2, fail)
-    pair.drop()
-    assert links.calls == [("receive", 2), ("tombstone", 2)]
+    assert ", ".join(f"{kind} {step}" for kind, step in links.calls) == calls
 
 
 def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:

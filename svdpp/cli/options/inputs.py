@@ -46,7 +46,7 @@ class PromptOptions:
     prompt: str | None = setting(
         PROMPTS,
         "TEXT",
-        "What happens in the clip; with a photograph or, for text to video, without.",
+        "What happens in the clip; with an image or, for text to video, without.",
     )
     prompts: Path | None = setting(
         PROMPTS, "FILE", "Several prompts, one in each line of a UTF-8 file."
@@ -109,13 +109,13 @@ class InputOptions(ImageOptions):
     seeds: str | None = setting(
         VIDEO,
         "LIST",
-        "Several seeds for each photograph, such as 1-8 or 1,3,5-7.",
+        "Several seeds for each image, such as 1-8 or 1,3,5-7.",
         shown="--seed alone",
     )
     recursive: bool = switch(VIDEO, "Include images in subfolders.", "--recursive", "-r")
     keep_going: bool = switch(
         RECOVERY,
-        "If some photographs cannot be used, make the clips of the others; the exit code "
+        "If some images cannot be used, make the clips of the others; the exit code "
         "is the highest of all errors.",
     )
     repeat: Path | None = setting(

@@ -8,6 +8,7 @@ from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, setting, switch
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
+from svdpp.plan.choose import Pairs, choose_layout, faster_layout
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
@@ -32,7 +33,7 @@ class LayoutOptions:
         LAYOUT,
         "auto|pipeline|data-parallel",
         "How ranks share the work. pipeline: each does some steps of all clips; "
-        "data-parallel: each makes whole clips; auto: fastest forecast.",
+        "data-parallel: each makes whole clips; auto: best forecast, with pairs or without.",
         shown="pipeline",
         choices=_LAYOUTS,
     )
@@ -54,12 +55,13 @@ class LayoutOptions:
         "Ranks at the end of each pipeline that finish and decode clips in turn.",
         shown="1",
     )
-    cfg_parallel: int | None = setting(
+    cfg_parallel: str | None = setting(
         LAYOUT,
-        "1|2",
+        "auto|1|2",
         "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
-        "the guidance; a clip takes about half as long.",
-        shown="1",
+        "the guidance; a clip takes about half as long. auto: by forecast, if the bits are equal.",
+        shown="1; with --layout auto auto",
+        choices=("auto", "1", "2"),
     )
     decode_ranks: int | None = setting(
         LAYOUT,
@@ -81,6 +83,8 @@ class LayoutOptions:
         if self.layout is not None and self.layout not in _LAYOUTS:
             names = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
             raise RequestError(f"--layout must be {names}, got {self.layout!r}")
+        if self.cfg_parallel not in (None, "auto", "1", "2"):
+            raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
 
@@ -98,6 +102,28 @@ class LayoutOptions:
         return {**self.refined, **{name: value for name, value in others.items() if value}}
 
     @property
+    def pair_size(self) -> int:
+        """Ranks that do each step together; 1 where that is left to `auto`."""
+        return 2 if self.cfg_parallel == "2" else 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the forecast decides something."""
+        return "auto" in (self.layout, self.cfg_parallel)
+
+    @property
+    def chooses_pairs(self) -> bool:
+        """Whether the forecast decides about pairs."""
+        return self.chooses and self.cfg_parallel in (None, "auto")
+
+    @property
+    def fixed(self) -> dict[str, Any] | None:
+        """The layout as fields, without the number of ranks of a unit; None: `auto` chooses it."""
+        if self.layout == "auto":
+            return None
+        return {} if self.layout == "data-parallel" else {"replicas": 1, **self.refined}
+
+    @property
     def must_divide(self) -> bool:
         """Whether the number of ranks must divide the steps."""
         return (
@@ -113,10 +139,11 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        others = {"cfg_parallel": self.cfg_parallel, "decode_ranks": self.decode_ranks}
+        others = {"cfg_parallel": self.cfg_parallel and self.pair_size}
+        others["decode_ranks"] = self.decode_ranks
         given = {name: value for name, value in others.items() if value is not None}
         if self.layout == "data-parallel":
-            return {"replicas": world_size // max(1, self.cfg_parallel or 1), **given}
+            return {"replicas": max(1, world_size // self.pair_size), **given}
         return {**self.refined, **given}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
@@ -126,8 +153,6 @@ class LayoutOptions:
         """
         if self.given or (self.costs is None and not is_real):
             return ""
-        from svdpp.plan.choose import faster_layout
-
         faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
         if faster is None:
             return ""
@@ -162,6 +187,8 @@ class LayoutOptions:
         memory: Memory | None = None,
         experts: Mapping[str, Any] | None = None,
         family: str = "svd",
+        pairs: Pairs = "no",
+        sooner: bool = False,
     ) -> tuple[dict[str, Any], str]:
         """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
 
@@ -174,19 +201,20 @@ class LayoutOptions:
             memory: tells `auto` what fits; None: everything fits.
             experts: as `ExpertOptions.fields`; None: the model has one expert.
             family: of the model.
+            pairs: whether `auto` may choose pairs of ranks.
+            sooner: whether a clip's latency matters more than the rate.
         """
         # The launcher, not the costs, knows which ranks share a host.
         assumed = self.assumed_costs(decodes=decodes, family=family)
         costs = replace(assumed, ranks_per_host=ranks_per_host)
-        if self.layout != "auto":
+        if not self.chooses:
             return {**self.fields(world_size), "costs": costs}, ""
         if num_clips is None:
+            option = "--layout auto" if self.layout == "auto" else "--cfg-parallel auto"
             raise RequestError(
-                "--layout auto needs the number of clips, and under torchrun only rank 0 knows it",
-                "svdpp plan --layout auto --clips M shows which --split and --replicas to give",
+                f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
+                f"svdpp plan {option} --clips M shows which options to give",
             )
-        from svdpp.plan.choose import choose_layout
-
         needs, has = memory(world_size) if memory is not None else ({}, ())
         costs = replace(costs, **needs)  # type: ignore[arg-type]
         choice = choose_layout(
@@ -196,7 +224,10 @@ class LayoutOptions:
             costs=costs,
             decodes=decodes,
             memory_gib=has,
-            cfg_parallel=self.cfg_parallel or 1,
+            cfg_parallel=self.pair_size,
+            pairs=pairs,
+            fixed=self.fixed,
+            sooner=sooner,
             **(experts or {}),
         )
         why = f"layout: {choice.reason}"
@@ -209,6 +240,8 @@ class LayoutOptions:
             chosen["device_order"] = choice.cards
         if self.costs is None and decodes and family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
+        elif self.costs is None:
+            why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         return chosen, why
 
 

@@ -83,7 +83,7 @@ class SamplingOptions:
     fit: str = setting(
         VIDEO,
         "stretch|crop|pad",
-        "How to fit a photograph of another shape to the frame; diffusers stretches it.",
+        "How to fit an image of another shape to the frame; diffusers stretches it.",
         choices=("stretch", "crop", "pad"),
         default="stretch",
     )

@@ -30,8 +30,11 @@ from svdpp.models.engine.values import (
     Node,
     NotPackableError,
     Packer,
+    changed_state,
     describe,
     leaves,
+    packed_state,
+    snapshot,
     unpack,
     zeros,
 )
@@ -39,13 +42,14 @@ from svdpp.models.engine.values import (
 #: Name of the tensor that holds a packet's structure: JSON, in host memory.
 STRUCTURE = "structure"
 
+# The record whose first tensor is the latent before the first step.
+_NOISE_RECORD = "prepare_latents"
 # What the noise is called in a packet after the first step.
 _NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
-_NOT_RECORDED = ("__call__", "check_inputs", "progress_bar")
-# What the engine and diffusers themselves add to a scheduler.
-_NOT_STATE = ("_range_call", "_internal_dict")
+_PIPELINES = "diffusers.pipelines"
+_NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 
 class _Stop(Exception):
@@ -114,31 +118,25 @@ class RangeCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Calls the pipeline; its result if `end` is None.
-
-        Raises:
-            ModelError: the result depends on what no packet carries.
-        """
-        check_pipeline(self._pipe)
+        """Calls the pipeline; its result if `end` is None."""
+        _refuse_caches(self._pipe)
         extra: dict[str, Any] = {}
         if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
             extra["callback_on_step_end"] = self._on_step_end
-        before, result = _global_states(self._device), None
+        before, result, name = _global_states(self._device), None, type(self._pipe).__name__
         with self._patched(), suppress(_Stop):
             result = self._pipe(**arguments, **extra, return_dict=False)
-        if any(map(_differ, before, _global_states(self._device))):
+        if _differ(before, _global_states(self._device)):
             raise ModelError(
-                f"{type(self._pipe).__name__} draws random numbers from torch's global generator, "
-                "so that no two runs are equal"
+                f"{name} draws random numbers from torch's global generator, so that no two runs "
+                "are equal"
             )
-        if self._end is None:
-            return result
-        if not self.structure:
+        if self._end is not None and not self.structure:
             raise ModelError(
-                f"{type(self._pipe).__name__} ends before step {self._end}: it runs another number "
-                "of steps than it is asked for"
+                f"{name} ends before step {self._end}: it runs another number of steps than it is "
+                "asked for"
             )
-        return None
+        return result
 
     # 1. What is outside the steps is recorded once, and replayed.
 
@@ -156,7 +154,7 @@ class RangeCall:
             finally:
                 self._depth -= 1
             after = self._generator_states()
-            drew = any(map(_differ, before, after))
+            drew = _differ(before, after)
             if drew or _has_tensors(result):
                 self._records.append((name, _copied(result), after if drew else None))
             return result
@@ -231,22 +229,22 @@ class RangeCall:
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`scheduler.step` of the pipeline."""
-        known = (place for place, each in enumerate(self._schedulers) if each[0] is scheduler)
+        known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
             self._schedulers.append((scheduler, snapshot(scheduler)))
         call = self._calls[place] = self._calls.get(place, -1) + 1
         self._stepped = True
         if self._index < self._start:
-            return self._phantom_step(scheduler, place, call)
-        self._ran = True
-        if self._branches is not None:
-            self._branches.end_step(self._index)
-        result = real(*args, **kwargs)
-        versions = [each._version for each in _tensors_in(result)]
-        self._results.append(
-            (place, result, _copied(result) if self._end is not None else None, versions)
-        )
+            result = self._phantom_step(scheduler, place, call)
+        else:
+            self._ran = True
+            if self._branches is not None:
+                self._branches.end_step(self._index)
+            result = real(*args, **kwargs)
+        travels = self._end is not None and place >= self._row.results_in_latents
+        versions = [tensor._version for tensor in _tensors_in(result)]
+        self._results.append((place, result, _copied(result) if travels else None, versions))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int, call: int) -> Any:
@@ -290,7 +288,7 @@ class RangeCall:
         yield self
         self.update()
         if self._end is not None:
-            self._finish_chunk()
+            self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
         self._in_steps = False
 
@@ -299,11 +297,6 @@ class RangeCall:
         self._finish_step()
         if self._end is not None and self._index + self._stepped >= self._end:
             raise _Stop
-
-    def set_description(self, *_: Any, **__: Any) -> None:
-        """See `progress_bar`."""
-
-    set_postfix = set_postfix_str = write = set_description
 
     # 4. The packet.
 
@@ -323,7 +316,7 @@ class RangeCall:
 
     def _packed_records(self, packer: Packer) -> list[Node]:
         for name, result, _ in self._records:
-            if name == self._row.noise:
+            if name == _NOISE_RECORD:
                 packer.pack(_tensors_in(result)[0], LATENTS)
         records = []
         for place, (name, result, drew) in enumerate(self._records):
@@ -349,32 +342,16 @@ class RangeCall:
                     tensors[leaf["name"]] = self._received[name]
         return records
 
-    def _finish_chunk(self) -> None:
-        """Keeps what the next ranks need of a chunk that is finished."""
-        name = f"chunk.{self._chunk}"
-        if self._index >= self._start:
-            self._chunks.append(self._packed_results(name))
-            return
-        assert self._given is not None
-        self._chunks.append(
-            [
-                [
-                    self._packer.pack(self._unpacked(node), f"{name}.{i}.{j}")
-                    for j, node in enumerate(nodes)
-                ]
-                for i, nodes in enumerate(self._given["step"]["chunks"][self._chunk])
-            ]
-        )
-
     def _packed_results(self, name: str) -> list[list[Node]]:
+        """What `step` returned last, of each scheduler."""
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before, versions in self._results:
-            changed = versions != [each._version for each in _tensors_in(result)]
-            if place < self._row.results_in_latents:
+            if before is None:
                 results[place].append(describe(result))
-            else:
-                value, call = before if changed else result, len(results[place])
-                results[place].append(self._packer.pack(value, f"{name}.{place}.{call}"))
+                continue
+            changed = versions != [tensor._version for tensor in _tensors_in(result)]
+            place_name = f"{name}.{place}.{len(results[place])}"
+            results[place].append(self._packer.pack(before if changed else result, place_name))
         return results
 
     def _packed_step(self, packer: Packer) -> Node:
@@ -434,42 +411,8 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in found.items() if callable(method)}
 
 
-def snapshot(scheduler: Any) -> dict[str, Any]:
-    """The scheduler's `__dict__` before its first step, for `changed_state`."""
-    return {
-        key: copy.copy(value) if isinstance(value, (list, dict)) else value
-        for key, value in scheduler.__dict__.items()
-    }
-
-
-def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """What steps have changed in the scheduler's `__dict__`: its state."""
-    return {
-        key: value
-        for key, value in scheduler.__dict__.items()
-        if key not in _NOT_STATE and not (key in before and _is_unchanged(before[key], value))
-    }
-
-
-def packed_state(packer: Packer, state: Mapping[str, Any], prefix: str = STATE_PREFIX) -> Node:
-    """The structure of a scheduler's state."""
-    items = {key: packer.pack(value, prefix + key) for key, value in state.items()}
-    return {"kind": "dict", "items": items}
-
-
-def _is_unchanged(before: Any, now: Any) -> bool:
-    if isinstance(before, (list, tuple)) and type(before) is type(now):
-        return len(before) == len(now) and all(map(_is_unchanged, before, now))
-    plain = isinstance(before, (int, float, str)) and type(before) is type(now)
-    return before is now or (plain and bool(before == now))
-
-
-def check_pipeline(pipe: Any) -> None:
-    """Refuses components that keep state from step to step, which no packet carries.
-
-    Raises:
-        ModelError: a component has a cache.
-    """
+def _refuse_caches(pipe: Any) -> None:
+    """They keep state from step to step, which no packet carries."""
     for part, component in pipe.components.items():
         if (cache := getattr(component, "_cache_config", None)) is not None:
             raise ModelError(
@@ -488,10 +431,9 @@ def replaced(target: Any, **methods: Any) -> Iterator[None]:
         yield
     finally:
         for name in methods:
-            if name in before:
-                object.__setattr__(target, name, before[name])
-            else:
-                object.__delattr__(target, name)
+            object.__delattr__(target, name)
+        for name, method in before.items():
+            object.__setattr__(target, name, method)
 
 
 @functools.cache
@@ -509,17 +451,15 @@ def _range_class(real: Any) -> Any:
 @functools.cache
 def _own_methods(pipeline_class: Any) -> tuple[str, ...]:
     """The methods that the pipeline's class defines, and not diffusers' base classes."""
-    names: dict[str, None] = {}
+    names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
-        if cls.__module__.startswith("diffusers.pipelines") and not issubclass(
-            DiffusionPipeline, cls
-        ):
-            names |= {
-                name: None
-                for name, value in vars(cls).items()
-                if callable(getattr(value, "__func__", value)) and not name.startswith("__")
-            }
-    return tuple(name for name in names if name not in _NOT_RECORDED)
+        is_base = cls in DiffusionPipeline.__mro__
+        names |= vars(cls) if cls.__module__.startswith(_PIPELINES) and not is_base else {}
+    return tuple(
+        name
+        for name, value in names.items()
+        if callable(getattr(value, "__func__", value)) and name not in _NOT_RECORDED
+    )
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -545,5 +485,5 @@ def _global_states(device: torch.device) -> list[torch.Tensor]:
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
-def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return not torch.equal(before, after)
+def _differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return not all(map(torch.equal, before, after))

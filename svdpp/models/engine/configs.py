@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, is_out_of_memory
 from svdpp.models.json_file import JsonFile, read_json, short_repr
 
 #: What a family's configs say of a checkpoint: fields of `Checkpoint`.
@@ -37,15 +38,12 @@ class Configs:
         folder: of the checkpoint.
         index: its `model_index.json`.
         schedulers: the classes that it may have.
-
-    Raises:
-        ModelError: the scheduler is another one, or its config sets an unsupported option.
     """
 
     def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
         self.folder = folder
         self.index = index
-        name, values = class_of(index, "scheduler"), read_json(folder, _SCHEDULER)
+        name, values = _entry(index, "scheduler")[1], read_json(folder, _SCHEDULER)
         if name not in schedulers:
             raise index.error(
                 f"the scheduler {short_repr(name)} is not supported: this family's steps are "
@@ -58,11 +56,7 @@ class Configs:
         self._read: dict[str, JsonFile] = {}
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
-        """The config of one component, with its class's defaults for keys that it lacks.
-
-        Raises:
-            ModelError: the file is missing, names other code, or has a size out of range.
-        """
+        """The config of one component, with its class's defaults for keys that it lacks."""
         if part not in self._read:
             config = self._read[part] = read_json(self.folder, f"{part}/config.json")
             for key, value in config.values.items():
@@ -76,14 +70,30 @@ class Configs:
 
     def has(self, part: str) -> bool:
         """Whether the checkpoint has this component."""
-        return class_of(self.index, part) is not None
+        return _entry(self.index, part)[1] is not None
 
 
-def class_of(index: JsonFile, part: str) -> str | None:
-    """The class of a component; None if the checkpoint does not have it."""
+def classes_of(index: JsonFile, parts: frozenset[str], denoiser: str) -> dict[str, str]:
+    """The class of each of `parts` that the checkpoint has."""
+    classes = {}
+    for part in sorted(parts):
+        library, name = _entry(index, part)
+        if name is None:
+            continue
+        if library not in _LIBRARIES:  # diffusers would import it
+            raise index.error(f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}")
+        if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), denoiser), str(name)):
+            raise index.error(f"the {part} is of class {short_repr(name)}, which is not supported")
+        classes[part] = name
+    return classes
+
+
+def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
+    """Library and class of a component; the class is None if the checkpoint does not have it."""
     entry = index.values.get(part)
-    name = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
-    return None if name is None else str(name)
+    if isinstance(entry, list) and len(entry) == 2:
+        return entry[0], entry[1]
+    return _LIBRARIES[0], entry
 
 
 def _check_size(config: JsonFile, key: str, value: object, limit: int) -> None:
@@ -91,20 +101,6 @@ def _check_size(config: JsonFile, key: str, value: object, limit: int) -> None:
         config.count(key, limit)
     elif isinstance(value, list) and any(type(each) is int and each > limit for each in value):
         raise config.error(f"{key} is {short_repr(value)}: above {limit}")
-
-
-def check_class(index: JsonFile, part: str, classes: tuple[str, ...], *, optional: bool) -> None:
-    """ModelError if a component's class is none of `classes`, or it is missing."""
-    name = class_of(index, part)
-    if name is None and not optional:
-        raise index.error(f"the component {part} is missing")
-    if name is not None and name not in classes:
-        expected = " or ".join(classes)
-        raise index.error(f"the {part} is of class {short_repr(name)}, not {expected}")
-    entry = index.values.get(part)
-    if name is not None and isinstance(entry, list) and entry[0] not in _LIBRARIES:
-        # diffusers would import it.
-        raise index.error(f"{part!r} is from the module {short_repr(entry[0])}, but {_NO_CODE}")
 
 
 def check_no_code(folder: Path) -> None:
@@ -118,6 +114,26 @@ def check_no_code(folder: Path) -> None:
             )
 
 
+@contextmanager
+def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
+    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    label = f"{checkpoint.label}: " if checkpoint else ""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(label + error.message, error.hint) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, on one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
+
+
 _SCHEDULER = "scheduler/scheduler_config.json"
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
@@ -127,6 +143,21 @@ _REFUSED_OF_SCHEDULERS = {
 _MAX_TRAIN_TIMESTEPS = 100_000
 #: The last one is a folder of pipelines of diffusers, with classes of its own.
 _LIBRARIES = ("diffusers", "transformers", "ltx2")
+_PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
+_CLASSES = {
+    "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
+    r"Qwen2(_5_)?VLProcessor",
+    "text_encoder": r"(U?MT5|T5)EncoderModel|CLIPTextModel|LlamaModel|Qwen2_5_VLTextModel|"
+    r"(Llava|Gemma3|Qwen2_5_VL)ForConditionalGeneration",
+    "image_encoder": r"CLIPVisionModel(WithProjection)?|SiglipVisionModel",
+    "image_processor": _PROCESSORS,
+    "feature_extractor": _PROCESSORS,
+    "vae": r"AutoencoderKL\w*",
+    "audio_vae": r"AutoencoderKLLTX2Audio",
+    "connectors": r"LTX2TextConnectors",
+    "vocoder": r"LTX2Vocoder(WithBWE)?",
+    "guider": r"ClassifierFreeGuidance",  # others keep a momentum, which no packet carries
+}
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a
 #: kernel on the hub, transformers_weights another file.

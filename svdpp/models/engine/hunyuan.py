@@ -13,11 +13,7 @@ FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
 
 
 def facts(configs: Configs) -> Facts:
-    """Refuses an image to video checkpoint that removes frames of the clip.
-
-    Raises:
-        ModelError: the image is concatenated to the latent.
-    """
+    """Refuses an image to video checkpoint that removes frames of the clip."""
     if configs.has("image_processor"):
         transformer = configs.of("transformer", image_condition_type=None)
         reason = "as for others the clip lacks its first four frames"
@@ -65,11 +61,7 @@ def _listed_sizes(target: int, unit: int) -> list[tuple[int, int]]:
 
 
 def check_15(checkpoint: Any, sampling: Any) -> None:
-    """Refuses the size of a clip from an image that the pipeline would change.
-
-    Raises:
-        RequestError: it is none of the sizes; the hint names the nearest one.
-    """
+    """Refuses the size of a clip from an image that the pipeline would change."""
     size, sizes = (sampling.height, sampling.width), checkpoint.image_sizes
     if not sampling.from_image or size in sizes:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,12 +13,13 @@ from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.loading import (
-    ComponentLoader,
-    library_errors,
-    meta_module,
+    load_module,
+    load_processor,
+    new_module,
     silence_libraries,
     torch_dtype,
 )
@@ -27,6 +27,8 @@ from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
 _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
+#: Submodules of VAEs that are used by an encode of images alone, and by a decode.
+_ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
 
 
 @dataclass(kw_only=True)
@@ -66,51 +68,30 @@ def preload(family: str) -> None:
 def load_parts(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Parts:
-    """Loads the components for a rank; also turns off the libraries' progress bars and warnings.
-
-    Args:
-        checkpoint: found and checked.
-        model: precision and memory options; some components are always in fp32.
-        sampling: of the clips; a rank that encodes images needs more components.
-        roles: of the rank.
-        device: as torch spells it.
-
-    Raises:
-        ModelError: the weights do not fit the model's class, or a library rejects them.
-        OutOfMemoryError: the device or the host has too little memory.
-        RequestError: the device cannot be used.
-    """
+    """Loads the components for a rank with these roles, and skeletons of the others."""
     silence_libraries()
-    load = ComponentLoader(checkpoint, torch.device(device))
-    needed = checkpoint.parts_of(roles, sampling)
+    place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
     for part, name in checkpoint.classes:
-        cls, weights = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
+        cls, dtype = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
         if not has_weights(part):
-            needs = part in needed
-            parts[part] = load_processor(checkpoint, part, cls, load.device) if needs else None
+            parts[part] = load_processor(checkpoint, part, cls) if part in needed else None
         elif part in needed:
-            unused = unused_parts(checkpoint, part, roles, sampling)
-            parts[part] = load.module(cls, part, weights, unused)
-            apply_memory_options(checkpoint, part, parts[part], model)
+            module = parts[part] = load_module(checkpoint, part, cls, dtype, place)
+            for unused in module._modules.keys() & unused_parts(checkpoint, part, roles, sampling):
+                delattr(module, unused)
+            apply_memory_options(checkpoint, part, module, model)
         else:
-            with library_errors(part, checkpoint):
-                parts[part] = skeleton(cls, checkpoint, part, weights, load.device)
-    pipe = new_pipeline(checkpoint, sampling.from_image, parts, load.device)
+            parts[part] = skeleton(cls, checkpoint, part, dtype, place)
+    pipe = new_pipeline(checkpoint, sampling.from_image, parts, place)
     load_loras(pipe, checkpoint)
     return Parts(
         pipe=pipe,
         checkpoint=checkpoint,
-        device=load.device,
+        device=place,
         dtype=model.dtype,
         from_image=sampling.from_image,
     )
-
-
-def count_weights(checkpoint: Checkpoint) -> int:
-    """The number of weights, all of whose files are there and complete; reads no weight."""
-    load = ComponentLoader(checkpoint, torch.device("cpu"))
-    return sum(map(load.count, checkpoint.weighted))
 
 
 def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -127,34 +108,17 @@ def new_pipeline(
 ) -> Any:
     """The pipeline with these components, on `device` even if its first one is a skeleton."""
     cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
-    accepted = inspect.signature(cls.__init__).parameters
+    own = {**parts, "scheduler": checkpoint.new_scheduler(None)}
     with library_errors("the pipeline", checkpoint):
-        settings = cls.load_config(checkpoint.folder, local_files_only=True)
-        # Of the others, the config has the library and the class.
-        known = {name: value for name, value in settings.items() if not isinstance(value, list)}
-        known |= {**parts, "scheduler": new_scheduler(checkpoint, None)}
-        pipe = cls(
-            **{
-                name: known.get(name)
-                for name, parameter in accepted.items()
-                if name in known or (name != "self" and parameter.default is parameter.empty)
-            }
-        )
+        pipe = cls.from_pretrained(checkpoint.folder, local_files_only=True, **own)
     pipe.set_progress_bar_config(disable=True)
     pipe.__class__ = _on_device(cls, str(device))
     return pipe
 
 
-def new_scheduler(checkpoint: Checkpoint, sampling: Any) -> Any:
-    """A scheduler for one clip."""
-    scheduler = checkpoint.scheduler if sampling is None else checkpoint.scheduler_of(sampling)
-    with library_errors("scheduler", checkpoint):
-        return getattr(diffusers, scheduler.name).from_config(dict(scheduler.values))
-
-
 def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
     """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
-    pipe.scheduler = new_scheduler(checkpoint, sampling)
+    pipe.scheduler = checkpoint.new_scheduler(sampling)
     if (guider := getattr(pipe, "guider", None)) is not None:
         scale = {"guidance_scale": sampling.guidance_scale}
         pipe.guider = type(guider).from_config({**guider.config, **scale})
@@ -195,9 +159,8 @@ def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any)
     """The submodules of a component that a rank with these roles does not use."""
     if part != "vae":
         return ()
-    row = checkpoint.row
-    encodes = roles.encode and (part in row.encode or sampling.from_image)
-    return () if encodes and roles.decode else row.only_decode if encodes else row.only_encode
+    encodes = roles.encode and (part in checkpoint.row.encode or sampling.from_image)
+    return () if encodes and roles.decode else _ONLY_DECODE if encodes else _ONLY_ENCODE
 
 
 def skeleton(
@@ -207,7 +170,8 @@ def skeleton(
 
     Who computes with it gets an error, not wrong numbers.
     """
-    module = meta_module(cls, checkpoint.folder / part).eval()
+    with library_errors(part, checkpoint), torch.device("meta"):
+        module = new_module(cls, checkpoint.folder / part).eval()
     torch.nn.Module.to(module, dtype)  # not the class's own, which warns about float32
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
@@ -220,9 +184,3 @@ def _on_device(cls: Any, device: str) -> Any:
     place = property(lambda _: torch.device(device))
     attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
-
-
-def load_processor(checkpoint: Checkpoint, part: str, cls: Any, device: torch.device) -> Any:
-    """A component without weights."""
-    load = ComponentLoader(checkpoint, device)
-    return load.tokenizer(cls) if part == "tokenizer" else load.processor(cls, part)

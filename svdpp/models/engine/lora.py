@@ -8,8 +8,8 @@ from typing import Any
 
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import replaced
+from svdpp.models.engine.configs import library_errors
 from svdpp.models.hub import show_name
-from svdpp.models.loading import library_errors
 from svdpp.models.lora import LoraFile
 
 

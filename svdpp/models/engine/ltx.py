@@ -12,11 +12,7 @@ from svdpp.models.json_file import JsonFile, short_repr
 
 
 def facts(configs: Configs) -> Facts:
-    """What the configs of a checkpoint say of its sizes and its VAE.
-
-    Raises:
-        ModelError: a config has unsupported values, or does not fit the others.
-    """
+    """What the configs of a checkpoint say of its sizes and its VAE."""
     vae, transformer = configs.of("vae", **_VAE), configs.of("transformer", **_TRANSFORMER)
     text_dim = configs.of("text_encoder").count("d_model", 2**18)
     channels = vae.count("latent_channels", 4096)
@@ -67,11 +63,7 @@ def generator_device(checkpoint: Any, sampling: LtxSampling, device: str) -> str
 
 
 def facts_2(configs: Configs) -> Facts:
-    """What the configs of an LTX-2 checkpoint say; refuses one whose decode draws noise.
-
-    Raises:
-        ModelError: the decode would draw noise from torch's global generator.
-    """
+    """What the configs of an LTX-2 checkpoint say; refuses one whose decode draws noise."""
     vae = configs.of("vae", decoder_inject_noise=[], timestep_conditioning=False)
     if any(vae.values["decoder_inject_noise"]) or vae.values["timestep_conditioning"]:
         raise vae.error("a decode that draws noise is not supported")

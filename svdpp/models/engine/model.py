@@ -89,11 +89,7 @@ class EngineModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Runs steps `start` to `end` (exclusive); returns the packet after them.
-
-        Raises:
-            ValueError: a denoiser that the steps need is not loaded.
-        """
+        """Runs steps `start` to `end` (exclusive); returns the packet after them."""
         assert start < end
         structure, tensors = self._opened(tensors, start)
         generator = torch.Generator(self._generator_device)
@@ -109,9 +105,6 @@ class EngineModel:
         """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
 
         With `frames`, whole chunks of them, the pipeline's own decode gets the latents of these.
-
-        Raises:
-            NotFiniteError: the VAE returned NaN or infinite values.
         """
         postprocess = self._pipe.video_processor.postprocess_video
 
@@ -207,11 +200,7 @@ class EngineModel:
         return Image.new("RGB", size) if self._parts.from_image else None
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
-        """The structure and the tensors of a packet after `steps`.
-
-        Raises:
-            InputError: the packet is a latent checkpoint of an earlier version.
-        """
+        """The structure and the tensors of a packet after `steps`."""
         if STRUCTURE in tensors:
             assert tensors[STRUCTURE].is_cpu
             return json.loads(tensors[STRUCTURE].numpy().tobytes()), tensors
@@ -293,11 +282,7 @@ def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:
-    """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files.
-
-    Raises:
-        NotFiniteError: it has NaN or infinite values.
-    """
+    """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files."""
     if row.vocoder is None or audio is None:
         return None
     if not bool(torch.isfinite(audio).all()):

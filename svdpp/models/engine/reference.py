@@ -16,12 +16,12 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.call import changed_state, packed_state, snapshot
+from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
 from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
-from svdpp.models.engine.values import Packer
-from svdpp.models.loading import library_errors, silence_libraries
+from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
+from svdpp.models.loading import silence_libraries
 
 
 class Reference:

@@ -7,39 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from svdpp.config.limits import require
 from svdpp.models.engine import hunyuan, ltx, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
-#: transformers 5 also saves fast tokenizers as this class.
-_ANY_TOKENIZER = ("TokenizersBackend",)
-_T5 = ("T5TokenizerFast", "T5Tokenizer", *_ANY_TOKENIZER)
-_CLIP_PROCESSORS = ("CLIPImageProcessor", "CLIPImageProcessorPil")
-_LLAMA = ("LlamaTokenizerFast", "LlamaTokenizer", *_ANY_TOKENIZER)
-_SIGLIP = ("SiglipImageProcessor", "SiglipImageProcessorPil")
-_UMT5 = {"tokenizer": _T5, "text_encoder": ("UMT5EncoderModel", "T5EncoderModel")}
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-_HUNYUAN = {
-    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast", *_ANY_TOKENIZER),
-    "text_encoder_2": ("CLIPTextModel",),
-    "vae": ("AutoencoderKLHunyuanVideo",),
-}
-_LTX = {
-    "tokenizer": _T5,
-    "text_encoder": ("T5EncoderModel",),
-    "vae": ("AutoencoderKLLTXVideo",),
-    "transformer": ("LTXVideoTransformer3DModel",),
-}
 _ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
-
-
-def _no_facts(configs: Configs) -> Facts:
-    del configs
-    return {}
 
 
 def _no_length(_: Configs) -> Facts:
@@ -72,10 +49,6 @@ def _one_window(_: Any, sampling: Any) -> None:
     require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
-def _no_check(checkpoint: Any, sampling: Any) -> None:
-    del checkpoint, sampling
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One family."""
@@ -91,10 +64,8 @@ class Row:
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
-    components: Mapping[str, tuple[str, ...]]
-    """The classes that each component may have."""
-    optional: frozenset[str] = frozenset()
-    """Components that a checkpoint need not have."""
+    denoiser: str
+    """The class of the denoisers: others may keep state that no packet carries."""
     takes_prompt: bool = True
     schedulers: tuple[str, ...] = _FLOW
     denoisers: tuple[str, ...] = ("transformer",)
@@ -109,9 +80,6 @@ class Row:
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
-    only_encode: tuple[str, ...] = ("encoder", "quant_conv")
-    """Submodules of the VAE that a rank without an encode of images does not load."""
-    only_decode: tuple[str, ...] = ("decoder", "post_quant_conv")
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Arguments of `__call__` by the sampling parameter they have; others have its name."""
     texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
@@ -120,11 +88,9 @@ class Row:
     """Whether diffusers' pipeline loads LoRAs."""
     unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
     """Records that steps and decode do not use."""
-    noise: str = "prepare_latents"
-    """The record whose first tensor is the latent before the first step."""
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
-    """Which steps use that tensor. `in_latents`: later steps use parts of it which no step changes,
-    so that ranks find them in the latent."""
+    """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
+    changes, so that ranks find them in the latent."""
     only_first_step: frozenset[str] = frozenset()
     """Further records that only the first step uses."""
     results_in_latents: int = 0
@@ -137,9 +103,9 @@ class Row:
     """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
-    facts: Callable[[Configs], Facts] = _no_facts
+    facts: Callable[[Configs], Facts] = lambda _: {}
     """What the configs of a checkpoint say; refuses what the row does not cover."""
-    check: Callable[[Any, Any], None] = _no_check
+    check: Callable[[Any, Any], None] = lambda *_: None
     """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
     arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
@@ -155,6 +121,16 @@ class Row:
     """The structure and tensors of a packet of an earlier version, of its tensors, the sampling
     parameters, and the number of steps that have run."""
 
+    @property
+    def parts(self) -> frozenset[str]:
+        """The components that a rank may need."""
+        return self.required.union(self.encode_image, self.denoisers)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Those of `parts` that every checkpoint has."""
+        return frozenset((*self.encode, *self.decode, self.denoisers[0], *self.everywhere))
+
     def pipeline(self, from_image: bool) -> str:
         """The pipeline's class for a clip."""
         name = self.image if from_image else self.text
@@ -162,22 +138,32 @@ class Row:
         return name
 
 
+_LTX = Row(
+    title="LTX-Video",
+    branches="batch",
+    text="LTXPipeline",
+    image="LTXImageToVideoPipeline",
+    both=True,
+    denoiser="LTXVideoTransformer3DModel",
+    schedulers=("FlowMatchEulerDiscreteScheduler",),
+    renamed={"frame_rate": "fps"},
+    noise_use="in_latents",
+    results_in_latents=1,
+    facts=ltx.facts,
+    check=ltx.check,
+    generator_device=ltx.generator_device,
+)
+
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
         branches="batch",
         image="StableVideoDiffusionPipeline",
-        components={
-            "feature_extractor": (*_CLIP_PROCESSORS, "CLIPFeatureExtractor"),
-            "image_encoder": ("CLIPVisionModelWithProjection",),
-            "vae": ("AutoencoderKLTemporalDecoder",),
-            "unet": ("UNetSpatioTemporalConditionModel",),
-        },
+        denoiser="UNetSpatioTemporalConditionModel",
         takes_prompt=False,
         schedulers=("EulerDiscreteScheduler",),
         denoisers=("unet",),
         encode=("feature_extractor", "image_encoder"),
-        only_decode=("decoder",),
         texts=(),
         results_in_latents=1,
         decodes_in_chunks=True,
@@ -193,15 +179,7 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="WanPipeline",
         image="WanImageToVideoPipeline",
-        components={
-            **_UMT5,
-            "vae": ("AutoencoderKLWan",),
-            "transformer": ("WanTransformer3DModel",),
-            "transformer_2": ("WanTransformer3DModel",),
-            "image_encoder": ("CLIPVisionModel",),
-            "image_processor": _CLIP_PROCESSORS,
-        },
-        optional=frozenset({"transformer_2", "image_encoder", "image_processor"}),
+        denoiser="WanTransformer3DModel",
         denoisers=("transformer", "transformer_2"),
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
@@ -213,13 +191,7 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="WanVACEPipeline",
         image="WanVACEPipeline",
-        components={
-            **_UMT5,
-            "vae": ("AutoencoderKLWan",),
-            "transformer": ("WanVACETransformer3DModel",),
-            "transformer_2": ("WanVACETransformer3DModel",),
-        },
-        optional=frozenset({"transformer_2"}),
+        denoiser="WanVACETransformer3DModel",
         denoisers=("transformer", "transformer_2"),
         encode=("tokenizer", "text_encoder", "vae"),
         image_argument="reference_images",
@@ -228,60 +200,26 @@ ROWS: Mapping[str, Row] = {
         facts=wan.vace_facts,
         check=wan.check,
     ),
-    "ltx": Row(
-        title="LTX-Video",
-        branches="batch",
-        text="LTXPipeline",
-        image="LTXImageToVideoPipeline",
-        both=True,
-        components=_LTX,
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
-        only_encode=("encoder",),
-        only_decode=("decoder",),
-        renamed={"frame_rate": "fps"},
-        noise_use="in_latents",
-        results_in_latents=1,
-        facts=ltx.facts,
-        check=ltx.check,
-        generator_device=ltx.generator_device,
-    ),
-    "ltx_condition": Row(
+    "ltx": _LTX,
+    "ltx_condition": replace(
+        _LTX,
         title="LTX-Video 0.9.5 and later, whose image is a condition",
-        branches="batch",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
-        both=True,
-        components=_LTX,
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
-        only_encode=("encoder",),
-        only_decode=("decoder",),
-        renamed={"frame_rate": "fps"},
         only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
         noise_use="later_steps",
-        results_in_latents=1,
-        facts=ltx.facts,
-        check=ltx.check,
+        generator_device=lambda *_: "cpu",
     ),
     "ltx2": Row(
         title="LTX-2",
         text="LTX2Pipeline",
         image="LTX2ImageToVideoPipeline",
         both=True,
-        components={
-            "tokenizer": ("GemmaTokenizer", "GemmaTokenizerFast", *_ANY_TOKENIZER),
-            "text_encoder": ("Gemma3ForConditionalGeneration",),
-            "connectors": ("LTX2TextConnectors",),
-            "vae": ("AutoencoderKLLTX2Video",),
-            "audio_vae": ("AutoencoderKLLTX2Audio",),
-            "vocoder": ("LTX2Vocoder", "LTX2VocoderWithBWE"),
-            "transformer": ("LTX2VideoTransformer3DModel",),
-        },
+        denoiser="LTX2VideoTransformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
         vocoder="vocoder",
-        only_encode=("encoder",),
-        only_decode=("decoder",),
         renamed={"frame_rate": "fps"},
         texts=("_get_gemma_prompt_embeds",),
         unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
@@ -295,14 +233,7 @@ ROWS: Mapping[str, Row] = {
         title="HunyuanVideo",
         text="HunyuanVideoPipeline",
         image="HunyuanVideoImageToVideoPipeline",
-        components={
-            "tokenizer": _LLAMA,
-            "text_encoder": ("LlamaModel", "LlavaForConditionalGeneration"),
-            **_HUNYUAN,
-            "transformer": ("HunyuanVideoTransformer3DModel",),
-            "image_processor": _CLIP_PROCESSORS,
-        },
-        optional=frozenset({"image_processor"}),
+        denoiser="HunyuanVideoTransformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_processor"),
@@ -313,14 +244,7 @@ ROWS: Mapping[str, Row] = {
     "framepack": Row(
         title="FramePack",
         image="HunyuanVideoFramepackPipeline",
-        components={
-            "tokenizer": _LLAMA,
-            "text_encoder": ("LlamaModel",),
-            **_HUNYUAN,
-            "transformer": ("HunyuanVideoFramepackTransformer3DModel",),
-            "image_encoder": ("SiglipVisionModel",),
-            "feature_extractor": _SIGLIP,
-        },
+        denoiser="HunyuanVideoFramepackTransformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
@@ -333,24 +257,11 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="HunyuanVideo15Pipeline",
         image="HunyuanVideo15ImageToVideoPipeline",
-        components={
-            "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_ANY_TOKENIZER),
-            "text_encoder": ("Qwen2_5_VLTextModel",),
-            "tokenizer_2": ("ByT5Tokenizer",),
-            "text_encoder_2": ("T5EncoderModel",),
-            "vae": ("AutoencoderKLHunyuanVideo15",),
-            "transformer": ("HunyuanVideo15Transformer3DModel",),
-            "guider": ("ClassifierFreeGuidance",),
-            "image_encoder": ("SiglipVisionModel",),
-            "feature_extractor": _SIGLIP,
-        },
-        optional=frozenset({"image_encoder", "feature_extractor"}),
+        denoiser="HunyuanVideo15Transformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
-        only_encode=("encoder",),
-        only_decode=("decoder",),
         texts=(),
         loras=False,
         size_from_image=True,
@@ -362,29 +273,15 @@ ROWS: Mapping[str, Row] = {
         branches="batch",
         text="CogVideoXPipeline",
         image="CogVideoXImageToVideoPipeline",
-        components={
-            "tokenizer": _T5,
-            "text_encoder": ("T5EncoderModel",),
-            "vae": ("AutoencoderKLCogVideoX",),
-            "transformer": ("CogVideoXTransformer3DModel",),
-        },
+        denoiser="CogVideoXTransformer3DModel",
         schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
-        only_encode=("encoder",),
-        only_decode=("decoder",),
     ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
         branches="calls",
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
-        components={
-            **_UMT5,
-            "vae": ("AutoencoderKLWan",),
-            "transformer": ("SkyReelsV2Transformer3DModel",),
-            "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
-            "image_processor": (*_CLIP_PROCESSORS, "CLIPProcessor"),
-        },
-        optional=frozenset({"image_encoder", "image_processor"}),
+        denoiser="SkyReelsV2Transformer3DModel",
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
     ),
@@ -392,11 +289,7 @@ ROWS: Mapping[str, Row] = {
         title="SkyReels-V2, diffusion forcing with all frames in step",
         branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
-        components={
-            **_UMT5,
-            "vae": ("AutoencoderKLWan",),
-            "transformer": ("SkyReelsV2Transformer3DModel",),
-        },
+        denoiser="SkyReelsV2Transformer3DModel",
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
         results_in_latents=_ALL,
@@ -408,12 +301,7 @@ ROWS: Mapping[str, Row] = {
         text="Kandinsky5T2VPipeline",
         image="Kandinsky5I2VPipeline",
         both=True,
-        components={
-            "tokenizer": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", *_ANY_TOKENIZER),
-            "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
-            **_HUNYUAN,
-            "transformer": ("Kandinsky5Transformer3DModel",),
-        },
+        denoiser="Kandinsky5Transformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
@@ -426,26 +314,14 @@ ROWS: Mapping[str, Row] = {
         title="Mochi 1",
         branches="batch",
         text="MochiPipeline",
-        components={
-            "tokenizer": _T5,
-            "text_encoder": ("T5EncoderModel",),
-            "vae": ("AutoencoderKLMochi",),
-            "transformer": ("MochiTransformer3DModel",),
-        },
+        denoiser="MochiTransformer3DModel",
         schedulers=("FlowMatchEulerDiscreteScheduler",),
-        only_encode=("encoder",),
-        only_decode=("decoder",),
     ),
     "latte": Row(
         title="Latte",
         branches="batch",
         text="LattePipeline",
-        components={
-            "tokenizer": _T5,
-            "text_encoder": ("T5EncoderModel",),
-            "vae": ("AutoencoderKL",),
-            "transformer": ("LatteTransformer3DModel",),
-        },
+        denoiser="LatteTransformer3DModel",
         schedulers=("DDIMScheduler",),
         renamed={"video_length": "num_frames"},
         texts=(),

@@ -5,8 +5,10 @@ The structure is JSON: plain values stand in it, and tensors by name, with shape
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.utils import BaseOutput
 from transformers.utils import ModelOutput
 
-from svdpp.models.base import Tensors
+from svdpp.models.base import STATE_PREFIX, Tensors
 
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]
@@ -23,6 +25,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )}  # fmt: skip
+# What the engine and diffusers themselves add to a scheduler.
+_NOT_STATE = ("_range_call", "_internal_dict")
 _SEQUENCES = {"list": list, "tuple": tuple}
 
 
@@ -43,11 +47,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """The structure of `value`, whose tensors get names that begin with `name`.
-
-        Raises:
-            NotPackableError: part of the value cannot travel.
-        """
+        """The structure of `value`, whose tensors get names that begin with `name`."""
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -167,3 +167,33 @@ def _output_class(path: str) -> Any:
     if not issubclass(cls, OrderedDict):
         raise ValueError(f"a packet names the class {path}")
     return cls
+
+
+def snapshot(scheduler: Any) -> dict[str, Any]:
+    """The scheduler's `__dict__` before its first step, for `changed_state`."""
+    return {
+        key: copy.copy(value) if isinstance(value, (list, dict)) else value
+        for key, value in scheduler.__dict__.items()
+    }
+
+
+def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
+    """What steps have changed in the scheduler's `__dict__`: its state."""
+    return {
+        key: value
+        for key, value in scheduler.__dict__.items()
+        if key not in _NOT_STATE and not (key in before and _is_unchanged(before[key], value))
+    }
+
+
+def packed_state(packer: Packer, state: Mapping[str, Any], prefix: str = STATE_PREFIX) -> Node:
+    """The structure of a scheduler's state."""
+    items = {key: packer.pack(value, prefix + key) for key, value in state.items()}
+    return {"kind": "dict", "items": items}
+
+
+def _is_unchanged(before: Any, now: Any) -> bool:
+    if isinstance(before, (list, tuple)) and type(before) is type(now):
+        return len(before) == len(now) and all(map(_is_unchanged, before, now))
+    plain = isinstance(before, (int, float, str)) and type(before) is type(now)
+    return before is now or (plain and bool(before == now))

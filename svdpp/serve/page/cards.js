@@ -31,7 +31,7 @@ function emptyText() {
   if (state.connection === "gone" && !state.listed) return "Unknown while the server is gone.";
   if (!state.listed) return "Loading.";
   if (!state.models) return "";
-  const what = model()?.inputs.input_reference === "needed" ? "Choose a photograph" : "Write a prompt";
+  const what = model()?.inputs.input_reference === "needed" ? "Choose an image" : "Write a prompt";
   return `Nothing here yet. ${what}, and its clip appears here.`;
 }
 
@@ -108,8 +108,7 @@ const comingText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaT
 
 function madeText(video) {
   if (!video.completed_at) return "";
-  const took = video.started_at ? `, after ${duration(video.completed_at - video.started_at)}` : "";
-  return `finished ${ago(video.completed_at)}${took}`;
+  return `finished ${ago(video.completed_at)}, after ${duration(video.completed_at - video.created_at)}`;
 }
 
 function showProof({ parts: { proof, verify: button } }, video, isDone) {

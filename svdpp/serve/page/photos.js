@@ -31,7 +31,7 @@ function faultOf(file) {
   if (file.type && !file.type.startsWith("image/")) return "This is not an image.";
   const most = model()?.limits.max_upload_bytes ?? Infinity;
   if (file.size <= most) return "";
-  return `The photograph has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
+  return `The image has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
 }
 
 export function leaveOut(photo) {

@@ -4,9 +4,8 @@ import { cancel, cancelAll, pressTwice } from "./actions.js";
 import { byStart, isNewer, tintOf } from "./clips.js";
 import { $, make, renderList, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
-import { duration } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { etaOf, etaText, nameOf, placeText, shapeOf, stepText, titleOf } from "./words.js";
+import { allText, etaText, nameOf, placeText, shapeOf, stepText, titleOf } from "./words.js";
 
 const SHOWN_IN_QUEUE = 8;
 
@@ -36,8 +35,7 @@ function renderNotes(open) {
   const isUnknown = state.connection === "gone" && !state.listed;
   $("queue-empty").hidden = open.length > 0;
   setText($("queue-empty"), state.listed ? "The queue is empty." : isUnknown ? "Unknown while the server is gone." : "Loading.");
-  const last = Math.max(-1, ...open.map((video) => etaOf(video) ?? -1));
-  setText($("queue-note"), last >= 0 && open.length > 1 ? `all finished in about ${duration(last)}` : "");
+  setText($("queue-note"), allText(open));
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
   $("eta-error").title = "The median of the newest clips";
 }

@@ -22,7 +22,7 @@ async function send(photo, values) {
   const wanted = JSON.stringify(values);
   if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
   const form = new FormData();
-  if (photo.file) form.append("input_reference", photo.file, photo.file.name || "photograph");
+  if (photo.file) form.append("input_reference", photo.file, photo.file.name || "image");
   for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
   const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": photo.key } });
   if (photo.thumb) keepThumb(video.input.sha256, photo.thumb);
@@ -34,7 +34,7 @@ export async function submit(event) {
   event.preventDefault();
   clearErrors();
   if (!state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed") {
-    showFormError("Choose a photograph first.");
+    showFormError("Choose an image first.");
     $("files").focus();
     return;
   }

@@ -25,7 +25,7 @@ const NAME_LETTERS = 60;
 
 /** The beginning of a clip's prompt, or the name of its photograph. */
 export function nameOf({ prompt, input }) {
-  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "photograph";
+  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "image";
   return text.length > NAME_LETTERS && prompt ? `${text.slice(0, NAME_LETTERS - 1).trimEnd()}…` : text;
 }
 
@@ -77,6 +77,12 @@ export function etaText(video) {
   const left = etaOf(video);
   if (left === null) return state.engine?.state === "ready" ? "time known after a first step" : "";
   return left < 1 ? "ready now" : `ready in ${duration(left)}`;
+}
+
+/** When all open clips are finished, once that is known of each. */
+export function allText(open) {
+  const etas = open.map(etaOf);
+  return etas.length > 1 && !etas.includes(null) ? `all finished in about ${duration(Math.max(...etas))}` : "";
 }
 
 export function ago(seconds) {

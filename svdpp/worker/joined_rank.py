@@ -9,15 +9,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from svdpp.errors import RankError, RequestError, exit_code_of
+from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
 from svdpp.launch.group import Entry, PipeChannel, RankContext
 from svdpp.launch.world import World
+from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse_event
 
 # A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
 # error, so other ranks wait this long before they exit.
@@ -26,42 +27,27 @@ _REPORT_SECONDS = 4.0
 _SIGNAL_REPORT_SECONDS = 1.0
 
 
-class RankHooks(Protocol):
-    """Callbacks for events of a joined rank, called in its own process."""
-
-    def sent(self, message: bytes) -> None:
-        """Called with each message that the rank sends to rank 0."""
-
-    def answer(self, question: bytes) -> bytes:
-        """Answers rank 0's query about this host, before the work begins."""
-
-    def interrupted(self, number: int) -> bytes:
-        """Returns the message for rank 0 if signal `number` ends this process."""
-
-    def ended(self, error: dict[str, Any] | None) -> None:
-        """Called when rank 0 ends the run; `error` is the reason as a record, or None."""
-
-    def lost(self, reason: str) -> None:
-        """Called when rank 0 has ended or is unreachable, before the process exits."""
-
-
 def serve_joined(
     entry: Entry,
     argument: Any,
     *,
     world: World,
     backend: str,
+    device: str,
     shared_settings: Mapping[str, str],
     start_timeout: float,
     peer_timeout: float,
-    hooks: RankHooks,
+    observers: Sequence[Callable[[int, Event], None]],
+    answer: Callable[[bytes], bytes],
+    say: Callable[[str, bool], None],
     ignores_signals: bool = False,
 ) -> None:
     """Runs `entry` as a rank other than 0 of a launcher's world.
 
-    Returns only if all work succeeded; otherwise the process exits. For the arguments see
-    `joined.JoinedGroup`. With `ignores_signals` the rank survives INT, TERM and HUP, which its
-    launcher also sends to rank 0: that one ends the run in its own time.
+    Returns only if all work succeeded; otherwise the process exits. `observers` get this rank's
+    events. For `answer` and `say` see `Pipeline.serve`, for the others `joined.JoinedGroup`. With
+    `ignores_signals` the rank survives INT, TERM and HUP, which its launcher also sends to rank 0:
+    that one ends the run in its own time.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -72,7 +58,9 @@ def serve_joined(
     _, store = process_group.open_store(world, start_timeout)
     deadline = time.monotonic() + start_timeout
     connection = connections.connect(store, hello, peer_timeout=peer_timeout, deadline=deadline)
-    parent = _ParentLink(connection, hooks, peer_timeout, world.local_rank, start_timeout)
+    parent = _ParentLink(connection, world, device, peer_timeout, start_timeout)
+    parent.observers, parent.answer, parent.say = observers, answer, say
+    parent.listen()
     _parents[:] = [parent]
     parent.wait_for_begin()
     context = RankContext(
@@ -111,7 +99,6 @@ _parents: list[_ParentLink] = []
 
 
 def _exit_on_signal(number: int) -> NoReturn:
-    """Reports signal `number`, so that it does not look like a crash, and exits with its code."""
     for parent in _parents:
         parent.report_signal(number)
     process_lifetime.exit_with_signal_code(number)
@@ -136,15 +123,19 @@ class _ParentLink:
     def __init__(
         self,
         connection: Connection,
-        hooks: RankHooks,
+        world: World,
+        device: str,
         peer_timeout: float,
-        local_rank: int,
         start_timeout: float,
     ) -> None:
-        self._local_rank = local_rank
+        self.observers: Sequence[Callable[[int, Event], None]] = ()
+        self.answer: Callable[[bytes], bytes] = lambda _: b""
+        self.say: Callable[[str, bool], None] = lambda _sentence, _is_loud: None
+        self._world = world
+        self._name = f"rank {world.rank} ({device} of {socket.gethostname()})"
         self._channel = PipeChannel(connection)
-        self._hooks = hooks
         self._peer_timeout = peer_timeout
+        self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         #: Files that rank 0 sends. A wait for one has no deadline of its own: if the connection is
         #: lost, the process exits.
@@ -165,6 +156,9 @@ class _ParentLink:
             ) from error
         self.token: str = welcome["token"]
         self._rank_0 = f"rank 0 ({welcome['host']})"
+
+    def listen(self) -> None:
+        """Starts the thread that handles rank 0's messages."""
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
 
     def wait_for_begin(self) -> None:
@@ -173,7 +167,11 @@ class _ParentLink:
 
     def send(self, message: bytes) -> None:
         """See `Channel`."""
-        self._hooks.sent(message)
+        event = parse_event(message)
+        if isinstance(event, Heartbeat):
+            self._heartbeat = event
+        for observer in self.observers:
+            observer(self._world.rank, event)
         self._channel.send(message)
 
     def receive(self, timeout: float) -> bytes | None:
@@ -193,11 +191,13 @@ class _ParentLink:
         """Reports the signal that ends this process to rank 0, if that succeeds at once."""
         if not self._begun.is_set() or self._is_disconnected:
             return
-        message = self._hooks.interrupted(number)
+        action, step = self._heartbeat.action, self._heartbeat.step
+        error = error_to_dict(Interrupted(number))
+        failed = Failed(error=error, traceback="", action=action, step=step)
 
         def send() -> None:
             with contextlib.suppress(OSError):
-                self._channel.send(message)
+                self._channel.send(failed.to_bytes())
 
         thread = threading.Thread(target=send, name="report-signal", daemon=True)
         thread.start()
@@ -225,7 +225,7 @@ class _ParentLink:
 
     def _answer(self, message: bytes) -> None:
         try:
-            answer = self._hooks.answer(message[1:])
+            answer = self.answer(message[1:])
         except Exception as error:
             self._exit_without_rank_0(f"cannot answer the query of {self._rank_0} ({error!r})")
             return
@@ -233,14 +233,15 @@ class _ParentLink:
 
     def _end(self, message: bytes) -> NoReturn:
         end = json.loads(message[1:])
-        self._hooks.ended(end["error"])
-        if end["error"] is not None:
+        if end["error"] is not None:  # rank 0 has told the user
+            self.say(f"{self._name} ends with the run: {end['error']['message']}", False)
             time.sleep(_EXIT_DELAY_SECONDS)
         process_lifetime.exit_process(end["code"])
 
     def _exit_without_rank_0(self, reason: str) -> None:
         if not self._is_disconnected:
-            self._hooks.lost(reason)
-            if self._local_rank:  # the launcher ends all ranks of a host after the first one
+            where = describe_position(self._heartbeat.action, self._heartbeat.step)
+            self.say(f"{reason}: {self._name} ends{where}", True)
+            if self._world.local_rank:  # the launcher ends all ranks of a host after the first one
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)
