@@ -87,6 +87,8 @@ class LayoutOptions:
             raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
+        if self.chooses and self.decode_ranks is not None:
+            raise RequestError("auto chooses the layout: leave out --decode-ranks")
 
     @property
     def refined(self) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class LayoutOptions:
     @property
     def given(self) -> dict[str, Any]:
         """All given options of the layout, by name."""
-        others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
+        others: dict[str, Any] = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
         others["decode-ranks"] = self.decode_ranks
         return {**self.refined, **{name: value for name, value in others.items() if value}}
 
@@ -234,8 +236,6 @@ class LayoutOptions:
         chosen = {**_fields(choice.layout), "costs": costs}
         if choice.layout.share_experts:
             chosen["share_experts"] = True
-        if self.decode_ranks is not None:
-            chosen["decode_ranks"] = self.decode_ranks
         if choice.cards:
             chosen["device_order"] = choice.cards
         if self.costs is None and decodes and family == "svd":
