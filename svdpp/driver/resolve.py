@@ -78,8 +78,8 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
         raise RequestError(
             f"--decode-ranks {count} needs as many chunks of frames, and a clip of "
             f"{config.sampling.frames} frames is decoded in {chunks}",
-            f"use --decode-chunk-size {config.sampling.frames // count or 1} or less; the bits "
-            "depend on it",
+            f"use --decode-ranks {chunks} or fewer, or a smaller --decode-chunk-size, on which the "
+            "bits depend",
         )
     return count
 

@@ -149,7 +149,7 @@ def test_too_few_chunks_are_refused() -> None:
     config = replace(config, sampling=replace(config.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames is decoded in 1") as caught:
         resolve(config)
-    assert "--decode-chunk-size 2 or less" in caught.value.hint
+    assert "--decode-ranks 1 or fewer, or a smaller --decode-chunk-size" in caught.value.hint
     assert resolve(replace(config, decode_ranks=None))[0].decode_ranks == 1
 
 

@@ -271,7 +271,7 @@ def test_a_rank_that_decodes_is_named_and_not_those_that_wait(
     rank: int, number: signal.Signals
 ) -> None:
     stop = InjectedStop("hang", rank, 1, place="decode")
-    asleep = replace(DUMMY.model, dummy_sleeps=True)
+    asleep = replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8))
     sampling = replace(DUMMY.sampling, decode_chunk_size=1)
     config = replace(DUMMY, model=asleep, sampling=sampling, decode_ranks=WORLD_SIZE)
     config = replace(config, heartbeat_timeout_seconds=allowing_for_others(2.5))
