@@ -42,6 +42,7 @@ def test_json_is_that_of_the_issue() -> None:
             "replicas": 1,
             "decoders": 1,
             "cfg_parallel": 1,
+            "decode_ranks": 1,
             "reason": None,
         },
         "ranks": [
@@ -387,6 +388,9 @@ REFUSED = [
     (("--compare", "--split", "balanced"), "--compare chooses the layout: leave out --split"),
     (("--compare", "--layout", "auto"), "--compare shows all layouts: leave out --layout"),
     (("--compare", "--cfg-parallel", "2"), "--compare shows all layouts: leave out --cfg-parallel"),
+    (("--compare", "--decode-ranks", "2"), "--compare shows all layouts: leave out --decode-ranks"),
+    (("--layout", "auto", "--decode-ranks", "2"), "auto chooses the layout: leave out --decode-r"),
+    (("--decode-ranks", "5"), "--decode-ranks must be 1 to 4, the ranks of a replica, got 5"),
     (("--cfg-parallel", "3"), "--cfg-parallel must be auto, 1 or 2, got '3'"),
     (("--costs", "svd-xt"), "--costs 'svd-xt' is neither a file nor a preset"),
     (("--device-memory", "0"), "--device-memory must be a finite number above 0, got '0'"),
