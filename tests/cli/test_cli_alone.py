@@ -182,7 +182,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["svdpp.cli.app", "typer", "svdpp.cli.plan", "svdpp.plan.grid"])
+@pytest.mark.parametrize(
+    "module", ["svdpp.cli.app", "typer", "svdpp.cli.plan", "svdpp.plan.large_forecast"]
+)
 def test_an_interrupt_while_modules_are_imported(module: str) -> None:
     """In its first quarter of a second, Python answers Ctrl-C with a traceback."""
     answer = python("-c", INTERRUPTED_WHILE, module, "plan")
