@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -18,19 +19,30 @@ from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
 from svdpp.media.image import fit_photo, read_photo
-from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
+from svdpp.verification.result import Place, compare_latents
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256
 
 
-def differences(config: PipelineConfig, checkpoint: Checkpoint) -> list[str]:
-    """What differs between ranks that share a clip, at any cut, and diffusers' whole call.
+class Found(NamedTuple):
+    """What a tiny copy has shown."""
+
+    differences: list[str]
+    """Between ranks that share a clip, at any cut, and diffusers' whole call."""
+    divided: str
+    """The final latent by batches of two that are divided, as pairs of ranks do, against that of
+    whole batches; empty if the model's guidance has no batch of two."""
+
+
+def differences(config: PipelineConfig, checkpoint: Checkpoint) -> Found:
+    """Compares a tiny copy's clip in parts with the whole one.
 
     It is computed in a process of its own, on the first device of `config`.
 
@@ -38,11 +50,11 @@ def differences(config: PipelineConfig, checkpoint: Checkpoint) -> list[str]:
         config: of one rank; its dtype, device and threads apply.
         checkpoint: whose configs are copied.
     """
-    found: list[list[str]] = []
+    found: list[Found] = []
 
     def collect(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, ClipDone):
-            found.append(event.metadata["differences"])
+            found.append(Found(**event.metadata))
 
     with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
         run_rank_task(
@@ -61,10 +73,10 @@ def _report(
     reporter.send(Joined(device=device, load_seconds=0.0))
     original, folder = asked
     found = compare(original, Path(folder), config, device)
-    reporter.send(ClipDone(clip=0, metadata={"differences": found}))
+    reporter.send(ClipDone(clip=0, metadata=found._asdict()))
 
 
-def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> list[str]:
+def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> Found:
     """See `differences`; writes the tiny copy to the empty `folder`."""
     write_tiny_copy(original, folder)
     model = ModelConfig(name=str(folder), dtype=config.model.dtype)
@@ -74,7 +86,8 @@ def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: 
     test = _CutTest(config, checkpoint, torch.device(device))
     with torch.no_grad():
         test.run()
-    return test.differences
+        divides = checkpoint.row.branches == "batch" and config.sampling.guided
+        return Found(test.differences, test.divided() if divides else "")
 
 
 class _CutTest:
@@ -102,17 +115,35 @@ class _CutTest:
             if self._sha256(decoded) != frames:
                 self.differences.append(f"the frames, cut after step {cut}")
 
+    def divided(self) -> str:
+        """See `Found`."""
+        whole, halves = (self._final_latent(divided=divided) for divided in (False, True))
+        check = compare_latents(halves, whole, Place(clip=0, step=NUM_STEPS, rank=0))
+        return "bitwise equal" if check.bitwise else f"{check.psnr_db or 0:.1f} dB apart"
+
+    def _final_latent(self, *, divided: bool) -> torch.Tensor:
+        latent, _ = self._reference_clip(lambda *_: None, divided=divided)
+        return self._copies.to_host(latent, mark(self._device))
+
     def _whole_call(self) -> str:
         """Keeps the hash of the latent after each step; returns that of the frames."""
+        _, frames = self._reference_clip(
+            lambda _, tensors: self._latents.append(self._sha256(tensors[LATENTS]))
+        )
+        return tensor_sha256(torch.from_numpy(frames))
+
+    def _reference_clip(
+        self, after_step: Callable[[int, Tensors], None], *, divided: bool = False
+    ) -> tuple[torch.Tensor, Frames]:
         reference = Reference(self._checkpoint, self._config.model, str(self._device))
-        _, frames = reference.run(
+        return reference.run(
             self._request,
             self._image,
             self._config.sampling,
             before_steps=lambda: None,
-            after_step=lambda _, tensors: self._latents.append(self._sha256(tensors[LATENTS])),
+            after_step=after_step,
+            divided=divided,
         )
-        return tensor_sha256(torch.from_numpy(frames))
 
     def _denoise(self, packet: Tensors, start: int, end: int) -> Tensors:
         boundary = self._config.expert_boundary

@@ -59,6 +59,8 @@ class Examination:
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
+    divided: str = ""
+    """What the cut test has found of divided batches."""
     healthy: set[str] = field(default_factory=set)
     """Names of the passed checks, for checks that depend on them."""
 
@@ -250,13 +252,31 @@ def _cut_test(examination: Examination) -> str:
     _needs(examination, "model")
     assert examination.checkpoint is not None
     device = "cuda:0" if config.device == "cuda" else config.device
-    found = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    result = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    examination.divided, found = result.divided, result.differences
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
     return (
         f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
         f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    )
+
+
+def _pairs(examination: Examination) -> str:
+    """Whether a batch of two has the same bits when a pair of ranks divides it."""
+    config = examination.config
+    _needs(examination, "cut test")
+    assert examination.checkpoint is not None
+    branches = examination.checkpoint.row.branches
+    if branches == "calls":
+        return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
+    if branches is None:
+        raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
+    return (
+        f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
+        f"latents are {examination.divided} ({config.model.dtype}); svdpp verify --cfg-parallel 2 "
+        "tries the model itself"
     )
 
 
@@ -283,4 +303,5 @@ _CHECKS: dict[str, Callable[[Examination], str]] = {
     "transfers": _transfers,
     "determinism": _determinism,
     "cut test": _cut_test,
+    "pairs": _pairs,
 }

@@ -14,7 +14,7 @@ import torch
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.engine.branches import Branches
+from svdpp.models.engine.branches import Branches, half
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
@@ -126,6 +126,39 @@ def test_a_step_of_one_branch_is_refused(tmp_path: Path) -> None:
     unguided = [model.with_sampling(config(guidance_scale=1.0)) for model in models]
     with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
         pair_of(unguided, packet, 0, 1)
+
+
+def call(
+    hidden_states: Any, timestep: Any = None, image_rotary_emb: Any = None, **more: Any
+) -> Any:
+    return hidden_states, timestep, image_rotary_emb, more
+
+
+def test_a_half_has_its_part_of_the_batch_and_all_that_is_shared() -> None:
+    batch, rotary = torch.arange(4.0).reshape(2, 2), (torch.ones(2, 3), torch.ones(2, 3))
+    args, kwargs = half(
+        1, call, (batch,), {"timestep": torch.tensor(7), "image_rotary_emb": rotary}
+    )
+    hidden, timestep, shared, _ = call(*args, **kwargs)
+    assert torch.equal(hidden, batch[1:])
+    assert timestep.dim() == 0
+    assert all(own is given for own, given in zip(shared, rotary, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"hidden_states": torch.ones(1, 4)}, "a batch of 1 is not one for each branch"),
+        ({"hidden_states": torch.ones(4, 4)}, "a batch of 4 is not one for each branch"),
+        (
+            {"hidden_states": torch.ones(2, 4), "mask": torch.ones(2, 4)},
+            "it is not known how to divide more",
+        ),
+    ],
+)
+def test_what_may_not_be_divided_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        half(0, call, (), arguments)
 
 
 def test_both_ranks_have_predictions_with_the_same_order_in_memory() -> None:

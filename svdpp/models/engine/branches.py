@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,12 +79,7 @@ class Branches:
 
     def _of_batch(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         branch = self._partner.branch
-
-        def half(value: Any) -> Any:
-            is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == 2
-            return value[branch : branch + 1] if is_batch else value
-
-        own_args, own_kwargs = tree_map(half, (args, kwargs))
+        own_args, own_kwargs = half(branch, real, args, kwargs)
         own, other = self._exchange(step, lambda: real(*own_args, **own_kwargs))
         first, second = (other, own) if branch else (own, other)
         return tree_map(_joined, first, second)
@@ -100,6 +97,52 @@ class Branches:
         if not self._outputs:
             self._outputs.append(node)
         return output, unpack(node, received, self._device)
+
+
+#: Arguments of denoisers that have a batch as their first axis, and those that both halves share.
+_BATCHED = {
+    *("sample", "hidden_states", "encoder_hidden_states", "encoder_attention_mask"),
+    *("timestep", "added_time_ids", "video_coords"),
+}
+_SHARED = {"image_rotary_emb", "ofs"}
+
+
+def half(
+    branch: int, real: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a denoiser `real` for one branch of a batch of two.
+
+    Raises:
+        ModelError: the batch is not of two, or an argument is not known to be part of it or not.
+    """
+    bound = inspect.signature(real).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        lengths = {len(leaf) for leaf in tree_leaves(value) if _has_axes(leaf)}
+        if name in _BATCHED:
+            if lengths - {2}:
+                raise ModelError(f"a batch of {max(lengths)} is not one for each branch: {name}")
+            bound.arguments[name] = tree_map(partial(_part, branch), value)
+        elif name not in _SHARED and 2 in lengths:
+            raise ModelError(f"it is not known how to divide {name} between two branches")
+    return bound.args, bound.kwargs
+
+
+def in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
+        return tree_map(_joined, *(real(*each, **named) for each, named in halves))
+
+    return evaluate
+
+
+def _has_axes(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _part(branch: int, leaf: Any) -> Any:
+    return leaf[branch : branch + 1] if _has_axes(leaf) else leaf
 
 
 def _joined(first: Any, second: Any) -> Any:

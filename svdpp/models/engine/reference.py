@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import diffusers
@@ -16,6 +17,8 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.branches import in_halves
+from svdpp.models.engine.call import replaced
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
 from svdpp.models.engine.lora import load_loras
@@ -47,6 +50,7 @@ class Reference:
         *,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
+        divided: bool = False,
     ) -> tuple[torch.Tensor, Frames]:
         """Makes one clip by `__call__`; returns its final latent and its frames.
 
@@ -56,6 +60,7 @@ class Reference:
             sampling: resolved.
             before_steps: called before the first step.
             after_step: called after each step, with its index, the latent and the solver's history.
+            divided: evaluate each batch of two as two batches of one, as a pair of ranks does.
         """
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(image is not None)
@@ -94,12 +99,15 @@ class Reference:
         if row.branches == "calls":
             keep = lambda *call: outputs.append(call[-1])  # noqa: E731
             hooks += [each.register_forward_hook(keep) for each in denoisers]
-        output = pipe(
-            **call_arguments(pipe, checkpoint, sampling),
-            **request_arguments(row, sampling, request, image, generator),
-            **callback,
-            output_type="pil",
-        )
+        with ExitStack() as patches:
+            for each in denoisers if divided else ():
+                patches.enter_context(replaced(each, forward=in_halves(each.forward)))
+            output = pipe(
+                **call_arguments(pipe, checkpoint, sampling),
+                **request_arguments(row, sampling, request, image, generator),
+                **callback,
+                output_type="pil",
+            )
         for hook in hooks:
             hook.remove()
         self.audio = audio_of(pipe, row, output.get("audio"))
