@@ -86,9 +86,6 @@ REFUSED = [
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
     (pipeline, {"num_threads": 0}, f"--threads must be 1 to {THREADS} on this machine, got 0"),
     (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
-    (pipeline, {"max_guidance_scale": 1 + 2**-24}, "rounds to 1 in fp32"),
-    (pipeline, {"max_guidance_scale": 1 + 2**-11, "dtype": "fp16"}, "rounds to 1 in fp16"),
-    (pipeline, {"max_guidance_scale": 1 + 2**-8, "dtype": "bf16"}, "rounds to 1 in bf16"),
     *[
         (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
         for device in (
@@ -216,9 +213,6 @@ ACCEPTED = [
     (SvdSampling, {"num_frames": 1, "max_guidance_scale": 1.0}),
     (SvdSampling, {"num_frames": 1, "min_guidance_scale": 1.5}),
     (pipeline, {"world_size": 28}),
-    (pipeline, {"max_guidance_scale": 1 + 2**-23}),
-    (pipeline, {"max_guidance_scale": 1 + 2**-10, "dtype": "fp16"}),
-    (pipeline, {"max_guidance_scale": 1 + 2**-7, "dtype": "bf16"}),
     (pipeline, {"device": "cuda:17", "num_threads": THREADS}),
     (OutputConfig, {"path": "x", "crf": 0}),
     (OutputConfig, {"path": "x", "crf": 51}),
@@ -303,16 +297,6 @@ def test_frames_are_not_guessed() -> None:
     assert not isinstance(caught.value, RequestError)  # a programmer's error
 
 
-@pytest.mark.parametrize(("scale", "guided"), [(0.0, False), (1.0, False), (1.1, True)])
-def test_guided(scale: float, guided: bool) -> None:
-    assert SvdSampling(max_guidance_scale=scale).guided is guided
-
-
-def test_the_way_of_a_clip_follows_the_split() -> None:
-    assert pipeline(world_size=7).layout.route(5).ranges[-1] == (6, 24, 28)
-    assert pipeline(world_size=4, replicas=2).layout.route(5).ranges == ((2, 0, 14), (3, 14, 28))
-
-
 def test_alone_is_the_same_work_on_one_device() -> None:
     costs = Costs(step_seconds=(1.0, 2.0, 3.0))
     config = pipeline(world_size=3, split="dithered", decoders=2, costs=costs, num_threads=2)
@@ -346,22 +330,6 @@ def test_decodes(name: str, decode: bool, decodes: bool) -> None:
 )
 def test_the_record_lies_beside_the_clip(path: str, kind: Any, record: str) -> None:
     assert OutputConfig(path=path, format=kind).json_path == record
-
-
-def test_sizes_in_bytes() -> None:
-    assert LatentSpec(shape=(1, 25, 4, 72, 128)).num_bytes == 25 * 4 * 72 * 128 * 4
-    assert LatentSpec(shape=(1, 25, 4, 72, 128), dtype="bf16").num_bytes == 25 * 4 * 72 * 128 * 2
-
-
-@pytest.mark.parametrize(
-    "value",
-    [ModelConfig(), SvdSampling(), pipeline(), OutputConfig(path="x"), ClipRequest(seed=0)],
-    ids=lambda value: type(value).__name__,
-)
-def test_values_are_frozen(value: Any) -> None:
-    name = dataclasses.fields(value)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, getattr(value, name))
 
 
 def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:

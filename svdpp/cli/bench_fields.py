@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, setting, switch
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
+from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
@@ -92,10 +92,9 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
                 f"leave workload.{name} out",
             )
     of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
-    of_layout = {"split", "replicas", "decoders", "costs"}
+    of_layout = {"split", "replicas", "decoders", "costs", "share_experts"}
     world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
-        launched=launched,
         ranks=RankOptions(world=world, **asked.model_dump(include=of_ranks)),
         model=model,
         sampling=sampling,
@@ -103,10 +102,10 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
             cfg_parallel=str(asked.cfg_parallel),
             **asked.model_dump(include=of_layout, exclude_defaults=True),
         ),
-        experts=ShareOptions(share_experts=asked.share_experts),
-        from_image=from_image,
     )
-    return resolve(options, point.workload.clips)[0]
+    device = options.ranks.device_for(model.model)
+    clips = point.workload.clips
+    return resolve(options, clips, launched=launched, device=device, from_image=from_image)[0]
 
 
 def family(point: BenchConfig) -> str | None:

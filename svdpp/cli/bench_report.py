@@ -15,9 +15,8 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     """Prints a row for each case, the speed-ups, the shares of time, and whether bits agree."""
     from svdpp.diagnostics.utilisation import speed_text
 
-    columns = ("case", "clips/min", "rounds", "first s", "step ms", "bubble", "start s", "GiB")
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
-    console.table(columns, [_row(case, about) for case, about in found["cases"].items()])
+    console.table([_row(case, about) for case, about in found["cases"].items()])
     for case, about in found["cases"].items():
         if about["error"]:
             console.result(f"{case}: {about['error']}")
@@ -39,33 +38,41 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     if found.get("targets"):
-        headings = ("target", "bound", "value", "within", "")
-        console.table(headings, [_target_row(*each) for each in found["targets"].items()])
+        console.table(
+            [
+                {
+                    "target": name,
+                    "bound": outcome["target"],
+                    "value": "-" if outcome["value"] is None else f"{outcome['value']:.3g}",
+                    "within": within(outcome["low"], outcome["high"]),
+                    "": outcome["verdict"],
+                }
+                for name, outcome in found["targets"].items()
+            ]
+        )
 
 
-def _target_row(name: str, outcome: dict[str, Any]) -> tuple[str, ...]:
-    value, low, high = outcome["value"], outcome["low"], outcome["high"]
-    measured = "-" if value is None else f"{value:.3g}"
-    within = "-" if low is None else f"{low:.2g} to {high:.2g}"
-    return name, outcome["target"], measured, within, outcome["verdict"]
+def within(low: float | None, high: float | None) -> str:
+    """A range; a dash if it is unknown."""
+    return "-" if low is None or high is None else f"{low:.2g} to {high:.2g}"
 
 
-def _row(case: str, about: dict[str, Any]) -> tuple[str, ...]:
+def _row(case: str, about: dict[str, Any]) -> dict[str, str]:
+    columns = ("clips/min", "rounds", "first s", "step ms", "bubble", "start s", "GiB")
     if not about["rounds"]:
-        return (case, *["-"] * 7)
+        return {"case": case, **dict.fromkeys(columns, "-")}
     figures = about["over_rounds"]
     rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
-    gib = figures["peak_allocated_gib"] or figures["peak_reserved_gib"]
-    return (
-        case,
+    cells = (
         f"{figures['steady_clips_per_minute']:.3g}",
         f"{min(rates):.3g}-{max(rates):.3g}",
         f"{figures['first_clip_seconds']:.2f}",
         f"{figures['step_p50_seconds'] * 1000:.1f}",
         f"{figures['bubble']:.0%}",
         f"{figures['start_seconds']:.1f}",
-        f"{gib:.2f}",
+        f"{figures['peak_allocated_gib'] or figures['peak_reserved_gib']:.2f}",
     )
+    return {"case": case, **dict(zip(columns, cells, strict=True))}
 
 
 def _accounted(found: dict[str, Any]) -> str:
@@ -87,16 +94,20 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
             console.result(f"{what} differs: {line}")
     console.result()
     console.result("A, B: geometric means over rounds")
-    columns = ("figure", "A", "B", "B / A", "within", "")
-    console.table(columns, [_ratio_row(ratio) for ratio in found.ratios])
+    console.table([*map(_ratio_row, found.ratios)])
     console.result()
     if found.same_bits is not None:
         console.result(f"latents: {'the same bits' if found.same_bits else 'DIFFERENT BITS'}")
     console.result(found.verdict)
 
 
-def _ratio_row(ratio: Ratio) -> tuple[str, ...]:
-    within = "-" if ratio.low is None else f"{ratio.low:.2g} to {ratio.high:.2g}"
+def _ratio_row(ratio: Ratio) -> dict[str, str]:
     words = {True: "noise", False: "differs", None: "one round"}
-    word = "drift" if ratio.is_baseline else words[ratio.is_noise]
-    return ratio.name, f"{ratio.a:.4g}", f"{ratio.b:.4g}", f"{ratio.value:.3g}", within, word
+    return {
+        "figure": ratio.name,
+        "A": f"{ratio.a:.4g}",
+        "B": f"{ratio.b:.4g}",
+        "B / A": f"{ratio.value:.3g}",
+        "within": within(ratio.low, ratio.high),
+        "": "drift" if ratio.is_baseline else words[ratio.is_noise],
+    }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -16,14 +16,13 @@ import typer
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
-from svdpp.cli.help import Page, show_page
+from svdpp.cli.help import show_page
 from svdpp.cli.options.declare import declared, flag
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
-# Parameters of every command that show help and end it.
-_HELP = ("help", "help_all")
+_EMPTY = inspect.Parameter.empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,8 @@ class Command:
     """One command of the program.
 
     Its function takes Typer's arguments, option groups (frozen dataclasses whose fields are
-    annotated with an option), `Console`, `typer.Context`, and `World | None` for the launcher's
-    world, each by its annotation.
+    annotated with an option, or are groups themselves), `Console`, `typer.Context`, and
+    `World | None` for the launcher's world, each by its annotation.
     """
 
     function: Callable[..., None]
@@ -56,99 +55,87 @@ class Command:
 
     def register(self, app: typer.Typer, defaults: Mapping[str, Default]) -> None:
         """Adds the command to `app`."""
-        parameters, groups = self._flat()
+        hints = get_type_hints(self.function, include_extras=True)
+        hints.pop("return", None)
+        given = (Console, typer.Context, _LAUNCHED)
+        asked = {name: hint for name, hint in hints.items() if hint not in given}
+        signature = inspect.signature(self.function).parameters
+        options = [
+            parameter
+            for name, hint in asked.items()
+            for parameter in self._flat(name, hint, signature[name].default)
+        ]
+        kinds = {each.name: get_args(each.annotation)[0] for each in options}
 
-        def call(**values: Any) -> None:
-            context = values.pop("context")
-            for name in _HELP:
-                values.pop(name, None)
+        def call(context: typer.Context, **values: Any) -> None:
             console = Console(
                 as_json=values["as_json"],
                 quiet=values.get("quiet", False),
                 set_elsewhere=_set_elsewhere(context, defaults),
             )
             with answered(console, debug=values["debug"]):
-                for name, group in groups.items():
-                    names = [each.name for each in self._offered(group)]
-                    values[name] = group(**{each: values.pop(each) for each in names})
-                self.function(**values, **self._given(console, context))
+                arguments = {name: self._built(name, hint, values) for name, hint in asked.items()}
+                if _LAUNCHED in hints.values():
+                    arguments |= _by_hint(hints, _LAUNCHED, find_world())
+                arguments |= _by_hint(hints, Console, console)
+                self.function(**arguments, **_by_hint(hints, typer.Context, context))
 
+        parameters = [_parameter("context", typer.Context), *options, *self._help_options(kinds)]
         call.__name__ = self.name
         call.__doc__ = self.function.__doc__
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
-        known = {name: defaults[name].value for name in call.__annotations__ if name in defaults}
+        known = {name: defaults[name].value for name in kinds if name in defaults}
         settings = {**self.settings, "help_option_names": [], "default_map": known}
         app.command(self.name, context_settings=settings)(call)
 
-    def _flat(self) -> tuple[list[inspect.Parameter], dict[str, Any]]:
-        """All parameters side by side, and the class of each option group by parameter."""
-        hints = get_type_hints(self.function, include_extras=True)
-        flat = [_parameter("context", typer.Context)]
-        groups: dict[str, Any] = {}
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            hint, default = hints[name], parameter.default
-            if hint in (Console, typer.Context, _LAUNCHED):
-                continue
-            if not is_dataclass(hint):
-                flat.append(_parameter(name, self._worded(name, hint), default))
-                continue
-            groups[name] = hint
-            kinds_of = declared(hint)
-            for each in self._offered(hint):
-                value = each.default if default is parameter.empty else getattr(default, each.name)
-                value = parameter.empty if value is MISSING else value
-                worded = self._worded(each.name, kinds_of[each.name])
-                flat.append(_parameter(each.name, worded, value))
-        kinds = {each.name: get_args(each.annotation)[0] for each in flat[1:]}
-        return [*flat, *self._help_options(kinds)], groups
+    def _flat(self, name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
+        """The parameter of an option, or those of a group."""
+        if is_dataclass(hint):
+            kinds: Any = hint
+            group = hint if default is _EMPTY else default
+            for each, kind in declared(kinds).items():
+                if each not in self.without:
+                    yield from self._flat(each, kind, getattr(group, each, _EMPTY))
+            return
+        if name in self.defaults or name in self.meanings:
+            kind, option = get_args(hint)
+            option = copy.copy(option)
+            option.show_default = self.defaults.get(name, option.show_default)
+            option.help = self.meanings.get(name, option.help)
+            hint = Annotated[kind, option]
+        yield _parameter(name, hint, default)
 
-    def _offered(self, group: Any) -> list[Field[Any]]:
-        return [each for each in fields(group) if each.name not in self.without]
-
-    def _worded(self, name: str, hint: Any) -> Any:
-        """The annotation with this command's own help and default."""
-        if name not in {**self.defaults, **self.meanings}:
-            return hint
-        kind, option = get_args(hint)
-        option = copy.copy(option)
-        option.show_default = self.defaults.get(name, option.show_default)
-        option.help = self.meanings.get(name, option.help)
-        return Annotated[kind, option]
-
-    def _given(self, console: Console, context: typer.Context) -> dict[str, Any]:
-        """The arguments of the function that are not options."""
-        hints = get_type_hints(self.function)
-        kinds: dict[Any, Any] = {Console: console, typer.Context: context}
-        if _LAUNCHED in hints.values():
-            kinds[_LAUNCHED] = find_world()
-        return {name: kinds[hint] for name, hint in hints.items() if hint in kinds}
+    def _built(self, name: str, hint: Any, values: dict[str, Any]) -> Any:
+        """The value of an option, or the group of them."""
+        if not is_dataclass(hint):
+            return values[name]
+        group: Any = hint
+        kinds = {each: kind for each, kind in declared(group).items() if each not in self.without}
+        return group(**{each: self._built(each, kind, values) for each, kind in kinds.items()})
 
     def _help_options(self, kinds: dict[str, Any]) -> list[inspect.Parameter]:
         """The options for help; eager, so that they run before other options are parsed."""
 
-        def show(context: typer.Context, *, whole: bool) -> None:
-            page = Page(examples=self.examples, common=self.common)
-            show_page(context, page, whole=whole)
-            raise typer.Exit
-
-        def short(context: typer.Context, wanted: bool) -> None:
+        def show(context: typer.Context, wanted: bool, *, whole: bool) -> None:
             if wanted:
-                show(context, whole=not self.common)
+                show_page(context, self.examples, self.common, whole=whole)
+                raise typer.Exit
             convert_without_typer(context, kinds)
 
+        def short(context: typer.Context, wanted: bool) -> None:
+            show(context, wanted, whole=not self.common)
+
         def long(context: typer.Context, wanted: bool) -> None:
-            if wanted:
-                show(context, whole=True)
+            show(context, wanted, whole=True)
 
         about: dict[str, Any] = {"panel": "", "is_eager": True, "expose_value": False}
-        options = [
-            flag("-h", "--help", help="Show this help.", callback=short, **about),
-            flag("--help-all", help="Show all options.", callback=long, **about),
-        ]
+        options = {
+            "help": flag("-h", "--help", help="Show this help.", callback=short, **about),
+            "help_all": flag("--help-all", help="Show all options.", callback=long, **about),
+        }
         return [
-            _parameter(name, Annotated[bool, option], False)
-            for name, option in zip(_HELP, options, strict=True)
+            _parameter(name, Annotated[bool, option], False) for name, option in options.items()
         ]
 
 
@@ -161,6 +148,10 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command's parameter `name` was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def _by_hint(hints: Mapping[str, Any], kind: Any, value: Any) -> dict[str, Any]:
+    return {name: value for name, hint in hints.items() if hint == kind}
 
 
 def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> dict[str, str]:
@@ -176,7 +167,7 @@ def _set_elsewhere(context: typer.Context, defaults: Mapping[str, Default]) -> d
     return found
 
 
-def _parameter(name: str, hint: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+def _parameter(name: str, hint: Any, default: Any = _EMPTY) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=hint, default=default)
 
@@ -193,7 +184,7 @@ def convert_without_typer(context: typer.Context, kinds: Mapping[str, Any]) -> N
     A parameter without an entry in `kinds` is a flag.
     """
     for parameter in context.command.params:
-        processed = partial(_process, parameter, _plain(kinds.get(str(parameter.name), bool)))
+        processed = partial(_process, parameter, kinds.get(str(parameter.name), bool))
         parameter.process_value = processed  # type: ignore[method-assign]
 
 
@@ -208,6 +199,8 @@ def _process(parameter: Any, kind: Any, context: typer.Context, value: Any) -> A
 
 def _converted(kind: Any, value: Any) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:  # with None
+        return _converted(inner[0], value)
     if origin is list:
         return [_converted(inner[0], each) for each in value]
     if origin is tuple:
@@ -217,10 +210,3 @@ def _converted(kind: Any, value: Any) -> Any:
         return convert(value)
     except ValueError:
         raise typer.BadParameter(f"must be {_KINDS[kind]}, got {value!r}") from None
-
-
-def _plain(kind: Any) -> Any:
-    """`kind` without `| None`."""
-    if isinstance(kind, UnionType):
-        return next(each for each in get_args(kind) if each is not type(None))
-    return kind

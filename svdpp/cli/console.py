@@ -13,9 +13,9 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console as RichConsole
@@ -25,6 +25,9 @@ from rich.text import Text
 from svdpp.cli.command_line import as_typed
 from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
 from svdpp.redaction import one_line, printable, redact, redact_all
+
+if TYPE_CHECKING:
+    from svdpp.plan.forecast import Span
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
@@ -102,33 +105,32 @@ class Console:
         with output_files.atomic_output(str(path), ".html") as temporary:
             temporary.write_text(page, encoding="utf-8", errors="replace")
 
-    def info(self, text: str) -> None:
-        """Prints a remark; folded on a terminal unless it contains a command to copy."""
-        if not self.quiet:
+    def info(self, *texts: str) -> None:
+        """Prints remarks; folded on a terminal unless they contain a command to copy."""
+        for text in () if self.quiet else texts:
             folds = self.err.is_terminal and "svdpp " not in text
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
-    def infos(self, texts: Iterable[str]) -> None:
-        """Prints several remarks."""
-        for text in texts:
-            self.info(text)
-
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Prints a table of the result; the first column is aligned left, the others right."""
+    def table(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Prints a table of the result: cells by column, the first aligned left, others right."""
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        for column in rows[0] if rows else ():
+            justify: Any = "right" if table.columns else "left"
+            table.add_column(column, justify=justify, no_wrap=True)
         for row in rows:
-            table.add_row(*map(one_line, row))
+            table.add_row(*map(one_line, row.values()))
         if self.out.is_terminal or self.out.record:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
             Stdout(highlight=False, width=_FILE_WIDTH).print(table)
 
-    def grid(self, lines: Iterable[str]) -> None:
+    def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""
-        for line in lines:
-            self.result(coloured_grid_line(line))
+        from svdpp.plan.grid import draw_grid
+
+        width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
+        for line in draw_grid(spans, world_size, width=width):
+            self.result(_coloured(line))
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
         """Prints one sentence, the hint and picture if any, and the traceback with `debug`.
@@ -137,7 +139,7 @@ class Console:
         """
         if isinstance(error, RankError) and error.picture:
             for line in error.picture.splitlines():
-                self.err.print(coloured_grid_line(line))
+                self.err.print(_coloured(line))
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace
@@ -184,7 +186,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def coloured_grid_line(line: str) -> Text:
+def _coloured(line: str) -> Text:
     """A line of the grid with a colour for each clip; idle time is dim."""
     text = Text(line)
     begin, end = line.find("|") + 1, line.rfind("|")

@@ -16,11 +16,11 @@ from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
-from svdpp.cli.request import default_world, experts_of, needs_image, pipeline_config
+from svdpp.cli.request import PipelineOptions, default_world, experts_of, needs_image, resolve
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World
-from svdpp.redaction import redact, redact_all
+from svdpp.redaction import redact
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.doctor import Check
@@ -71,20 +71,23 @@ def doctor(
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
     if answer.as_json:
-        listed = redact_all([asdict(check) for check in checks])
         examined = {name: getattr(config, name) for name in ("device", "world_size")}
-        about = {"schema_version": 1, "healthy": not failed}
-        examined = redact_all({"model": model.model, **examined})
-        console.json({**about, "examined": examined, "checks": listed})
+        console.json(
+            {
+                "schema_version": 1,
+                "healthy": not failed,
+                "examined": {"model": model.model, **examined},
+                "checks": [asdict(check) for check in checks],
+            }
+        )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    ranks_examined = counted(config.world_size, f"{config.device} rank")
+    on_ranks = f"on {counted(config.world_size, f'{config.device} rank')} has what it needs"
     if model.is_dummy:
-        what = f"svdpp simulate on {ranks_examined} has what it needs; svdpp run takes no dummy"
-        console.info(what)
+        console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")
     else:
-        console.info(f"a run of {model.model} on {ranks_examined} has what it needs")
+        console.info(f"a run of {model.model} {on_ranks}")
     if not is_given(context, "model"):
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
@@ -93,44 +96,40 @@ def _examined(
     launched: World | None, ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
 ) -> PipelineConfig:
     """The configuration to examine: one step for each rank; all steps if there are two experts."""
-    model = replace(model, local_files_only=True)  # nothing is downloaded
+    options = PipelineOptions(
+        sampling=sampling,
+        model=replace(model, local_files_only=True),  # nothing is downloaded
+        ranks=replace(ranks, timeout=120.0, start_timeout=120.0),
+    )
     # The check must also work on a machine without GPUs, so `auto` may take the CPU.
     device = ranks.device_for(DEMO_MODEL)
+    unknown, from_image, experts = None, True, {}
     try:
-        family, from_image, has_experts = _about(model, sampling, device)
+        from_image = needs_image(options.model)
+        sampled = options.sampled(from_image=from_image)
+        experts = experts_of(options.model.to_config(device), sampled)
+        steps = sampled.num_inference_steps
     except ModelError:  # one of the checks will say so
-        family, from_image, has_experts = "svd", True, False
-    steps, world_size = sampling.num_steps(family), ranks.world
+        unknown, steps = "svd", sampling.num_steps()
+    world_size = ranks.world
     if world_size is None:
-        world_size = default_world(device, steps, divide=not has_experts)
-    return pipeline_config(
-        launched,
-        replace(ranks, timeout=120.0, start_timeout=120.0),
-        model,
-        replace(sampling, steps=steps if has_experts else world_size),
+        world_size = default_world(device, steps, divide=not experts)
+    return resolve(
+        options.with_steps(steps if experts else world_size, world_size),
+        None,
+        launched=launched,
         device=device,
-        plan={"world_size": world_size, "split": "balanced" if has_experts else "uniform"},
         from_image=from_image,
-        family=family,
-    )
-
-
-def _about(model: ModelOptions, sampling: SamplingOptions, device: str) -> tuple[str, bool, bool]:
-    """The model's family, whether its clips need a photograph, and whether it has two experts."""
-    from_image = needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
-    experts = experts_of(model.to_config(device), sampled, share=False)
-    return model.family, from_image, experts is not None
+        family=unknown,
+    )[0]
 
 
 def _print(console: Console, check: Check) -> None:
     """Prints one line per check, folded with an indent on a narrow terminal."""
     head = f"{check.verdict:<8}{check.name:<18}"
-    width = max(40, console.out.width) - 1
-    lines = textwrap.wrap(redact(check.detail), width - len(head))
-    for line in lines or [""]:
-        console.result(Text.assemble((head, _COLOURS[check.verdict]), line))
-        head = " " * len(head)
+    indent, width = " " * len(head), max(40, console.out.width) - 1 - len(head)
+    lines = textwrap.wrap(redact(check.detail), width) or [""]
+    console.result(Text.assemble((head, _COLOURS[check.verdict]), lines[0]))
     fix = f"fix: {redact(check.fix)}" if check.fix else ""
-    for line in textwrap.wrap(fix, width - len(head)):
-        console.result(head + line)
+    for line in [*lines[1:], *textwrap.wrap(fix, width)]:
+        console.result(indent + line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from svdpp.cli.command import command
@@ -27,55 +28,45 @@ def env(console: Console, answer: AnswerOptions) -> None:
     facts = {**environment(), "defaults": defaults}
     if answer.as_json:
         console.json(facts)
-    else:
-        _print(console, facts)
-
-
-def _print(console: Console, facts: dict[str, Any]) -> None:
-    host, versions = facts["host"], facts["versions"]
-    lines: list[tuple[str, Any]] = [(name, value or "-") for name, value in versions.items()]
-    if facts["git"]:
-        state = ", with changes" if facts["git"]["dirty"] else ""
-        lines.append(("git", facts["git"]["sha"] + state))
-    lines += [
-        ("system", host["system"]),
-        ("cpu", f"{host['cpu']}, {host['cpu_capability']}"),
-        ("cores", f"{host['usable_cores']} of {host['cores']}, {host['torch_threads']} threads"),
-        ("memory", f"{_gib(host['available_bytes'])} of {_gib(host['memory_bytes'])} free"),
-        *_gpu_lines(facts["devices"]),
-        ("determinism", _switches(facts["determinism"])),
-        *_ffmpeg_lines(facts["ffmpeg"]),
-        ("hub cache", facts["hub_cache"]["path"]),
-        ("svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"),
-        *((name, value) for name, value in facts["variables"].items()),
-        *((each["option"], f"{each['value']}, by {each['source']}") for each in facts["defaults"]),
-    ]
+        return
+    lines = list(_lines(facts))
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         console.result(f"{name:<{width}}  {value}")
 
 
-def _gpu_lines(devices: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [
-        (f"cuda:{index}", f"{one['name']}, {_gib(one['memory_bytes'])}, sm {one['capability']}")
-        for index, one in enumerate(devices["gpus"])
-    ]
-    if len(lines) > 1:
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and value of each fact."""
+    host, devices, ffmpeg = facts["host"], facts["devices"], facts["ffmpeg"]
+    for name, value in facts["versions"].items():
+        yield name, value or "-"
+    if facts["git"]:
+        yield "git", facts["git"]["sha"] + (", with changes" if facts["git"]["dirty"] else "")
+    yield "system", host["system"]
+    yield "cpu", f"{host['cpu']}, {host['cpu_capability']}"
+    yield "cores", f"{host['usable_cores']} of {host['cores']}, {host['torch_threads']} threads"
+    yield "memory", f"{_gib(host['available_bytes'])} of {_gib(host['memory_bytes'])} free"
+    for index, gpu in enumerate(devices["gpus"]):
+        yield f"cuda:{index}", f"{gpu['name']}, {_gib(gpu['memory_bytes'])}, sm {gpu['capability']}"
+    if len(devices["gpus"]) > 1:
         # A row for each GPU: y where it can read the memory of the GPU in that column.
         rows = ("".join("y" if yes else "-" for yes in row) for row in devices["peer_access"])
-        lines.append(("peer access", " ".join(rows)))
-    return lines or [("cuda", "no GPU")]
-
-
-def _switches(flags: dict[str, bool]) -> str:
-    on = [name.replace("_", " ") for name, value in flags.items() if value]
-    return f"on in this process: {', '.join(on) or 'none'}; ranks set their own"
-
-
-def _ffmpeg_lines(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
-        return [("ffmpeg", "none: pip install imageio-ffmpeg")]
-    return [("ffmpeg", found["version"] or "unknown version"), ("ffmpeg path", found["path"])]
+        yield "peer access", " ".join(rows)
+    if not devices["gpus"]:
+        yield "cuda", "no GPU"
+    flags = [name.replace("_", " ") for name, value in facts["determinism"].items() if value]
+    flag_names = ", ".join(flags) or "none"
+    yield "determinism", f"on in this process: {flag_names}; ranks set their own"
+    if ffmpeg is None:
+        yield "ffmpeg", "none: pip install imageio-ffmpeg"
+    else:
+        yield "ffmpeg", ffmpeg["version"] or "unknown version"
+        yield "ffmpeg path", ffmpeg["path"]
+    yield "hub cache", facts["hub_cache"]["path"]
+    yield "svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"
+    yield from facts["variables"].items()
+    for each in facts["defaults"]:
+        yield each["option"], f"{each['value']}, by {each['source']}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -15,7 +15,15 @@ from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.launched import is_told_elsewhere
 from svdpp.cli.options.declare import HIDDEN_NAMES
-from svdpp.errors import Interrupted, RequestError, exit_code_of
+from svdpp.errors import (
+    Interrupted,
+    RequestError,
+    SvdppError,
+    error_from_dict,
+    error_to_dict,
+    exit_code_of,
+    highest_code,
+)
 from svdpp.launch import temp_folders
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -51,6 +59,12 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
     Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
     return exit_code_of(refused)
+
+
+def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
+    """The error with the highest exit code; its message begins with `count`, of how many."""
+    worst = highest_code(errors)
+    return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
 def _usage_sentence(error: typer.TyperException) -> str:

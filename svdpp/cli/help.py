@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -20,28 +19,28 @@ _LEFT = 24
 _MAX_WIDTH = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Parts of a command's help; `common` are the parameters of its first panel."""
-
-    examples: Sequence[str] = ()
-    common: Sequence[str] = ()
-
-
-def show_page(context: typer.Context, page: Page, *, whole: bool) -> None:
-    """Prints a command's help to stdout; without `whole` only common options are described."""
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-    for line in _page_lines(context, page, width, whole=whole):
-        typer.echo(line)
+def show_page(
+    context: typer.Context, examples: Sequence[str], common: Sequence[str], *, whole: bool
+) -> None:
+    """Prints a command's help to stdout; without `whole` only `common` options are described."""
+    _print(_page_lines(context, examples, common, _width(), whole=whole))
 
 
 def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: str) -> None:
     """Prints the help of the program itself to stdout."""
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    width = _width()
     lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
     lines += _section("Commands", commands.items(), width)
-    lines += _section("Options", map(_row, _options(context)), width)
-    for line in [*lines, *_prose(epilog, width)]:
+    lines += _section("Options", map(_row, context.command.params), width)
+    _print([*lines, *_prose(epilog, width)])
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
         typer.echo(line)
 
 
@@ -75,14 +74,21 @@ def described(parameter: Any) -> str:
     return f"{parameter.help} [default: {text}]" if text else parameter.help or ""
 
 
-def _page_lines(context: typer.Context, page: Page, width: int, *, whole: bool) -> Iterator[str]:
+def _page_lines(
+    context: typer.Context,
+    examples: Sequence[str],
+    common: Sequence[str],
+    width: int,
+    *,
+    whole: bool,
+) -> Iterator[str]:
     arguments = [one for one in context.command.params if one.param_type_name == "argument"]
     usage = " ".join(["[OPTIONS]", *(argument.metavar or "" for argument in arguments)])
     yield from _usage(context, usage)
     yield from _prose(context.command.help or "", width)
     rows = [(argument.metavar or "", described(argument)) for argument in arguments]
     yield from _section("Arguments", rows, width)
-    panels = panels_of(context.command.params, page.common)
+    panels = panels_of(context.command.params, common)
     help_options = panels.pop("Options", [])
     shown = panels if whole else {"Common": panels.pop("Common")}
     shown.get("Common", list(shown.values())[-1]).extend(help_options)
@@ -93,12 +99,8 @@ def _page_lines(context: typer.Context, page: Page, width: int, *, whole: bool) 
             (title, " ".join(_long(each) for each in members)) for title, members in panels.items()
         ]
         yield from _section("More, described by --help-all", named, width)
-    if page.examples:
-        yield from ("", typer.style("Examples", bold=True), *(f"  {one}" for one in page.examples))
-
-
-def _options(context: typer.Context) -> list[Any]:
-    return [one for one in context.command.params if one.param_type_name == "option"]
+    if examples:
+        yield from ("", typer.style("Examples", bold=True), *(f"  {one}" for one in examples))
 
 
 def _long(option: Any) -> str:

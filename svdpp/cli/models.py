@@ -20,6 +20,8 @@ from svdpp.config import (
 from svdpp.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from svdpp.models.checkpoint import Checkpoint
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
@@ -55,13 +57,13 @@ def models(
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
     if answer.as_json:
         console.json({"schema_version": 1, "families": found})
-    elif name is None:
-        width = max(map(len, SAMPLING_CLASSES))
-        for about in found:
-            takes = " or ".join(about["inputs"])
-            console.result(f"{about['family']:<{width}}  {about['title']}, from {takes}")
-    else:
-        _print_one(console, found[0])
+        return
+    width = max(map(len, SAMPLING_CLASSES))
+    for about in found if name is None else ():
+        takes = " or ".join(about["inputs"])
+        console.result(f"{about['family']:<{width}}  {about['title']}, from {takes}")
+    for line in () if name is None else _lines(found[0]):
+        console.result(line)
 
 
 def describe(family: str) -> dict[str, Any]:
@@ -139,46 +141,39 @@ def _memory(checkpoint: Checkpoint, sampling: SamplingConfig) -> dict[str, Any]:
         found = estimate(checkpoint, model, checkpoint.resolve(sampling), device="cuda")
     except RequestError as error:  # another size may do
         return {"memory": None, "why_no_memory": error.message}
-    parts = {"encode": found.encode, "denoise": found.denoise, "decode": found.decode}
     roles = {
         role: {
             "weights_gib": round(part.weight_bytes / _GIB, 2),
             "work_gib": round(part.activation_bytes / _GIB, 2),
         }
-        for role, part in parts.items()
-        if part is not None
+        for role in ("encode", "denoise", "decode")
+        if (part := getattr(found, role)) is not None
     }
     return {"memory": {"dtype": dtype, **roles}}
 
 
-def _print_one(console: Console, about: dict[str, Any]) -> None:
+def _lines(about: dict[str, Any]) -> Iterator[str]:
     for name in ("model", "title", "pipelines", "inputs", "schedulers", "components"):
         if name in about:
             value = about[name]
-            console.result(f"{name}: {value if isinstance(value, str) else ', '.join(value)}")
-    console.result(f"LoRA: {'by --lora' if about['lora'] else 'none'}")
+            yield f"{name}: {value if isinstance(value, str) else ', '.join(value)}"
+    yield f"LoRA: {'by --lora' if about['lora'] else 'none'}"
     if about.get("experts", 1) > 1:
-        console.result(f"experts: {about['experts']}, each for a part of the steps")
-    defaults = ", ".join(f"{name} {value}" for name, value in about["defaults"].items())
-    console.result(f"defaults: {defaults}")
+        yield f"experts: {about['experts']}, each for a part of the steps"
+    yield f"defaults: {', '.join(f'{name} {value}' for name, value in about['defaults'].items())}"
     for name, each in about["parameters"].items():
         default = each["default_in_words"] or each["default"]
         limits = f"{each['lowest']:g} to {each['highest']:g}, by default {default}"
-        console.result(f"--param {name}: {each['help']} ({limits})")
-    _print_memory(console, about)
-    console.result(f"verified: {about['verified']}")
-    console.result(f"never run: {about['never_ran']}")
-
-
-def _print_memory(console: Console, about: dict[str, Any]) -> None:
+        yield f"--param {name}: {each['help']} ({limits})"
     if "model" not in about:
-        console.result("memory: svdpp models MODEL estimates that of a checkpoint")
+        yield "memory: svdpp models MODEL estimates that of a checkpoint"
     elif about["memory"] is None:
-        console.result(f"memory: unknown, because {about['why_no_memory']}")
+        yield f"memory: unknown, because {about['why_no_memory']}"
     else:
-        dtype = about["memory"]["dtype"]
-        for role, size in about["memory"].items():
-            if role != "dtype":
-                weights, work = size["weights_gib"], size["work_gib"]
-                console.result(f"memory to {role}: {weights} GiB of weights, {work} GiB of work")
-        console.result(f"  of a clip with the defaults in {dtype} on CUDA")
+        dtype, *roles = about["memory"].items()
+        for role, size in roles:
+            weights, work = size["weights_gib"], size["work_gib"]
+            yield f"memory to {role}: {weights} GiB of weights, {work} GiB of work"
+        yield f"  of a clip with the defaults in {dtype[1]} on CUDA"
+    yield f"verified: {about['verified']}"
+    yield f"never run: {about['never_ran']}"

@@ -11,7 +11,7 @@ import typer
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, ExpertOptions, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
@@ -60,7 +60,6 @@ def plan(
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
-    experts: ExpertOptions,
     talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
@@ -69,37 +68,38 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.cli import plan_report
+    from svdpp.cli.plan_report import Request
 
     chooses_pairs = forecast.compare or layout.chooses_pairs
     if not forecast.memory:
         _refuse_idle(context, for_pairs=chooses_pairs)
+    _check_experts(layout, forecast)
     has_model = is_given(context, "model")
     family = model.family if forecast.memory or has_model else "svd"
-    num_steps = sampling.num_steps(family)
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
-    _check_experts(experts, forecast)
+    boundary = forecast.expert_boundary
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
-        experts = replace(experts, expert_boundary=boundary)
     num_clips = forecast.num_clips(world_size)
     remarks = _remarks(forecast, layout, seconds, costs, ranks.device)
-    pairs: Pairs = "no"
+    limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     if chooses_pairs:
         asked = model if has_model else None
-        experts, pairs, why_not = _about_pairs(asked, sampling, experts, ranks)
+        boundary, pairs, why_not = _about_pairs(asked, sampling, boundary, ranks)
+        limits["pairs"] = pairs
         remarks += [why_not] if why_not and layout.cfg_parallel == "auto" else []
-    request = plan_report.Request(
-        num_clips=num_clips,
-        arrivals=_arrivals(forecast.arrivals, num_clips),
-        remarks=remarks,
-    )
-    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
-    counts |= experts.fields
-    limits = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
     if forecast.compare or layout.chooses:
-        limits |= {"pairs": pairs, "sooner": num_clips < world_size}
+        limits["sooner"] = num_clips < world_size
+    arrivals = _arrivals(forecast.arrivals, num_clips)
+    request = Request(num_clips=num_clips, arrivals=arrivals, remarks=remarks)
+    counts = {
+        "num_steps": sampling.num_steps(family),
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": boundary,
+        "share_experts": layout.share_experts,
+    }
     show = _show_comparison if forecast.compare else _show_layout
     try:
         show(console, layout, request, counts, limits)
@@ -110,22 +110,18 @@ def plan(
 
 
 def _about_pairs(
-    model: ModelOptions | None,
-    sampling: SamplingOptions,
-    experts: ExpertOptions,
-    ranks: RankOptions,
-) -> tuple[ExpertOptions, Pairs, str]:
-    """The experts of the model, None for the default one; if `auto` may choose pairs, and why not.
+    model: ModelOptions | None, sampling: SamplingOptions, boundary: int | None, ranks: RankOptions
+) -> tuple[int | None, Pairs, str]:
+    """The boundary of a model's experts, None for the default one; if there may be pairs, why not.
 
     A model of which only the boundary between its experts is given has two calls in each step.
     """
     if model is None:
-        return experts, "unproven" if experts.expert_boundary is None else "exact", ""
+        return boundary, "unproven" if boundary is None else "exact", ""
     sampled = sampling.to_config(model, from_image=needs_image(model))
-    of_model = experts_of(model.to_config("cpu"), sampled, share=False)
-    if of_model and experts.expert_boundary is None:
-        experts = replace(experts, expert_boundary=of_model["expert_boundary"])
-    return experts, *pairs_of(model, sampled, ranks)
+    if boundary is None:
+        boundary = experts_of(model.to_config("cpu"), sampled).get("expert_boundary")
+    return boundary, *pairs_of(model, sampled, ranks)
 
 
 def _show_comparison(
@@ -154,25 +150,24 @@ def _show_layout(
     limits: dict[str, Any],
 ) -> None:
     from svdpp.cli.plan_report import show_layout
+    from svdpp.plan.choose import choose_layout
     from svdpp.plan.layout import Layout
 
+    memory, world_size = limits["memory_gib"], counts["world_size"]
     if layout.chooses:
-        from svdpp.plan.choose import choose_layout
-
         choice = choose_layout(
             **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
         )
-        cards = choice.cards or range(counts["world_size"])
-        memory = limits["memory_gib"]
+        cards = choice.cards or range(world_size)
         unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
         show_layout(console, request, choice.layout, choice.reason, unequal)
         return
-    if limits["memory_gib"]:
+    if memory:
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
+    show_layout(console, request, Layout(**counts, **layout.fields(world_size)))
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -218,13 +213,13 @@ def _with_memory(
     return costs, config.expert_boundary
 
 
-def _check_experts(experts: ExpertOptions, forecast: ForecastOptions) -> None:
-    if experts.share_experts and experts.expert_boundary is None and not forecast.memory:
+def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
+    if layout.share_experts and forecast.expert_boundary is None and not forecast.memory:
         raise RequestError(
             "--share-experts has an effect only with --expert-boundary",
             "add --expert-boundary N, or leave out --share-experts",
         )
-    if experts.expert_boundary is not None and forecast.memory:
+    if forecast.expert_boundary is not None and forecast.memory:
         raise RequestError(
             "with --memory the model gives the boundary between its experts",
             "leave out --expert-boundary",

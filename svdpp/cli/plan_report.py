@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
 from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import Forecast, replay
-from svdpp.plan.grid import draw_grid
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
 from svdpp.plan.schedule import build_schedule
@@ -48,6 +48,30 @@ class Request:
         return counted(self.num_clips, "clip")
 
 
+@dataclass(frozen=True)
+class _Timed:
+    """A layout with its forecast."""
+
+    layout: Layout
+    request: Request
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        return forecast_layout(self.layout, self.request.num_clips, self.request.arrivals)
+
+    @cached_property
+    def steady_seconds(self) -> float:
+        """Seconds for each clip of a long queue."""
+        return steady_seconds_per_clip(self.layout)
+
+    def lines(self, what: str) -> Iterator[str]:
+        yield (
+            f"{what} on {self.layout.world_size} ranks: {self.forecast.makespan:.4g} s, first "
+            f"after {self.forecast.first_clip:.4g} s, bubble {self.forecast.bubble:.0%}"
+        )
+        yield f"  of a long queue, one clip every {self.steady_seconds:.4g} s"
+
+
 def show_layout(
     console: Console,
     request: Request,
@@ -59,18 +83,20 @@ def show_layout(
 
     `reason` says why `auto` chose it; `cards` are each rank's card and its GiB if they differ.
     """
-    forecast = forecast_layout(layout, request.num_clips, request.arrivals)
-    data_parallel = forecast_layout(_as_data_parallel(layout), request.num_clips, request.arrivals)
-    console.infos(request.remarks)
+    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
+    ours = _Timed(layout, request)
+    theirs = _Timed(replace(layout, replicas=layout.world_size, **alone), request)
+    assert ours.forecast  # it may refuse the costs: print nothing before
+    console.info(*request.remarks)
     if console.as_json:
-        console.json(_layout_json(layout, forecast, data_parallel, reason, cards or {}))
+        console.json(_layout_json(ours, theirs, reason, [*(cards or {})]))
         return
     _print_ranks(console, layout, cards or {})
     _print_cuts(console, layout, request.num_clips)
     console.result()
     _print_picture(console, layout, request)
     console.result()
-    for line in _forecast_lines(layout, request, forecast, data_parallel, reason):
+    for line in _forecast_lines(ours, theirs, reason):
         console.result(line)
     if num_idle := _num_idle_ranks(layout):
         console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
@@ -81,8 +107,7 @@ def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -
     alike = layout.replicas_are_alike and not cards
     replicas = range(1 if alike else layout.replicas)
     shares = [share for replica in replicas for share in layout.shares(replica)]
-    rows = [_rank_row(layout, share, cards) for share in shares[:_MAX_ROWS]]
-    console.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    console.table([_rank_row(layout, share, cards) for share in shares[:_MAX_ROWS]])
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
@@ -90,15 +115,17 @@ def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -
 
 
 def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> dict[str, str]:
-    """What is printed of a rank, by column."""
     rank, row = share.rank, {"rank": str(share.rank)}
     if layout.costs.ranks_per_host is not None:
         row["host"] = str(layout.costs.host_of(rank))
     row |= {"start": str(share.start), "end": str(share.end), "steps": f"{share.mean_steps:.4g}"}
     if layout.expert_boundary is not None:
-        row["expert"] = _held_experts(layout, rank)
+        names = _expert_names(layout, rank)
+        row["expert"] = "both" if len(names) > 1 else "".join(names)
     else:  # the noise levels are SVD's, and SVD has one expert
-        row["sigma"] = _noise(share, karras_sigmas(layout.num_steps))
+        sigmas = karras_sigmas(layout.num_steps)
+        works = share.start < share.end
+        row["sigma"] = f"{sigmas[share.start]:.4g} -> {sigmas[share.end]:.4g}" if works else ""
     if any(peak is not None for peak in layout.peak_gib):
         row["GiB"] = gib([layout.peak_gib[rank]])
     if cards:
@@ -107,21 +134,8 @@ def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> d
     return row
 
 
-def _held_experts(layout: Layout, rank: int) -> str:
-    """The experts whose steps a rank does; empty if it does no steps."""
-    names = _expert_names(layout, rank)
-    return "both" if len(names) > 1 else "".join(names)
-
-
 def _expert_names(layout: Layout, rank: int) -> list[str]:
     return [EXPERTS[expert] for expert in sorted(layout.roles[rank].experts)]
-
-
-def _noise(share: StepShare, sigmas: Sequence[float]) -> str:
-    """The noise levels between which a rank works; empty if it does no steps."""
-    if share.start == share.end:
-        return ""
-    return f"{sigmas[share.start]:.4g} -> {sigmas[share.end]:.4g}"
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
@@ -151,69 +165,41 @@ def _print_picture(console: Console, layout: Layout, request: Request) -> None:
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
-    most = max(1, _MAX_DRAWN // layout.num_stages)
-    if num_clips > most:
+    if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
         num_clips = min(num_clips, 4 * layout.world_size)
         title = f"the first {num_clips} clips" + (f" of {title}" if title else "")
     schedule = build_schedule(layout.routes(range(num_clips)), layout.world_size)
     spans = replay(schedule, layout.costs, dict(enumerate(arrivals[:num_clips])))
-    width = max(20, console.out.width - len(f"rank {layout.world_size - 1} ||"))
     if title:
         console.result(f"{title}:")
-    console.grid(draw_grid(spans, layout.world_size, width=width))
+    console.grid(spans, layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _forecast_lines(
-    layout: Layout, request: Request, forecast: Forecast, data_parallel: Forecast, reason: str
-) -> Iterator[str]:
+def _forecast_lines(ours: _Timed, data_parallel: _Timed, reason: str) -> Iterator[str]:
+    layout, request, latency = ours.layout, ours.request, ours.forecast.latency
     if reason:
         yield f"auto picks {reason}"
-    yield _total(forecast, f"{request.clips} on {layout.world_size} ranks")
-    yield _steady(layout)
+    yield from ours.lines(request.clips)
     if request.arrivals or layout.split != "uniform" or reason:
         since = "from its arrival" if request.arrivals else "from its encode"
-        latency = forecast.latency
         yield (
             f"a clip takes {latency.mean:.4g} s {since}: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
     if layout.replica_size * layout.cfg_parallel > 1:
-        yield _total(data_parallel, f"data parallel on {layout.world_size} ranks")
-        yield _steady(_as_data_parallel(layout))
-
-
-def _total(forecast: Forecast, what: str) -> str:
-    return (
-        f"{what}: {forecast.makespan:.4g} s, first after {forecast.first_clip:.4g} s, "
-        f"bubble {forecast.bubble:.0%}"
-    )
-
-
-def _steady(layout: Layout) -> str:
-    seconds = steady_seconds_per_clip(layout)
-    return f"  of a long queue, one clip every {seconds:.4g} s"
-
-
-def _as_data_parallel(layout: Layout) -> Layout:
-    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
-    return replace(layout, replicas=layout.world_size, **alone)
+        yield from data_parallel.lines("data parallel")
 
 
 def _num_idle_ranks(layout: Layout) -> int:
-    """The number of ranks without work."""
     return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
 
 
 def _layout_json(
-    layout: Layout,
-    forecast: Forecast,
-    data_parallel: Forecast,
-    reason: str,
-    cards: Mapping[int, float],
+    ours: _Timed, data_parallel: _Timed, reason: str, cards: Sequence[int]
 ) -> dict[str, Any]:
-    shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
-    card_of = list(cards)
+    layout = ours.layout
+    of_experts = layout.expert_boundary is not None
     return {
         "schema_version": SCHEMA_VERSION,
         "num_steps": layout.num_steps,
@@ -223,49 +209,41 @@ def _layout_json(
         "ranks": [
             vars(share)
             | layout.roles[share.rank].parts
-            | ({"experts": _expert_names(layout, share.rank)} if layout.expert_boundary else {})
+            | ({"experts": _expert_names(layout, share.rank)} if of_experts else {})
             | {"peak_gib": layout.peak_gib[share.rank]}
-            | ({"card": card_of[share.rank]} if cards else {})
-            for share in shares
+            | ({"card": cards[share.rank]} if cards else {})
+            for share in layout.all_shares
         ],
         "costs": layout.costs.to_json(),
         "forecast": {
-            "clips": forecast.clips,
-            **_details(forecast, steady_seconds_per_clip(layout)),
-            "data_parallel": _times(
-                data_parallel, steady_seconds_per_clip(_as_data_parallel(layout))
-            ),
+            "clips": ours.forecast.clips,
+            **_details(ours.forecast, ours.steady_seconds),
+            "data_parallel": times_of(data_parallel.forecast, data_parallel.steady_seconds),
         },
     }
 
 
 def _facts(layout: Layout) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
-    of_experts = {
-        "expert_boundary": layout.expert_boundary,
-        "share_experts": layout.share_experts,
-    }
-    return {
-        "description": str(layout),
-        "split": layout.split,
-        "replicas": layout.replicas,
-        "decoders": layout.decoders,
-        "cfg_parallel": layout.cfg_parallel,
-    } | ({} if layout.expert_boundary is None else of_experts)
+    names = ["split", "replicas", "decoders", "cfg_parallel"]
+    if layout.expert_boundary is not None:
+        names += ["expert_boundary", "share_experts"]
+    return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
 
 
-def _times(forecast: Forecast, seconds_per_clip: float) -> dict[str, float]:
-    """Times of a forecast, for JSON; `seconds_per_clip` is for a long queue."""
+def times_of(forecast: Forecast, seconds_per_clip: float | None = None) -> dict[str, float]:
+    """Times of a forecast, for JSON; `seconds_per_clip` is that of a long queue, if known."""
+    own = forecast.seconds_per_clip
     return {
         "makespan_seconds": forecast.makespan,
         "first_clip_seconds": forecast.first_clip,
-        "seconds_per_clip": seconds_per_clip,
+        "seconds_per_clip": own if seconds_per_clip is None else seconds_per_clip,
     }
 
 
 def _details(forecast: Forecast, seconds_per_clip: float) -> dict[str, Any]:
     return {
-        **_times(forecast, seconds_per_clip),
+        **times_of(forecast, seconds_per_clip),
         "bubble": forecast.bubble,
         "jitter_seconds": forecast.jitter,
         "latency_seconds": forecast.latency._asdict(),
@@ -286,14 +264,14 @@ def show_comparison(
     console: Console, request: Request, counts: Mapping[str, Any], rows: Sequence[Row]
 ) -> None:
     """Prints layouts side by side, then notes on them."""
-    console.infos(request.remarks)
+    console.info(*request.remarks)
     if console.as_json:
         sizes = {name: counts[name] for name in ("num_steps", "world_size")}
         layouts = [_row_json(row) for row in rows]
         about = {**sizes, "clips": request.num_clips, "layouts": layouts}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
-    console.table(_COMPARED, map(_compared, rows))
+    console.table([dict(zip(_COMPARED, _compared(row), strict=True)) for row in rows])
     console.result()
     console.result(f"total: {request.clips} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips")
@@ -329,13 +307,8 @@ def _compared(row: Row) -> tuple[str, ...]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    forecast = row.forecast
-    if forecast is None:
-        return {"name": row.name, "note": row.note, "layout": None, "forecast": None}
-    assert row.layout is not None
-    return {
-        "name": row.name,
-        "note": row.note or None,
-        "layout": _facts(row.layout) | {"peak_gib": row.peak_gib},
-        "forecast": _details(forecast, row.seconds_per_clip),
-    }
+    facts: dict[str, Any] = {"layout": None, "forecast": None}
+    if row.forecast is not None and row.layout is not None:
+        facts["layout"] = _facts(row.layout) | {"peak_gib": row.peak_gib}
+        facts["forecast"] = _details(row.forecast, row.seconds_per_clip)
+    return {"name": row.name, "note": row.note or None, **facts}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +20,12 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
+    PipelineOptions,
     default_world,
     experts_of,
     joined_world,
     needs_image,
-    pipeline_config,
+    resolve,
 )
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -94,7 +95,8 @@ def profile(
     --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
-    config = _measured(launched, ranks, model, sampling)
+    options = PipelineOptions(sampling=sampling, model=model, ranks=ranks)
+    config = _measured(launched, options)
     if is_member(launched):
         from svdpp.cli.log import open_log
         from svdpp.diagnostics.cost_profile import measured_config
@@ -107,34 +109,27 @@ def profile(
     _measure(console, config, asked.out, asked.repeats, prompts.prompt)
 
 
-def _measured(
-    launched: World | None,
-    ranks: RankOptions,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-) -> PipelineConfig:
+def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
     """The configuration to measure: one step for each rank."""
-    if sampling.measures_chunk:
+    if options.sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
-    device = ranks.device_for(model.model)
-    from_image = needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
-    experts = experts_of(model.to_config(device), sampled, share=False)
-    world_size = joined_world(launched, ranks.world)
+    device = options.ranks.device_for(options.model.model)
+    from_image = needs_image(options.model)
+    sampled = options.sampled(from_image=from_image)
+    experts = experts_of(options.model.to_config(device), sampled)
+    world_size = joined_world(launched, options.ranks.world)
     if world_size is None:
-        steps = sampling.num_steps(model.family)
-        world_size = default_world(device, steps, divide=experts is None)
-    return pipeline_config(
-        launched,
-        ranks,
-        model,
-        replace(sampling, steps=world_size),
+        world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
+    config, _ = resolve(
+        options.with_steps(world_size, world_size),
+        None,
+        launched=launched,
         device=device,
-        plan={"world_size": world_size, **({"split": "balanced"} if experts else {})},
         from_image=from_image,
     )
+    return config
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
@@ -186,12 +181,16 @@ def _print(console: Console, costs: Costs, expert_steps: tuple[float, ...]) -> N
         ("write", costs.write_seconds, None, None),
     ]
     console.table(
-        ("part", "ms", "weights GiB", "work GiB"),
         [
-            (part, _ms(seconds), *("-" if gib is None else f"{gib:.3f}" for gib in memory))
-            for part, seconds, *memory in rows
+            {
+                "part": part,
+                "ms": _ms(seconds),
+                "weights GiB": "-" if weights is None else f"{weights:.3f}",
+                "work GiB": "-" if work is None else f"{work:.3f}",
+            }
+            for part, seconds, weights, work in rows
             if seconds
-        ],
+        ]
     )
     if isinstance(costs.step_seconds, tuple):
         console.result("step: one time for each rank, since they differ")

@@ -44,7 +44,7 @@ class Progress:
         console: its stderr gets remarks and picture; a quiet console gets nothing.
         title: first word of each line, such as `run`.
         schedule: the actions of all clips, or of the first ones, to forecast the time left.
-        labels: names of the clips by index, such as their photographs.
+        labels: names of the clips by index, such as their images.
         num_clips: None: as many as in the schedule.
         costs: used until costs are measured; unmeasured ones keep their ratio to a step.
         forecasts: whether `costs` are good enough for a forecast before the first step.

@@ -106,8 +106,12 @@ def _print_bench(console: Console, found: BenchReport) -> None:
             _print_diagnosis(console, case.diagnosis, "round")
     if found.noise:
         console.result("\nNoise: an equal bench would have figures in this range")
-        rows = [(ratio.name, f"{ratio.a:.4g}", _range(ratio)) for ratio in found.noise]
-        console.table(("figure", "measured", "times"), rows)
+        console.table(
+            [
+                {"figure": ratio.name, "measured": f"{ratio.a:.4g}", "times": _range(ratio)}
+                for ratio in found.noise
+            ]
+        )
 
 
 def _range(ratio: Ratio) -> str:
@@ -117,8 +121,7 @@ def _range(ratio: Ratio) -> str:
 def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
     console.result(found.times)
     console.result()
-    columns = ("rank", "steps", "compute", "wait", "transfer", "idle", "step", "encode", "decode")
-    console.table((*columns, "write"), map(_row, found.figures.ranks))
+    console.table([*map(_row, found.figures.ranks)])
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
@@ -137,12 +140,11 @@ def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
         console.result(f"the {what} took, against the forecast by all measured costs: {error}")
 
 
-def _row(rank: RankFigures) -> tuple[str, ...]:
-    parts = (rank.compute, rank.wait, rank.transfer, rank.idle)
-    works = (rank.step, rank.encode, rank.decode, rank.write)
-    return (
-        str(rank.rank),
-        f"{rank.start}:{rank.end}",
-        *(f"{part / rank.wall:.0%}" if rank.wall else "-" for part in parts),
-        *(f"{work.mean_seconds:.3g} s" if work.count else "-" for work in works),
-    )
+def _row(rank: RankFigures) -> dict[str, str]:
+    row = {"rank": str(rank.rank), "steps": f"{rank.start}:{rank.end}"}
+    for name in ("compute", "wait", "transfer", "idle"):
+        row[name] = f"{getattr(rank, name) / rank.wall:.0%}" if rank.wall else "-"
+    for name in ("step", "encode", "decode", "write"):
+        work = getattr(rank, name)
+        row[name] = f"{work.mean_seconds:.3g} s" if work.count else "-"
+    return row

@@ -6,60 +6,61 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import LayoutOptions, Memory, ShareOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
-from svdpp.plan.choose import Pairs
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Use
+    from svdpp.plan.choose import Pairs
+    from svdpp.plan.costs import Costs
+
+#: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
+#: rank's device, in GiB.
+Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """The option groups that together give one configuration.
+    """The option groups that together give one configuration."""
 
-    Args:
-        launched: the launcher's world; None: this command starts the ranks.
-        on_cpu: default number of ranks that share the CPU, or one GPU.
-        device_as_for: the model by which `--device auto` is decided; empty: the own one.
-        default_split: split of a model with one expert if the user gives no layout; None: uniform.
-            With two experts it is balanced, because they rarely have equal steps.
-        serves: whether the clips are those of a server, whose users wait for each.
-        time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
-    """
+    sampling: SamplingOptions = SamplingOptions()
+    model: ModelOptions = ModelOptions()
+    ranks: RankOptions = RankOptions()
+    layout: LayoutOptions = LayoutOptions()
 
-    launched: World | None
-    ranks: RankOptions
-    model: ModelOptions
-    sampling: SamplingOptions
-    layout: LayoutOptions
-    experts: ShareOptions
-    from_image: bool
-    on_cpu: int = 2
-    device_as_for: str = ""
-    default_split: str | None = None
-    serves: bool = False
-    time_scale: float | None = None
+    def sampled(self, *, from_image: bool, family: str | None = None) -> SamplingConfig:
+        """The parameters of the sampler."""
+        return self.sampling.to_config(self.model, from_image=from_image, family=family)
 
-    @cached_property
-    def device(self) -> str:
-        """The name of the device, where `auto` is decided."""
-        return self.ranks.device_for(self.device_as_for or self.model.model)
+    def with_steps(self, num_steps: int, world_size: int) -> PipelineOptions:
+        """The same for another number of steps, on a given number of ranks."""
+        return replace(
+            self,
+            sampling=replace(self.sampling, steps=num_steps),
+            ranks=replace(self.ranks, world=world_size),
+        )
 
 
 def resolve(
     options: PipelineOptions,
     num_clips: int | Callable[[int], int] | None,
     *,
+    launched: World | None,
+    device: str,
+    from_image: bool,
+    family: str | None = None,
+    on_cpu: int = 2,
+    default_split: str | None = None,
+    serves: bool = False,
+    time_scale: float | None = None,
     memory: Memory | None = None,
     **more: Any,
 ) -> tuple[PipelineConfig, str]:
@@ -69,97 +70,128 @@ def resolve(
         options: of the command.
         num_clips: of the run, or a function of its number of ranks; None if only another process
             knows it.
+        launched: the launcher's world; None: this command starts the ranks.
+        device: its name, where `auto` is decided.
+        from_image: whether clips start from an image.
+        family: of a model whose configs cannot be read; None: read them.
+        on_cpu: default number of ranks that share the CPU, or one GPU.
+        default_split: split of a model with one expert if the user gives no layout; None: uniform.
+            With two experts it is balanced, because they rarely have equal steps.
+        serves: whether the clips are those of a server, whose users wait for each.
+        time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
         memory: tells `--layout auto` what fits; None: everything fits.
         more: further fields of the configuration.
     """
-    model, scale = options.model, options.time_scale
-    _check_scale(scale, is_dummy=model.is_dummy)
-    sampled = options.sampling.to_config(model, from_image=options.from_image)
-    experts = experts_of(
-        model.to_config(options.device, sampled.family),
-        sampled,
-        share=options.experts.share_experts,
-    )
-    layout = options.layout
-    if experts is None and options.default_split and not (layout.refined or layout.layout):
-        layout = replace(layout, split=options.default_split)
-    elif experts is not None and layout.must_divide and not layout.split:
-        layout = replace(layout, split="balanced")
-    steps, world_size = sampled.num_inference_steps, options.ranks.world
-    world_size = joined_world(options.launched, world_size)
-    if world_size is None:
-        divide, size = layout.must_divide, layout.pair_size
-        on_cpu = max(size, options.on_cpu)
-        world_size = default_world(
-            options.device, steps, on_cpu=on_cpu, divide=divide, multiple=size
+    model, layout, ranks = options.model, options.layout, options.ranks
+    _check_scale(time_scale, is_dummy=model.is_dummy)
+    if launched is not None and options.sampling.measures_chunk:  # another host's rank may decode
+        raise RequestError(
+            "--decode-chunk-size auto is chosen before ranks start, and torchrun has started them",
+            "give a number of frames",
         )
-    clips = num_clips(world_size) if callable(num_clips) else num_clips
-    pairs, no_pairs = (
-        pairs_of(model, sampled, options.ranks) if layout.chooses_pairs else ("no", "")
-    )
-    shape, why = layout.settings(
-        num_steps=steps,
-        world_size=world_size,
-        num_clips=clips,
-        decodes=scale is not None or not model.is_dummy,
-        ranks_per_host=None if options.launched is None else options.launched.ranks_per_host,
-        memory=memory,
-        experts=experts,
-        family=sampled.family,
-        # A server without pairs also takes clips without guidance: only the user gives that up.
-        pairs="no" if options.serves and layout.cfg_parallel is None else pairs,
-        sooner=options.serves or (clips or 0) < world_size,
-    )
-    if no_pairs and layout.cfg_parallel == "auto":
-        why = f"{why}; {no_pairs}"
-    if scale is not None:  # transfers and files take their real time
-        shape["costs"] = shape["costs"].scaled(scale)
-    config = pipeline_config(
-        options.launched,
-        options.ranks,
-        model,
-        options.sampling,
-        device=options.device,
-        # `auto` may let a rank hold both experts although the options do not.
-        plan={"world_size": world_size, **(experts or {}), **shape, **more},
-        from_image=options.from_image,
-        family=sampled.family,
-        dummy_sleeps=scale is not None,
-    )
+    sampling = options.sampled(from_image=from_image, family=family)
+    weights = model.to_config(device, sampling.family, dummy_sleeps=time_scale is not None)
+    experts = {} if family else experts_of(weights, sampling, share=layout.share_experts)
+    if not experts and default_split and not (layout.refined or layout.layout):
+        layout = replace(layout, split=default_split)
+    elif experts and layout.must_divide and not layout.split:
+        layout = replace(layout, split="balanced")
+    world_size = joined_world(launched, ranks.world)
+    if world_size is None:
+        steps, size = sampling.num_inference_steps, layout.pair_size
+        divide, on_cpu = layout.must_divide, max(size, on_cpu)
+        world_size = default_world(device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+    # The launcher, not the costs, knows which ranks share a host.
+    per_host = None if launched is None else launched.ranks_per_host
+    decodes = time_scale is not None or not model.is_dummy
+    costs = layout.assumed_costs(decodes=decodes, family=sampling.family)
+    costs, why = replace(costs, ranks_per_host=per_host), ""
+    plan = {**experts, "costs": costs}
+    if layout.chooses:
+        clips = num_clips(world_size) if callable(num_clips) else num_clips
+        counts = {"num_steps": sampling.num_inference_steps, "world_size": world_size}
+        pairs, no_pairs = pairs_of(model, sampling, ranks) if layout.chooses_pairs else ("no", "")
+        chosen, why = auto_layout(
+            layout,
+            {**counts, "num_clips": clips},
+            memory,
+            **plan,
+            decodes=decodes,
+            # A server without pairs also takes clips without guidance: only the user gives that up.
+            pairs="no" if serves and layout.cfg_parallel is None else pairs,
+            sooner=serves or (clips or 0) < world_size,
+        )
+        plan |= chosen
+        if layout.costs is None and decodes and sampling.family == "svd":
+            why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
+        elif layout.costs is None:
+            why += "; no times are known: a step counts as 1 s, and all else as 0 s"
+        if no_pairs and layout.cfg_parallel == "auto":
+            why += f"; {no_pairs}"
+    else:
+        plan |= layout.fields(world_size)
+    if time_scale is not None:  # transfers and files take their real time
+        plan["costs"] = plan["costs"].scaled(time_scale)
+    num_local = world_size if launched is None else launched.local_size
+    try:
+        config = PipelineConfig(
+            world_size=world_size,
+            model=weights,
+            sampling=sampling,
+            device=device,
+            num_threads=ranks.threads_on(device, num_local),
+            timeout_seconds=ranks.timeout,
+            start_timeout_seconds=ranks.start_timeout,
+            checksum=ranks.checksum,
+            deterministic=model.deterministic,
+            allow_mixed_devices=ranks.allow_mixed_devices,
+            **plan,
+            **more,
+        )
+    except RequestError as error:
+        if launched is not None:
+            error.hint = without_world(error.hint)
+        raise
     return config, why
 
 
-def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
-    if scale is not None and not is_dummy:
-        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
+def auto_layout(
+    layout: LayoutOptions,
+    counts: Mapping[str, Any],
+    memory: Memory | None,
+    *,
+    costs: Costs,
+    **more: Any,
+) -> tuple[dict[str, Any], str]:
+    """What `auto` chooses, as fields of a `PipelineConfig`, and why.
 
-
-def experts_of(
-    model: ModelConfig, sampling: SamplingConfig, *, share: bool
-) -> dict[str, Any] | None:
-    """The fields of a `PipelineConfig` for a model with two experts; None for other models.
-
-    Args:
-        model: its configs are read, and downloaded if needed.
-        sampling: decides at which step the model changes its expert.
-        share: whether one rank may hold both.
+    `counts` are those of steps, ranks and clips; `more` are further arguments of `choose_layout`.
     """
-    boundary = None
-    if sampling.family != "svd":
-        from svdpp.models.checkpoint import find_checkpoint
+    if counts["num_clips"] is None:
+        option = "--layout auto" if layout.layout == "auto" else "--cfg-parallel auto"
+        raise RequestError(
+            f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
+            f"svdpp plan {option} --clips M shows which options to give",
+        )
+    from svdpp.plan.choose import choose_layout
 
-        checkpoint = find_checkpoint(model, weights=False)
-        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
-    if boundary is None:
-        if share:
-            raise RequestError(
-                "--share-experts is for models with two experts, such as Wan 2.2 A14B",
-                "leave it out",
-            )
-        return None
-    return {"expert_boundary": boundary, "share_experts": share}
+    needs, limits = ({}, ()) if memory is None else memory(counts["world_size"])
+    costs = replace(costs, **needs)  # type: ignore[arg-type]
+    choice = choose_layout(
+        **counts,
+        **more,
+        costs=costs,
+        memory_gib=limits,
+        cfg_parallel=layout.pair_size,
+        fixed=layout.fixed,
+    )
+    names = ("split", "replicas", "decoders", "cfg_parallel")
+    chosen = {"costs": costs, **{name: getattr(choice.layout, name) for name in names}}
+    if choice.layout.share_experts:  # also if the options do not say so
+        chosen["share_experts"] = True
+    if choice.cards:
+        chosen["device_order"] = choice.cards
+    return chosen, f"layout: {choice.reason}"
 
 
 def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -> tuple[Pairs, str]:
@@ -184,47 +216,40 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
     return answers[ROWS[sampled.family].branches]
 
 
-def pipeline_config(
-    launched: World | None,
-    ranks: RankOptions,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    *,
-    device: str,
-    plan: Mapping[str, Any],
-    from_image: bool,
-    family: str | None = None,
-    dummy_sleeps: bool = False,
-) -> PipelineConfig:
-    """One checked configuration of all options."""
-    if launched is not None and sampling.measures_chunk:  # another host's rank may decode
+def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
+    if scale is not None and not is_dummy:
+        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
+
+
+def experts_of(
+    model: ModelConfig, sampling: SamplingConfig, *, share: bool = False
+) -> dict[str, Any]:
+    """The fields of a `PipelineConfig` for a model with two experts; empty for other models.
+
+    Args:
+        model: its configs are read, and downloaded if needed.
+        sampling: decides at which step the model changes its expert.
+        share: whether one rank may hold both.
+    """
+    boundary = None
+    if sampling.family != "svd":
+        from svdpp.models.checkpoint import find_checkpoint
+
+        checkpoint = find_checkpoint(model, weights=False)
+        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
+    if boundary is not None:
+        return {"expert_boundary": boundary, "share_experts": share}
+    if share:
         raise RequestError(
-            "--decode-chunk-size auto is chosen before ranks start, and torchrun has started them",
-            "give a number of frames",
+            "--share-experts is for models with two experts, such as Wan 2.2 A14B", "leave it out"
         )
-    family = family or model.family
-    num_local = plan["world_size"] if launched is None else launched.local_size
-    try:
-        return PipelineConfig(
-            model=model.to_config(device, family, dummy_sleeps=dummy_sleeps),
-            sampling=sampling.to_config(model, from_image=from_image, family=family),
-            device=device,
-            num_threads=ranks.threads_on(device, num_local),
-            timeout_seconds=ranks.timeout,
-            start_timeout_seconds=ranks.start_timeout,
-            checksum=ranks.checksum,
-            deterministic=model.deterministic,
-            allow_mixed_devices=ranks.allow_mixed_devices,
-            **plan,
-        )
-    except RequestError as error:
-        if launched is not None:
-            error.hint = without_world(error.hint)
-        raise
+    return {}
 
 
 def image_use(model: ModelOptions) -> Use:
-    """What clips of the model do with a photograph; reads its configs only if it takes prompts."""
+    """What clips of the model do with an image; reads its configs only if it takes prompts."""
     if model.family == "svd":
         return "needed"
     from svdpp.models.checkpoint import find_checkpoint
@@ -233,7 +258,7 @@ def image_use(model: ModelOptions) -> Use:
 
 
 def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need a photograph."""
+    """Whether clips of the model need an image."""
     return image_use(model) == "needed"
 
 
@@ -246,18 +271,14 @@ def joined_world(
     """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
-    if asked is not None and asked != launched.size:
-        raise RequestError(
-            f"{option} {asked} disagrees with {launcher_name(launched)}'s world of {launched.size}",
-            f"{leave_out} under {launcher_name(launched)}",
-            details={"asked": asked, "found": launched.size},
-        )
-    return launched.size
-
-
-def launcher_name(world: World) -> str:
-    """The name of the launcher."""
-    return "Slurm" if world.launcher == "slurm" else "torchrun"
+    if asked in (None, launched.size):
+        return launched.size
+    launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
+    raise RequestError(
+        f"{option} {asked} disagrees with {launcher}'s world of {launched.size}",
+        f"{leave_out} under {launcher}",
+        details={"asked": asked, "found": launched.size},
+    )
 
 
 def without_world(hint: str) -> str:

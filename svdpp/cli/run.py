@@ -1,4 +1,4 @@
-"""`svdpp run`: photographs in, clips out."""
+"""`svdpp run`: images in, clips out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import typer
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
+from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OutputOptions
-from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
+from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.repeated_run import given_options
 from svdpp.cli.request import PipelineOptions
@@ -25,14 +23,13 @@ from svdpp.cli.run_report import (
     announce_report,
     labels,
     print_clips,
-    raise_worst,
     show_dry_run,
     utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.cli.trace_outputs import TraceOptions
-from svdpp.errors import Interrupted, RankError, error_to_dict
+from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -74,11 +71,7 @@ def run(
     inputs: InputOptions,
     prompts: PromptOptions,
     output: OutputOptions,
-    sampling: SamplingOptions,
-    model: ModelOptions,
-    ranks: RankOptions,
-    layout: LayoutOptions,
-    experts: ShareOptions,
+    options: PipelineOptions,
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
@@ -90,21 +83,14 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    inputs, sampling = without_other_seeds(context, inputs, sampling)
-    options = PipelineOptions(
-        launched=launched,
-        ranks=ranks,
-        model=model,
-        sampling=sampling,
-        layout=layout,
-        experts=experts,
-        from_image=bool(inputs.inputs),
+    inputs, options = without_other_seeds(context, inputs, options)
+    asked = RunRequest(
+        launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
-    asked = RunRequest(options=options, inputs=inputs, prompts=prompts, output=output)
     asked.check()
     if launched is None and not output.dry_run:
         # The fork server imports torch at the same time as this process.
-        fork_server.start_early(family=model.family, device=options.device)
+        fork_server.start_early(family=options.model.family, device=asked.device)
     found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
@@ -118,7 +104,7 @@ def run(
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
-        console.infos([*remarks, *([_UNLOCKED.format(why_not)] if why_not else [])])
+        console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
         given = given_options(context, output.place().folder)
         _make(console, asked, pipeline, clips, refused, traces, given)
 
@@ -142,7 +128,9 @@ def _make(
     from svdpp.driver.jobs import open_manifest
 
     policy = asked.policy
-    lost = [{"output": None, "error": error_to_dict(error)} for error in refused]
+    lost: list[dict[str, Any]] = [
+        {"output": None, "error": error_to_dict(error)} for error in refused
+    ]
     manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
     if clips.requests:
         made, figures = _perform(console, asked, pipeline, clips, manifest, traces)
@@ -162,7 +150,9 @@ def _make(
         console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])
     else:
         print_clips(console, policy.folder, clips.skipped, made, lost)
-    raise_worst(lost, len(clips.skipped) + len(made) + len(lost))
+    if lost:
+        count = f"{len(lost)} of {counted(len(clips.skipped) + len(made) + len(lost), 'clip')} lost"
+        raise worst_of((error_from_dict(clip["error"]) for clip in lost), count)
 
 
 def _perform(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
-from svdpp.errors import error_from_dict, error_to_dict, highest_code
 
 if TYPE_CHECKING:
     from svdpp.cli.run_request import RunRequest
@@ -72,15 +71,6 @@ def _name(request: ClipRequest) -> str:
     return "clip" if request.prompt is None else textwrap.shorten(request.prompt, 40)
 
 
-def raise_worst(lost: Sequence[Metadata], num_clips: int) -> None:
-    """Ends the command with the highest exit code of its lost clips; returns if none is lost."""
-    if lost:
-        worst = highest_code(error_from_dict(clip["error"]) for clip in lost)
-        count = f"{len(lost)} of {counted(num_clips, 'clip')}"
-        record = {**error_to_dict(worst), "message": f"{count} lost: {worst}"}
-        raise error_from_dict(record)
-
-
 def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
     """Warns once if a GPU's memory ran short while clips were made."""
     if any(metadata.get("memory_pressure") for metadata in made):
@@ -96,7 +86,7 @@ def announce_report(console: Console, figures: RunFigures, manifest: Path) -> No
 
     lines = diagnose(figures, run_again(manifest)).lines
     if lines:
-        console.infos([*lines, f"  svdpp report {shlex.quote(str(manifest))}"])
+        console.info(*lines, f"  svdpp report {shlex.quote(str(manifest))}")
 
 
 def utilisation(figures: RunFigures) -> dict[str, Any]:
@@ -133,7 +123,7 @@ def print_clips(
     exact = [metadata for metadata in exact if not _elsewhere(metadata)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.infos(["to prove one:", f"  svdpp verify {shlex.quote(output.path)}"])
+        console.info("to prove one:", f"  svdpp verify {shlex.quote(output.path)}")
 
 
 def _elsewhere(metadata: Metadata) -> str:
@@ -159,7 +149,7 @@ def show_dry_run(
     assert checkpoint is not None
     check_outputs(found, asked.seeds, policy)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
-    console.infos(remarks)
+    console.info(*remarks)
     about = {
         "schema_version": 1,
         "clips": [
@@ -240,8 +230,19 @@ def _print_dry_run(
         f"{size(disk['free_bytes'])} free"
     )
     console.result()
-    rows = [
-        (str(rank), *(f"{part / 2**30:.2f}" for part in parts))
-        for rank, *parts in (each.values() for each in about["ranks"])
-    ]
-    console.table(("rank", "weights GiB", "work GiB", "process GiB", "peak GiB"), rows)
+    console.table(
+        [
+            {
+                "rank": str(one["rank"]),
+                "weights GiB": _gib(one["weight_bytes"]),
+                "work GiB": _gib(one["work_bytes"]),
+                "process GiB": _gib(one["process_bytes"]),
+                "peak GiB": _gib(one["peak_bytes"]),
+            }
+            for one in about["ranks"]
+        ]
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

@@ -12,11 +12,11 @@ from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
-from svdpp.cli.options.sampling import RANDOM_SEED, SamplingOptions, parse_seeds
+from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
 from svdpp.cli.request import PipelineOptions, resolve
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
-from svdpp.launch.world import is_member
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,7 @@ _SAME_SHAPE = 1.05
 class RunRequest:
     """What `svdpp run` is asked for: the options of the pipeline, and those of its clips."""
 
+    launched: World | None
     options: PipelineOptions
     inputs: InputOptions
     prompts: PromptOptions
@@ -45,14 +46,19 @@ class RunRequest:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of each photograph's clips."""
+        """The seeds of each image's clips."""
         return parse_seeds(self.options.sampling.seed, self.inputs.seeds)
+
+    @cached_property
+    def device(self) -> str:
+        """The name of the device, where `auto` is decided."""
+        return self.options.ranks.device_for(self.options.model.model)
 
     @cached_property
     def policy(self) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
-        is_restarted = self.options.launched is not None and self.options.launched.restarts > 0
-        return self.output.policy(is_restarted=is_restarted)
+        launched = self.launched
+        return self.output.policy(is_restarted=launched is not None and launched.restarts > 0)
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
@@ -64,44 +70,37 @@ class RunRequest:
                 "the dummy model makes no video files",
                 "use --model demo, or svdpp simulate, which runs the dummy model",
             )
-        launched = self.options.launched
-        if self.output.dry_run and launched is not None:
+        if self.output.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
         if not self.inputs.inputs and not self.prompts.has_prompt:
             raise RequestError(
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
-        if (
-            self.inputs.inputs
-            and not is_member(self.options.launched)
-            and not self.inputs.keep_going
-        ):
-            self._check_names(self.inputs.inputs)
-
-    def _check_names(self, inputs: Sequence[str]) -> None:
+        if is_member(self.launched) or self.inputs.keep_going or not self.inputs.inputs:
+            return
         from svdpp.media.inputs import find_images
 
         try:
-            find_images(inputs, recursive=self.inputs.recursive)
+            find_images(self.inputs.inputs, recursive=self.inputs.recursive)
         except InputError:
-            self._photographs()  # its error also names unreadable photographs
+            self._images()  # its error also names unreadable images
             raise
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them.
 
-        Each photograph is combined with each prompt.
+        Each image is combined with each prompt.
         """
         from svdpp.media.inputs import ClipInput
 
-        if is_member(self.options.launched):
+        if is_member(self.launched):
             return [], []
-        photographs, problems = self._photographs()
+        images, problems = self._images()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
         found = [
             ClipInput(photo, prompt, self.prompts.negative_prompt)
-            for photo in (photographs if self.inputs.inputs else [None])
+            for photo in (images if self.inputs.inputs else [None])
             for prompt in prompts
         ]
         if not self.inputs.keep_going:
@@ -111,7 +110,7 @@ class RunRequest:
         found, shared = without_shared_names(found, self.seeds, self.policy)
         return found, [*problems, *shared]
 
-    def _photographs(self) -> tuple[list[Photo], list[SvdppError]]:
+    def _images(self) -> tuple[list[Photo], list[SvdppError]]:
         from svdpp.media.inputs import raise_all, sift_inputs
 
         if not self.inputs.inputs:
@@ -127,14 +126,18 @@ class RunRequest:
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none."""
-        options, device = self.options, self.options.device
-        memory = partial(
-            _memory_of_devices, options.model.to_config(device), self._sampling, device
+        options, device = self.options, self.device
+        weights = options.model.to_config(device)
+        config, why = resolve(
+            options,
+            None if self.launched else num_clips,
+            launched=self.launched,
+            device=device,
+            from_image=bool(self.inputs.inputs),
+            memory=partial(_memory_of_devices, weights, self._sampling, device),
         )
-        config, why = resolve(options, None if options.launched else num_clips, memory=memory)
-        if num_clips:
-            is_real = self.knows_costs
-            why = why or options.layout.remark(config.layout, num_clips, is_real=is_real)
+        if num_clips and not why:
+            why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
         return config, why
 
     @property
@@ -142,22 +145,24 @@ class RunRequest:
         """Whether the costs fit the model and the device; the published ones are of SVD on GPUs."""
         model, layout = self.options.model, self.options.layout
         is_svd = model.family == "svd" and model.model != DEMO_MODEL
-        return (is_svd and self.options.device != "cpu") or layout.costs is not None
+        return (is_svd and self.device != "cpu") or layout.costs is not None
 
     @property
     def command_to_go_on(self) -> str:
         """The command that continues the run after an interruption."""
-        drawn = RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
-        return to_go_on(self.seeds[0] if drawn else None)
+        return to_go_on(self.seeds[0] if self._is_drawn else None)
+
+    @property
+    def _is_drawn(self) -> bool:
+        return RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
 
     def remarks(self, found: Sequence[ClipInput]) -> list[str]:
-        """Remarks on a drawn seed and on stretched photographs."""
-        remarks = []
-        if RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds):
+        """Remarks on a drawn seed and on stretched images."""
+        remarks, config = [], self._sampling
+        if self._is_drawn:
             remarks.append(
                 f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
             )
-        config = self._sampling
         shape = config.width / config.height
         stretched = [
             photo
@@ -168,10 +173,9 @@ class RunRequest:
         if stretched and config.fit == "stretch":
             first = stretched[0]
             name = f"{first.path.name!r} ({first.width}x{first.height})"
-            more = f"{name} and {len(stretched) - 1} more are"
-            what = f"{name} is" if len(stretched) == 1 else more
+            more = f" and {len(stretched) - 1} more are" if stretched[1:] else " is"
             remarks.append(
-                f"fit: {what} stretched to {config.width}x{config.height}; "
+                f"fit: {name}{more} stretched to {config.width}x{config.height}; "
                 "--fit crop keeps proportions"
             )
         return remarks
@@ -191,19 +195,18 @@ class RunRequest:
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        options = self.options
-        return options.sampling.to_config(options.model, from_image=options.from_image)
+        return self.options.sampled(from_image=bool(self.inputs.inputs))
 
 
 def without_other_seeds(
-    context: typer.Context, inputs: InputOptions, sampling: SamplingOptions
-) -> tuple[InputOptions, SamplingOptions]:
+    context: typer.Context, inputs: InputOptions, options: PipelineOptions
+) -> tuple[InputOptions, PipelineOptions]:
     """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):
         inputs = replace(inputs, seeds=None)
     if is_given(context, "seeds") and not is_given(context, "seed"):
-        sampling = replace(sampling, seed=None)
-    return inputs, sampling
+        options = replace(options, sampling=replace(options.sampling, seed=None))
+    return inputs, options
 
 
 def _memory_of_devices(

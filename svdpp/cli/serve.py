@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
-from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
+from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, image_use, resolve
@@ -22,7 +20,7 @@ from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.config import PipelineConfig, SamplingConfig
+    from svdpp.config import PipelineConfig
     from svdpp.serve.auth import Keys
     from svdpp.serve.service import ServerSettings
 
@@ -60,11 +58,7 @@ def serve(
     console: Console,
     launched: World | None,
     service: ServeOptions,
-    sampling: SamplingOptions,
-    model: ModelOptions,
-    ranks: RankOptions,
-    layout: LayoutOptions,
-    experts: ShareOptions,
+    options: PipelineOptions,
     log: LogOptions,
 ) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
@@ -75,29 +69,25 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
+    from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
-    sizes = service.all_sizes(sampling.to_config(model))
+    sizes = service.all_sizes(options.sampling.to_config(options.model))
     _check_extra()
     keys = None if is_member(launched) else check_host(service.host, service.api_key_file)
     try:
-        options = PipelineOptions(
-            launched=launched,
-            ranks=ranks,
-            model=model,
-            sampling=sampling,
-            layout=layout,
-            experts=experts,
-            # Ranks for clips from photographs also make clips from text, if the model allows both.
-            from_image=image_use(model) != "refused",
-            default_split=_SPLIT,
-            serves=True,
-            time_scale=service.time_scale,
-        )
         if is_member(launched):
-            _join(console, service, _config(service, options)[0], launched, log)
+            config, _ = _config(service, options, launched)
+            _open_log(console, launched, log)
+            pipeline = Pipeline(
+                config,
+                latents_folder=str(service.data.absolute() / "latents"),
+                history_clips=1,
+                ranks_ignore_signals=True,
+            )
+            serve_member(pipeline, launched, console)
         else:
-            _serve(console, service, keys, sizes, options, log)
+            _serve(console, service, keys, sizes, options, launched, log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -108,22 +98,53 @@ def _serve(
     keys: Keys | None,
     sizes: tuple[tuple[int, int], ...],
     options: PipelineOptions,
+    launched: World | None,
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
+    from svdpp.cli.log import EventLog
     from svdpp.launch import fork_server
+    from svdpp.serve.server import Server, build
 
     with _bind(asked.host, asked.port) as bound:
-        config, why = _config(asked, options)
-        if options.launched is None:
+        config, why = _config(asked, options, launched)
+        if launched is None:
             family = None if options.model.is_dummy else options.model.family
-            fork_server.start_early(family=family, device=options.device)
-        _open_log(console, options.launched, log)
+            fork_server.start_early(family=family, device=config.device)
+        _open_log(console, launched, log)
         if why:
             console.info(why)
         config = fit_chunk(console, options.sampling, config)
-        _run(console, asked, _settings(asked, sizes, config, options.layout), keys, bound)
+        settings = _settings(asked, sizes, config, options.layout)
+        app, service = build(settings, keys)
+        service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
+        server = Server(
+            app,
+            service,
+            bound,
+            grace_seconds=asked.grace,
+            on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
+        )
+        server.run()
     console.info("ended; the next start goes on with what is left")
+
+
+def _config(
+    asked: ServeOptions, options: PipelineOptions, launched: World | None
+) -> tuple[PipelineConfig, str]:
+    """The configuration, and a remark on the layout; "" for none."""
+    return resolve(
+        options,
+        None if launched else _MANY_CLIPS,
+        launched=launched,
+        device=options.ranks.device_for(options.model.model),
+        # Ranks for clips from images also make clips from text, if the model allows both.
+        from_image=image_use(options.model) != "refused",
+        default_split=_SPLIT,
+        serves=True,
+        time_scale=asked.time_scale,
+        heartbeat_timeout_seconds=asked.heartbeat_timeout,
+    )
 
 
 def _settings(
@@ -156,53 +177,6 @@ def _settings(
     )
 
 
-def _run(
-    console: Console,
-    asked: ServeOptions,
-    settings: ServerSettings,
-    keys: Keys | None,
-    bound: socket.socket,
-) -> None:
-    from svdpp.cli.log import EventLog
-    from svdpp.serve.server import Server, build
-
-    app, service = build(settings, keys)
-    service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
-    server = Server(
-        app,
-        service,
-        bound,
-        grace_seconds=asked.grace,
-        on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
-    )
-    server.run()
-
-
-def _config(asked: ServeOptions, options: PipelineOptions) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the layout; "" for none."""
-    return resolve(
-        options,
-        None if options.launched else _MANY_CLIPS,
-        heartbeat_timeout_seconds=asked.heartbeat_timeout,
-    )
-
-
-def _join(
-    console: Console, asked: ServeOptions, config: PipelineConfig, world: World, log: LogOptions
-) -> None:
-    from svdpp.driver.pipeline import Pipeline
-
-    _open_log(console, world, log)
-    folder = asked.data.absolute()
-    pipeline = Pipeline(
-        config,
-        latents_folder=str(folder / "latents"),
-        history_clips=1,
-        ranks_ignore_signals=True,
-    )
-    serve_member(pipeline, world, console)
-
-
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
     """Opens the log; a service also shows warnings without being asked."""
     log.open(console, launched)
@@ -231,22 +205,16 @@ def _announce(
     )
     if sys.stderr.isatty():
         key = "" if keys is None else " -H 'Authorization: Bearer KEY'"
-        fields = _example_fields(config.sampling)
-        console.info(f"first clip: curl{key} {fields} {url}/v1/videos")
-        console.info("Ctrl-C ends it")
+        sampling = config.sampling
+        has_prompt = sampling.family != "svd"
+        fields = " -F prompt='the sea at night'" if has_prompt else ""
+        if not has_prompt or getattr(sampling, "from_image", False):
+            fields += " -F input_reference=@photo.jpg"
+        console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
     if console.as_json:
         console.json(
             {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
         )
-        sys.stdout.flush()
-
-
-def _example_fields(sampling: SamplingConfig) -> str:
-    has_prompt = sampling.family != "svd"
-    fields = ["-F prompt='the sea at night'"] if has_prompt else []
-    if not has_prompt or getattr(sampling, "from_image", False):
-        fields.append("-F input_reference=@photo.jpg")
-    return " ".join(fields)
 
 
 def _check_extra() -> None:

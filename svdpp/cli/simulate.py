@@ -9,11 +9,11 @@ from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, option
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
+from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
@@ -69,14 +69,12 @@ def simulate(
     console: Console,
     launched: World | None,
     clips: ClipOptions,
-    sampling: SamplingOptions,
     prompts: PromptOptions,
-    layout: LayoutOptions,
-    experts: ShareOptions,
     traces: TraceOptions,
     log: LogOptions,
-    ranks: RankOptions = RankOptions(device="cpu"),
-    model: ModelOptions = ModelOptions(model=DUMMY_MODEL),
+    options: PipelineOptions = PipelineOptions(
+        ranks=RankOptions(device="cpu"), model=ModelOptions(model=DUMMY_MODEL)
+    ),
     time_scale: _TimeScale = None,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
@@ -91,19 +89,17 @@ def simulate(
     from svdpp.media.examples import example_requests
 
     traces.check()
+    model, sampling = options.model, options.sampling
     _check_sizes(model, sampling)
-    options = PipelineOptions(
+    config, why = resolve(
+        options,
+        lambda world_size: clips.at_least_one(2 * world_size),
         launched=launched,
-        ranks=ranks,
-        model=model,
-        sampling=sampling,
-        layout=layout,
-        experts=experts,
+        device=options.ranks.device_for(model.model),
         from_image=needs_image(model),
         on_cpu=4,
         time_scale=time_scale,
     )
-    config, why = resolve(options, lambda world_size: clips.at_least_one(2 * world_size))
     num_clips = clips.at_least_one(2 * config.world_size)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:
@@ -120,7 +116,7 @@ def simulate(
 
 
 def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
-    """RequestError for the size of a frame if the model is the dummy, which makes none."""
+    """Refuses the size of a frame for the dummy, which makes none."""
     given = {"frames": sampling.num_frames, "height": sampling.height, "width": sampling.width}
     for name, value in given.items():
         if model.is_dummy and value is not None:
@@ -145,9 +141,7 @@ def _perform(
             with traces.of(pipeline), pipeline:
                 pipeline.run(requests)
         except OutOfMemoryError as error:
-            error.hint = (
-                _MEMORY_HINT  # the original hint names options that only run and verify have
-            )
+            error.hint = _MEMORY_HINT  # its own names options that only run and verify have
             raise
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
@@ -156,87 +150,64 @@ def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
     from svdpp.diagnostics.report import overrun
     from svdpp.diagnostics.utilisation import speeds_of
 
-    measured, forecast, figures = pipeline.trace.summary(), pipeline.forecast(), recorder.figures()
-    reason = "" if figures is None else overrun(figures, forecast.makespan)
+    times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
+    figures = recorder.figures()
+    reason = "" if figures is None else overrun(figures, times["forecast"].makespan)
     if reason:
         console.info(f"warning: {reason}")
     speeds = speeds_of(figures)
     if console.as_json:
-        content = _to_json(pipeline, measured, forecast, speeds)
-        console.json({**content, "overrun": reason or None})
-    else:
-        _print(console, pipeline, measured, forecast)
-        if speeds.ranks:
-            console.result(str(speeds))
+        console.json({**_to_json(pipeline, times, speeds), "overrun": reason or None})
+        return
+    _print_ranks(console, pipeline)
+    for name, one in times.items():
+        console.result(
+            f"{name}: {counted(one.clips, 'clip')} in {one.makespan:.2f} s, first after "
+            f"{one.first_clip:.2f} s, then one every {one.seconds_per_clip:.2f} s; "
+            f"bubble {one.bubble:.0%}"
+        )
+    if speeds.ranks:
+        console.result(str(speeds))
 
 
-def _to_json(
-    pipeline: Pipeline, measured: Forecast, forecast: Forecast, speeds: Speeds
-) -> dict[str, Any]:
-    config = pipeline.config
-    ranks = pipeline.trace.to_json()
+def _to_json(pipeline: Pipeline, times: dict[str, Forecast], speeds: Speeds) -> dict[str, Any]:
+    config, ranks = pipeline.config, pipeline.trace.to_json()
     for each in speeds.ranks:
         ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
+    fields = ("world_size", "split", "replicas", "decoders", "cfg_parallel", "num_threads")
     return {
         "schema_version": 1,
         "num_steps": config.sampling.num_inference_steps,
-        "world_size": config.world_size,
-        "split": config.split,
-        "replicas": config.replicas,
-        "decoders": config.decoders,
-        "cfg_parallel": config.cfg_parallel,
+        **{name: getattr(config, name) for name in fields},
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,
-        "num_threads": config.num_threads,
-        "clips": measured.clips,
-        "measured": _times(measured),
-        "forecast": _times(forecast),
+        "clips": times["measured"].clips,
+        **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
         "ranks": ranks,
     }
 
 
-def _times(times: Forecast) -> dict[str, float]:
-    return {
-        "makespan_seconds": times.makespan,
-        "first_clip_seconds": times.first_clip,
-        "seconds_per_clip": times.seconds_per_clip,
-        "bubble": times.bubble,
-    }
-
-
-def _print(console: Console, pipeline: Pipeline, measured: Forecast, forecast: Forecast) -> None:
-    from svdpp.plan.grid import draw_grid
-
-    world_size = pipeline.config.world_size
+def _print_ranks(console: Console, pipeline: Pipeline) -> None:
+    """Prints a row for each rank, and the rank x time picture of what was measured."""
+    shares = pipeline.config.layout.all_shares
     rows = [
-        (
-            str(stats.rank),
-            f"{share.start}:{share.end}",
-            str(stats.steps_done),
-            f"{stats.compute_seconds:.2f}",
-            f"{stats.wait_seconds:.2f}",
-            f"{stats.transfer_seconds:.3f}",
-            f"{stats.mean_step_seconds * 1000:.1f}",
-            f"{stats.p95_step_seconds * 1000:.1f}",
-            f"{stats.bubble:.0%}",
-        )
-        for stats, share in zip(
-            pipeline.trace.rank_stats(), pipeline.config.layout.all_shares, strict=True
-        )
+        {
+            "rank": str(stats.rank),
+            "range": f"{share.start}:{share.end}",
+            "steps": str(stats.steps_done),
+            "compute s": f"{stats.compute_seconds:.2f}",
+            "wait s": f"{stats.wait_seconds:.2f}",
+            "transfer s": f"{stats.transfer_seconds:.3f}",
+            "mean ms": f"{stats.mean_step_seconds * 1000:.1f}",
+            "p95 ms": f"{stats.p95_step_seconds * 1000:.1f}",
+            "bubble": f"{stats.bubble:.0%}",
+        }
+        for stats, share in zip(pipeline.trace.rank_stats(), shares, strict=True)
     ]
-    columns = ("rank", "range", "steps", "compute s", "wait s", "transfer s", "mean ms", "p95 ms")
-    console.table((*columns, "bubble"), rows)
+    console.table(rows)
     console.result()
-    width = max(20, console.out.width - len(f"rank {world_size - 1} ||"))
-    console.grid(draw_grid(pipeline.trace.spans, world_size, width=width))
+    console.grid(pipeline.trace.spans, pipeline.config.world_size)
     console.result()
-    clips = counted(measured.clips, "clip")
-    for name, times in (("measured", measured), ("forecast", forecast)):
-        console.result(
-            f"{name}: {clips} in {times.makespan:.2f} s, first after "
-            f"{times.first_clip:.2f} s, then one every {times.seconds_per_clip:.2f} s; "
-            f"bubble {times.bubble:.0%}"
-        )

@@ -10,25 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.command import command, is_given
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
+from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.layout import LayoutOptions, ShareOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
-from svdpp.cli.options.sampling import SamplingOptions, fit_chunk
+from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, needs_image, resolve
 from svdpp.cli.run_report import labels
-from svdpp.cli.verify_report import end, print_verdict
+from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch import temp_folders
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.verification.clip_proof import Settings
+    from svdpp.cli.progress import Progress
+    from svdpp.plan.layout import Layout
+    from svdpp.verification.clip_proof import ClipProof
+    from svdpp.verification.result import VerificationResult
+    from svdpp.worker.fault_injection import InjectedFault
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
@@ -36,6 +39,9 @@ _EFFECTIVE = frozenset(
         *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
         *("as_json", "verbose", "quiet", "debug", "log_file"),
     }
+)
+_CONDITIONS = (
+    "another machine or library version may give other bits; the metadata records the original ones"
 )
 
 
@@ -102,12 +108,8 @@ def verify(
     launched: World | None,
     proof: ProofOptions,
     prompts: PromptOptions,
-    sampling: SamplingOptions,
-    layout: LayoutOptions,
-    experts: ShareOptions,
-    ranks: RankOptions,
     log: LogOptions,
-    model: ModelOptions = ModelOptions(model=DEMO_MODEL),
+    options: PipelineOptions = PipelineOptions(model=ModelOptions(model=DEMO_MODEL)),
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
@@ -116,54 +118,42 @@ def verify(
     frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
     """
-    from svdpp.cli import trace_outputs
+    from svdpp.driver.pipeline import Pipeline
     from svdpp.verification.clip_files import are_clips
+    from svdpp.worker.fault_injection import InjectedFault
 
     log.open(console, launched)
-    trace_outputs.check_target("--picture", proof.picture, ".png")
+    check_target("--picture", proof.picture, ".png")
     inputs = proof.inputs or []
     if are_clips(inputs):
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, inputs, _settings(proof, ranks, model))
+            _verify_clips(console, inputs, proof.image, options)
         return
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
+    model = options.model
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
     if not is_member(launched):
-        seed = sampling.one_seed()
+        seed = options.sampling.one_seed()
         requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
-    options = PipelineOptions(
+    config, why = resolve(
+        options,
+        None if launched else len(requests),
         launched=launched,
-        ranks=ranks,
-        model=model,
-        sampling=sampling,
-        layout=layout,
-        experts=experts,
         # `auto` may take the CPU for every model: a proof need not be fast.
-        device_as_for=DEMO_MODEL,
+        device=options.ranks.device_for(DEMO_MODEL),
         from_image=from_image,
     )
-    config, why = resolve(options, None if launched else len(requests))
-    if is_member(launched):
-        _serve(console, config, launched, proof.inject_fault)
+    fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
+    if is_member(launched):  # only rank 0 compares
+        pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
+        serve_member(pipeline, launched, console)
         return
     if why:
         console.info(why)
-    _compare(console, fit_chunk(console, sampling, config), requests, proof)
-
-
-def _settings(proof: ProofOptions, ranks: RankOptions, model: ModelOptions) -> Settings:
-    from svdpp.verification.clip_proof import Settings
-
-    return Settings(
-        threads=ranks.threads,
-        image=proof.image,
-        local_files_only=model.local_files_only,
-        timeout=ranks.timeout,
-        start_timeout=ranks.start_timeout,
-    )
+    _compare(console, fit_chunk(console, options.sampling, config), requests, proof, fault)
 
 
 def _requests(
@@ -191,46 +181,27 @@ def _requests(
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
-def _serve(
-    console: Console, config: PipelineConfig, world: World, inject_fault: str | None
-) -> None:
-    """Takes part in the pipelined run; only rank 0 compares."""
-    from svdpp.driver.pipeline import Pipeline
-    from svdpp.worker.fault_injection import InjectedFault
-
-    fault = None if inject_fault is None else InjectedFault.parse(inject_fault)
-    pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
-    serve_member(pipeline, world, console)
-
-
 def _compare(
     console: Console,
     config: PipelineConfig,
     requests: list[ClipRequest],
     asked: ProofOptions,
+    fault: InjectedFault | None,
 ) -> None:
     from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import Progress
-    from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification import verify as proof
     from svdpp.verification.picture import draw_differences
-    from svdpp.worker.fault_injection import InjectedFault
 
-    num_steps, clips = config.sampling.num_inference_steps, range(len(requests))
-    fault = None if asked.inject_fault is None else InjectedFault.parse(asked.inject_fault)
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
-    ours = build_schedule(config.layout.routes(clips), config.world_size)
-    alone = data_parallel_routes(num_steps, 1, clips, decodes=config.decodes)
-    theirs = build_schedule(alone, 1)
+    names = labels(requests)
     with temp_folders.folder("svdpp-verify-") as folder:
-        names = labels(requests)
-        with Progress(console, "pipelined", ours, labels=names) as progress:
+        with _progress(console, "pipelined", names, config.layout) as progress:
             observers = (progress, EventLog(config.layout))
             conditions = proof.run_pipelined(
                 config, requests, folder, fault=fault, observers=observers
             )
-        with Progress(console, "sequential", theirs, labels=names) as progress:
+        with _progress(console, "sequential", names, _alone(config)) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
         if asked.picture is not None:
@@ -239,9 +210,49 @@ def _compare(
     if console.as_json:
         console.json({**verdict.to_json(), "conditions": conditions})
     else:
-        print_verdict(console, verdict)
+        _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
+
+
+def _alone(config: PipelineConfig) -> Layout:
+    from svdpp.plan.layout import Layout
+
+    steps = config.sampling.num_inference_steps
+    return Layout(num_steps=steps, world_size=1, decodes=config.decodes)
+
+
+def _progress(console: Console, title: str, names: Sequence[str], layout: Layout) -> Progress:
+    from svdpp.cli.progress import Progress
+    from svdpp.plan.schedule import build_schedule
+
+    schedule = build_schedule(layout.routes(range(len(names))), layout.world_size)
+    return Progress(console, title, schedule, labels=names)
+
+
+def _print_verdict(console: Console, verdict: VerificationResult) -> None:
+    """Prints all checks, and one line with the verdict if they hold."""
+    rows = [
+        {
+            "clip": str(check.clip),
+            "what": check.what.replace("_", " "),
+            "step": str(check.step),
+            "rank": str(check.rank),
+            "verdict": "equal" if check.bitwise else "within" if check.equal else "DIFFERENT",
+            "max difference": "0" if check.bitwise else check.distance,
+            "sha256": check.sha256[:12],
+        }
+        for check in verdict.checks
+    ]
+    console.table(rows)
+    if verdict.bitwise:
+        clips = len({check.clip for check in verdict.checks})
+        console.result(
+            f"bitwise equal: {counted(clips, 'clip')}, "
+            f"{len(verdict.checks)} comparisons with diffusers' sequential result"
+        )
+    elif verdict.equal:
+        console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
@@ -268,22 +279,73 @@ def _refuse_without_effect(context: typer.Context) -> None:
         )
 
 
-def _verify_clips(console: Console, inputs: Sequence[str], settings: Settings) -> None:
+def _verify_clips(
+    console: Console, inputs: Sequence[str], image: Path | None, options: PipelineOptions
+) -> None:
     """Verifies every clip in `inputs`, and prints the verdicts."""
-    from svdpp.cli.progress import Progress
-    from svdpp.plan.schedule import build_schedule, data_parallel_routes
     from svdpp.verification.clip_files import find_clips
-    from svdpp.verification.clip_proof import plan_proofs, prove
+    from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
     paths, passed_over = find_clips(inputs)
-    for path in passed_over:
-        console.info(f"{path} is skipped: it is not a clip")
+    console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
+    settings = Settings(
+        threads=options.ranks.threads,
+        image=image,
+        local_files_only=options.model.local_files_only,
+        timeout=options.ranks.timeout,
+        start_timeout=options.ranks.start_timeout,
+    )
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
-        num_steps = tasks[0].config.sampling.num_inference_steps
-        routes = data_parallel_routes(num_steps, 1, range(len(tasks)))
         names = [task.clip.path.name for task in tasks]
-        schedule = build_schedule(routes, 1)
-        with Progress(console, "verify", schedule, labels=names) as progress:
+        with _progress(console, "verify", names, _alone(tasks[0].config)) as progress:
             proofs += prove(tasks, observers=(progress,))
-    end(console, sorted(proofs, key=lambda proof: proof.path))
+    _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
+
+
+def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
+    """Prints the checks of a single clip, or a line for each of several, and ends the command."""
+    different = [proof for proof in proofs if proof.different]
+    errors = [proof.error for proof in proofs if proof.error is not None]
+    is_single = len(proofs) == 1
+    if is_single and errors:
+        raise errors[0]
+    if console.as_json:
+        several = {
+            "equal": not different and not errors,
+            "clips": [proof.to_json() for proof in proofs],
+        }
+        console.json({"schema_version": 2, **(proofs[0].to_json() if is_single else several)})
+    elif is_single:
+        _print_checks(console, proofs[0])
+    else:
+        for proof in proofs:
+            console.result(str(proof))
+        counts = {
+            "bitwise equal": len(proofs) - len(different) - len(errors),
+            "different": len(different),
+            "not verified": len(errors),
+        }
+        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        console.result(f"{len(proofs)} clips: {summary}")
+    many = f"{len(different or errors)} of {len(proofs)} clips"
+    if different:
+        first = different[0]
+        words = f"{first.path.name!r} is not as recorded: {first.differences}"
+        # Bits may differ for another reason; a damaged file does not.
+        recomputed = any(check.what != "file" for proof in different for check in proof.different)
+        raise VerificationError(
+            words if is_single else f"{many} differ: {words}", _CONDITIONS if recomputed else ""
+        )
+    if errors:
+        raise worst_of(errors, f"{many} not verified")
+
+
+def _print_checks(console: Console, proof: ClipProof) -> None:
+    for check in proof.checks:
+        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+        sha256 = (check.found or "")[:12]
+        console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
+    if not proof.different:
+        name = proof.path.name
+        console.result(f"bitwise equal: {name} is what diffusers computes, and its file is whole")

@@ -72,7 +72,7 @@ def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tenso
     text, _, rest = description.partition(b"\n")
     try:
         entries = [
-            (name, getattr(torch, dtype), tuple(shape), bool(is_host))
+            (name, getattr(torch, dtype), shape, is_host)
             for name, dtype, shape, is_host in json.loads(text)
         ]
     except (ValueError, AttributeError, TypeError) as error:
@@ -81,10 +81,10 @@ def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tenso
     tensors: dict[str, torch.Tensor] = {}
     taken = {False: 0, True: 0}
     for name, dtype, shape, is_host in entries:
-        start = taken[is_host]
-        taken[is_host] += math.prod(shape) * dtype.itemsize
+        start, num_bytes = taken[is_host], math.prod(shape) * dtype.itemsize
+        taken[is_host] += num_bytes
         part = (host if is_host else payload)[start : taken[is_host]].clone()
-        if part.numel() != taken[is_host] - start:
+        if part.numel() != num_bytes:
             break
         tensors[name] = part.view(dtype).view(shape)
     if (taken[False], taken[True]) != (payload.numel(), len(rest)):

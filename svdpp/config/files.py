@@ -18,14 +18,9 @@ _MAX_COSTS_BYTES = 2**26
 
 
 def read_small_file(path: Path, what: str, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`.
+    """The content of a regular file of at most `max_bytes`; messages name the kind by `what`.
 
     A pipe or device is refused, because a read of it could block.
-
-    Args:
-        path: of the file.
-        what: the kind of file, for messages, such as `costs file`.
-        max_bytes: the limit.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:

@@ -64,12 +64,7 @@ def require(condition: bool, message: str, hint: str = "") -> None:
 def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> None:
     """Refuse a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
 
-    Args:
-        name: the user's name of the value, such as `--steps`.
-        value: of any type.
-        low: the smallest value allowed.
-        high: the largest value allowed.
-        unit: text after the limits in the message, with a leading space.
+    The message names it as the user does, such as `--steps`; `unit` follows the limits.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips

@@ -30,22 +30,12 @@ DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype of one clip's latent.
-
-    Args:
-        shape: positive sizes, in the order of `dims`.
-        dtype: of the elements, one of `DTYPE_BYTES`.
-        dims: a letter for each axis: B F C H W for SVD, B C F H W for the dummy model, because
-            Conv3d requires it.
-
-    Raises:
-        RequestError: a size is not positive, the number of sizes is wrong, or there are too many
-            elements.
-    """
+    """Shape and dtype of one clip's latent."""
 
     shape: tuple[int, ...]
     dtype: Dtype = "fp32"
     dims: str = "BFCHW"
+    """A letter for each axis; B C F H W for the dummy model, because Conv3d requires it."""
 
     def __post_init__(self) -> None:
         sizes = " ".join(map(shown, self.shape))

@@ -25,8 +25,8 @@ class Param:
     lowest: float = 0
     name: str = ""
     """Of the field."""
-    option: str = ""
-    """Its own option; empty: `--param NAME=VALUE`."""
+    is_shared: bool = False
+    """Whether it has an option of its own, `option`."""
     api: str = ""
     """Its name in HTTP requests and benches, if it is another one."""
     unit: str = ""
@@ -39,9 +39,10 @@ class Param:
     """Whether None is a value of it."""
 
     @property
-    def typed(self) -> str:
+    def option(self) -> str:
         """The option as users type it."""
-        return self.option or f"--param {self.name}"
+        name = self.field.replace("_", "-")
+        return f"--{name}" if self.is_shared else f"--param {self.name}"
 
     @property
     def field(self) -> str:
@@ -54,16 +55,21 @@ class Param:
             return
         if self.kind is int:
             unit = f" {self.unit}" if self.unit else ""
-            check_whole(self.typed, value, int(self.lowest), int(self.highest), unit)
+            check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
             return
-        check_number(self.typed, value, self.highest)
-        if self.above:
-            require(value > self.lowest, f"{self.typed} must be above {self.lowest:g}, got {value}")
+        check_number(self.option, value, self.highest)
+        is_low = self.above and value <= self.lowest
+        require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
 
 
 def within(low: float, high: float, help: str, **more: Any) -> Param:
     """The annotation of a field, which has the type and the default."""
     return Param(None, high, help, low, **more)
+
+
+def shared(low: float, high: float, help: str, api: str = "", **more: Any) -> Param:
+    """The same for a parameter with an option of its own, named as in requests."""
+    return within(low, high, help, api=api, is_shared=True, **more)
 
 
 @cache

@@ -26,11 +26,7 @@ from svdpp.plan.split import MAX_RANKS
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps.
-
-    Raises:
-        RequestError: a value is out of range, or the values cannot run together.
-    """
+    """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps."""
 
     world_size: int
     """Number of ranks W."""
@@ -87,8 +83,7 @@ class PipelineConfig:
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
-        check_type("--checksum", self.checksum, bool)
-        for name in ("deterministic", "allow_mixed_devices", "share_experts"):
+        for name in ("checksum", "deterministic", "allow_mixed_devices", "share_experts"):
             check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
         check_type("decode", self.decode, bool)
 
@@ -134,23 +129,13 @@ class PipelineConfig:
     def with_sampling(
         self, sampling: SamplingConfig, expert_boundary: int | None = None
     ) -> PipelineConfig:
-        """The configuration of a clip with these sampling parameters.
-
-        Args:
-            sampling: of the clip.
-            expert_boundary: of these parameters; None: the model has one expert.
-        """
+        """The configuration of a clip with these parameters, and their boundary of experts."""
         return replace(self, sampling=sampling, expert_boundary=expert_boundary)
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
-        plain: dict[str, Any] = {
-            "split": "uniform",
-            "replicas": 1,
-            "decoders": 1,
-            "cfg_parallel": 1,
-        }
-        return replace(self, world_size=1, costs=Costs(), device_order=(), **plain)
+        plain: dict[str, Any] = {"split": "uniform", "costs": Costs(), "device_order": ()}
+        return replace(self, world_size=1, replicas=1, decoders=1, cfg_parallel=1, **plain)
 
     @property
     def decodes(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
@@ -21,7 +21,7 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.model import DEMO_MODEL
-from svdpp.config.params import Param, params_of, within
+from svdpp.config.params import Param, params_of, shared, within
 from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -38,49 +38,29 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "noise_aug_strength": 0.02,
 }
 
-Steps = Annotated[
-    int, within(1, MAX_STEPS, "Denoising steps of each clip.", option="--steps", api="steps")
-]
-Height = Annotated[int, within(8, MAX_SIDE, "Frame height, a multiple of 8.", option="--height")]
-Width = Annotated[int, within(8, MAX_SIDE, "Frame width, a multiple of 8.", option="--width")]
-Frames = Annotated[
-    int, within(1, MAX_FRAMES, "Frames of each clip.", option="--frames", api="frames")
-]
-Fps = Annotated[
-    int,
-    within(1, MAX_FPS, "Frames per second, 1 to 240.", option="--fps", unit="frames a second"),
-]
+Steps = Annotated[int, shared(1, MAX_STEPS, "Denoising steps of each clip.", "steps")]
+Height = Annotated[int, shared(8, MAX_SIDE, "Frame height, a multiple of 8.")]
+Width = Annotated[int, shared(8, MAX_SIDE, "Frame width, a multiple of 8.")]
+Frames = Annotated[int, shared(1, MAX_FRAMES, "Frames of each clip.", "frames")]
+Fps = Annotated[int, shared(1, MAX_FPS, "Frames per second, 1 to 240.", unit="frames a second")]
 Chunk = Annotated[
-    int,
-    within(
-        *(1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."),
-        option="--decode-chunk-size",
-    ),
+    int, shared(1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it.")
 ]
 Scale = Annotated[
-    float,
-    within(
-        *(0, MAX_GUIDANCE_SCALE, "Guidance by the prompt; 1 or less turns guidance off."),
-        option="--guidance-scale",
-    ),
+    float, shared(0, MAX_GUIDANCE_SCALE, "Guidance by the prompt; 1 or less turns guidance off.")
 ]
-Tokens = Annotated[
-    int,
-    within(
-        *(1, MAX_PROMPT_TOKENS, "Tokens of a prompt that the model reads; the rest is cut off."),
-        option="--max-prompt-tokens",
-        api="max_prompt_tokens",
-    ),
-]
+_TOKENS_HELP = "Tokens of a prompt that the model reads; the rest is cut off."
+Tokens = Annotated[int, shared(1, MAX_PROMPT_TOKENS, _TOKENS_HELP, "max_prompt_tokens")]
+Motion = Annotated[int, shared(0, MAX_MOTION_BUCKET_ID, "Amount of motion, 0 to 1023.")]
+Noise = Annotated[float, shared(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the image.")]
+FirstScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, "Guidance of the first frame.")]
+_LAST_HELP = "Guidance of the last frame; 1 or less turns guidance off."
+LastScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, _LAST_HELP)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSampling:
-    """The parameters that the pipelines of all families take; each family has its subclass.
-
-    Raises:
-        RequestError: a value out of range, or a combination that diffusers cannot run.
-    """
+    """The parameters that the pipelines of all families take; each family has its subclass."""
 
     #: Height and width are multiples of this number of pixels.
     side_unit: ClassVar[int] = 8
@@ -126,11 +106,7 @@ class CommonSampling:
 
     @property
     def frames(self) -> int:
-        """The frame count.
-
-        Raises:
-            ValueError: `num_frames` is still None.
-        """
+        """The frame count, once the model's is known."""
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
         return self.num_frames
@@ -156,32 +132,10 @@ class SvdSampling(CommonSampling):
     height: Height = 576
     width: Width = 1024
     fps: Fps = 7
-    motion_bucket_id: Annotated[
-        int,
-        within(
-            0, MAX_MOTION_BUCKET_ID, "Amount of motion, 0 to 1023.", option="--motion-bucket-id"
-        ),
-    ] = 127
-    noise_aug_strength: Annotated[
-        float,
-        within(
-            *(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the image."),
-            option="--noise-aug-strength",
-        ),
-    ] = 0.02
-    min_guidance_scale: Annotated[
-        float,
-        within(
-            *(0, MAX_GUIDANCE_SCALE, "Guidance of the first frame."), option="--min-guidance-scale"
-        ),
-    ] = 1.0
-    max_guidance_scale: Annotated[
-        float,
-        within(
-            *(0, MAX_GUIDANCE_SCALE, "Guidance of the last frame; 1 or less turns guidance off."),
-            option="--max-guidance-scale",
-        ),
-    ] = 3.0
+    motion_bucket_id: Motion = 127
+    noise_aug_strength: Noise = 0.02
+    min_guidance_scale: FirstScale = 1.0
+    max_guidance_scale: LastScale = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -243,42 +197,6 @@ def own_params(kind: Any) -> dict[str, Param]:
     """The parameters that the family alone has, by name."""
     shared = {**params_of(CommonSampling), **params_of(PromptedSampling)}
     return {name: param for name, param in params_of(kind).items() if name not in shared}
-
-
-_COMMON = get_type_hints(PromptedSampling, include_extras=True)
-
-#: Where the classes of the table are found when they are unpickled.
-_TABLE = "svdpp.config.families"
-
-
-def new_family(
-    family: str,
-    defaults: Mapping[str, float],
-    *,
-    params: Mapping[str, Param] | None = None,
-    side_unit: int = 16,
-    frames_unit: int = 4,
-    latent_axes: str = "BCFHW",
-    embedded_guidance: bool = False,
-) -> type[PromptedSampling]:
-    """The class of a family's parameters, from its row in `config.families`."""
-    own = [
-        (name, Annotated[type(param.default), param], field(default=param.default))
-        for name, param in (params or {}).items()
-    ]
-    settings = {"side_unit": side_unit, "frames_unit": frames_unit, "latent_axes": latent_axes}
-    return make_dataclass(
-        f"Sampling_{family}",
-        [
-            ("family", Literal[family], field(default=family)),
-            *((name, _COMMON[name], field(default=value)) for name, value in defaults.items()),
-            *own,
-        ],
-        bases=(PromptedSampling,),
-        namespace={**settings, "embedded_guidance": embedded_guidance, "__module__": _TABLE},
-        frozen=True,
-        kw_only=True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,21 +265,13 @@ class LtxSampling(PromptedSampling):
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
-    """Checks that height and width are multiples of `units`.
-
-    Raises:
-        RequestError: one is not; the hint names the nearest ones.
-    """
+    """Checks that height and width are multiples of `units`; the hint names the nearest ones."""
     for name, unit in zip(("height", "width"), units, strict=True):
         _check_side(name, getattr(sampling, name), unit)
 
 
 def check_frames(sampling: CommonSampling, unit: int) -> None:
-    """Checks that the frame count is a multiple of `unit` plus 1; diffusers rounds other ones.
-
-    Raises:
-        RequestError: it is not; the hint names the nearest ones.
-    """
+    """Checks that the frame count is a multiple of `unit` plus 1; diffusers rounds other ones."""
     frames = sampling.num_frames
     if frames is None or (frames - 1) % unit == 0:
         return

@@ -23,48 +23,19 @@ from svdpp.redaction import redact_all
 SCHEMA_VERSION = 1
 
 _LIBRARIES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "huggingface-hub",
-    "numpy",
-    "pillow",
-    "imageio-ffmpeg",
+    *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface-hub"),
+    *("numpy", "pillow", "imageio-ffmpeg"),
 )
 
 #: Shown if they are set; no other variable is ever shown.
 _VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "KMP_AFFINITY",
-    "MKL_CBWR",
-    "NCCL_DEBUG",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_SHM_DISABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA",
-    "GLOO_SOCKET_IFNAME",
-    "GLOO_DEVICE_TRANSPORT",
-    "PIPELINE_BACKEND",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "IMAGEIO_FFMPEG_EXE",
-    "TMPDIR",
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "MKL_CBWR"),
+    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
 )
 _COMMAND_SECONDS = 10.0
 

@@ -55,7 +55,10 @@ _KNOWN = ALL_FIELDS | {"height", "width"}
 
 
 class ApiError(SvdppError):
-    """A request that is answered by an error; `code` is for programs, such as `queue_full`."""
+    """A request that is answered by an error; `code` is for programs, such as `queue_full`.
+
+    `retry` are the seconds after which the same request may succeed.
+    """
 
     def __init__(
         self,
@@ -63,14 +66,18 @@ class ApiError(SvdppError):
         code: str,
         message: str,
         hint: str = "",
+        /,
         *,
-        details: Mapping[str, Any] | None = None,
+        retry: int | None = None,
         headers: Mapping[str, str] | None = None,
+        **details: Any,
     ) -> None:
         super().__init__(message, hint, details=details)
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+        if retry is not None:
+            self.headers["Retry-After"] = str(retry)
 
 
 def error_answer(error: ApiError) -> JSONResponse:
@@ -93,20 +100,18 @@ def as_api_error(error: SvdppError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, OutputError):  # its message names files of the server: only for the log
-        retry = {"Retry-After": str(_RETRY_SECONDS)}
-        return ApiError(503, "storage_failed", "the server cannot store its data", headers=retry)
+        text = "the server cannot store its data"
+        return ApiError(503, "storage_failed", text, retry=_RETRY_SECONDS)
     message, hint = without_folders(error.message), without_folders(error.hint)
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
-            headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else {}
-            details = dict(error.details)
-            if status == 422:
-                details = {**_field_at_fault(error), **details}
+            field = _field_at_fault(error) if status == 422 else {}
             # What only whoever starts the server can do is no help.
             hint = hint if all(name in _KNOWN for name in _options_in(hint)) else ""
             texts = _without_options(message), _without_options(hint)
-            return ApiError(status, code, *texts, details=details, headers=headers)
-    return ApiError(500, "internal_error", message, hint, details=error.details)
+            retry = _RETRY_SECONDS if status == 503 else None
+            return ApiError(status, code, *texts, retry=retry, **{**field, **error.details})
+    return ApiError(500, "internal_error", message, hint, **error.details)
 
 
 def install(app: FastAPI) -> None:
@@ -159,7 +164,7 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     why_not = request.app.state.service.capabilities.why_not
     faults = [_fault(fault, why_not) for fault in error.errors()]
     message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults[:5])
-    return error_answer(ApiError(422, "invalid_request", message, details={"faults": faults[:20]}))
+    return error_answer(ApiError(422, "invalid_request", message, faults=faults[:20]))
 
 
 def _fault(fault: Mapping[str, Any], why_not: Callable[[str], str]) -> dict[str, str]:

@@ -108,7 +108,10 @@ class Capabilities:
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip."""
-        self._check(request)
+        self.check_model(request.model)
+        if self.prompt == "refused" and request.value("prompt"):
+            text = "Stable Video Diffusion takes no prompt"
+            raise ApiError(422, "no_prompt", text, "leave prompt empty", field="prompt")
         params = params_by_field(type(self.sampling))
         given = {param.name: request.value(field) for field, param in params.items()}
         given["fit"] = request.value("fit")
@@ -126,25 +129,15 @@ class Capabilities:
         """Refuses another model than the server's own; None stands for that."""
         if id not in (None, self.model):
             text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
-            details = {"field": "model", "model": self.model}
-            raise ApiError(404, "model_not_found", text, details=details)
-
-    def _check(self, request: VideoRequest) -> None:
-        self.check_model(request.model)
-        if self.prompt == "refused" and request.value("prompt"):
-            raise _refusal(
-                "no_prompt",
-                "Stable Video Diffusion takes no prompt",
-                "leave prompt empty",
-                field="prompt",
-            )
+            raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
     def _size(self, text: str) -> tuple[int, int]:
         width, _, height = text.partition("x")
         size = int(width), int(height)
         if size not in self.sizes:
             sizes = [size_of(*known) for known in self.sizes]
-            raise _refusal(
+            raise ApiError(
+                422,
                 "wrong_size",
                 f"this server makes clips of {', '.join(sizes)}, not {text}",
                 "whoever starts the server can add sizes",
@@ -160,12 +153,13 @@ class Capabilities:
             return self.sampling.frames if frames is None else frames
         if frames is not None:
             text = "frames and seconds contradict each other"
-            raise _refusal("frames_and_seconds", text, "give one", field="seconds")
+            raise ApiError(422, "frames_and_seconds", text, "give one", field="seconds")
         fps = request.value("fps") or self.sampling.fps
         unit = self.sampling.frames_unit
         frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
         if frames > self.max_frames:
-            raise _refusal(
+            raise ApiError(
+                422,
                 "too_many_frames",
                 f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
                 f"makes {self.max_frames} at most",
@@ -175,10 +169,6 @@ class Capabilities:
                 max_frames=self.max_frames,
             )
         return frames
-
-
-def _refusal(code: str, message: str, hint: str, **details: Any) -> ApiError:
-    return ApiError(422, code, message, hint, details=details)
 
 
 def _field(schema: Mapping[str, Any]) -> FormField:

@@ -123,13 +123,8 @@ class Guard:
             places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
         for used, limit, whose in places:
             if used >= limit:
-                raise ApiError(
-                    503,
-                    "too_many_uploads",
-                    f"{used} images {whose}are being uploaded already",
-                    headers={"Retry-After": "1"},
-                    details={"limit": limit},
-                )
+                text = f"{used} images {whose}are being uploaded already"
+                raise ApiError(503, "too_many_uploads", text, retry=1, limit=limit)
         self._uploads[owner] += 1
 
     def _owner(self, path: str, headers: Headers) -> Owner:
@@ -241,7 +236,7 @@ def _too_large(limit: int) -> ApiError:
         "content_too_large",
         f"the body is larger than {limit / 2**20:g} MiB",
         "make the image smaller; the clip is no larger than its size",
-        details={"limit_bytes": limit},
+        limit_bytes=limit,
         headers=_CLOSE,
     )
 

@@ -11,8 +11,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,10 @@ from prometheus_client.registry import Collector
 
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import open_nvml, visible_gpus
+from svdpp.serve.engine import Engine
+from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
 #: The content type of `Metrics.exposed`.
@@ -43,24 +45,14 @@ _ERROR_BUCKETS = (-0.9, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2,
 _KEPT_ERRORS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """What a scrape reads. None of them may wait long."""
-
-    jobs: Callable[[], Mapping[JobState, int]]
-    oldest_waiting: Callable[[], float | None]
-    restarts: Callable[[], int]
-    live_ranks: Callable[[], int]
-    subscribers: Callable[[], int] = lambda: 0
-
-
-class Metrics:
+class Metrics(Collector):
     """The metrics of one server. Any thread may call any method.
 
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, queue: JobQueue, engine: Engine, events: Events) -> None:
+        self._queue, self._engine, self._events = queue, engine, events
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self.registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
@@ -106,7 +98,7 @@ class Metrics:
             self._clips.labels(state)
         for result in ("equal", "different"):
             self._proofs.labels(result)
-        self.registry.register(_AtScrape(sources))
+        self.registry.register(self)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes an event of `rank`; the pipeline's thread alone calls it."""
@@ -172,30 +164,25 @@ class Metrics:
             "p90": round(ratios[round(0.9 * last)], 4),
         }
 
-    def exposed(self) -> bytes:
-        """All metrics in Prometheus' text format, of `CONTENT_TYPE`."""
-        return generate_latest(self.registry)
-
-
-class _AtScrape(Collector):
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        sources, jobs = self._sources, self._sources.jobs()
-        oldest = sources.oldest_waiting()
+        """What is read at each scrape."""
+        jobs, oldest = self._queue.counts(), self._queue.oldest_waiting()
         age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
         yield _by("state", "svdpp_jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
-            ("svdpp_queue_depth", "Jobs that wait.", jobs.get(JobState.QUEUED, 0)),
+            ("svdpp_queue_depth", "Jobs that wait.", jobs[JobState.QUEUED]),
             ("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age),
-            ("svdpp_live_ranks", "Ranks alive.", sources.live_ranks()),
-            ("svdpp_event_streams", "Open event streams.", sources.subscribers()),
+            ("svdpp_live_ranks", "Ranks alive.", self._engine.live_ranks),
+            ("svdpp_event_streams", "Open event streams.", self._events.num_subscribers),
         ):
             yield GaugeMetricFamily(name, text, value)
-        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", sources.restarts())
+        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", self._engine.restarts)
         yield _by("process", "svdpp_resident_bytes", "Resident memory.", _resident_bytes())
         yield from _of_gpus()
+
+    def exposed(self) -> bytes:
+        """All metrics in Prometheus' text format, of `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
 
 
 def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeMetricFamily:

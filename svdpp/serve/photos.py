@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -17,9 +16,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
 
-from svdpp.errors import InputError, OutputError, SvdppError, error_from_dict
+from pydantic import BaseModel, Field, ValidationError
+
+from svdpp.errors import InputError, OutputError, SvdppError
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
@@ -36,8 +37,6 @@ MEDIA_TYPES = {
 }
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SUFFIX = re.compile(r"\.[a-z]{3,4}")
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
@@ -102,7 +101,7 @@ class PhotoFolder:
                     shutil.copyfileobj(source, file, 2**20)
                 with self._place():
                     decoded = _decode(upload, name, self.limits)
-                final = self._folder / f"{id}{decoded['suffix']}"
+                final = self._folder / f"{id}{decoded.suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)
@@ -110,7 +109,7 @@ class PhotoFolder:
             for path in {upload, final}:
                 output_files.remove(path)
             raise
-        return Photo(final, decoded["sha256"], decoded["width"], decoded["height"])
+        return Photo(final, decoded.sha256, decoded.width, decoded.height)
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
@@ -141,11 +140,7 @@ def shown_name(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-def _decode(upload: Path, name: str, limits: DecodeLimits) -> dict[str, Any]:
-    """The answer of a process of `decode_photo`: sha256, width, height, suffix.
-
-    A process with many threads may start it: nothing of Python runs between fork and exec.
-    """
+def _decode(upload: Path, name: str, limits: DecodeLimits) -> _Decoded:
     numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
@@ -201,25 +196,34 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _parsed(text: bytes, code: int, upload: Path, name: str) -> dict[str, Any]:
-    """What the decoder found; it is checked, as a hostile file could have taken it over."""
-    try:
-        answer = json.loads(text)
-        if "error" not in answer:
-            return _checked(answer["photo"])
-        error = error_from_dict(answer["error"])
-        message, hint = str(error.message), str(error.hint)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise InputError(
-            f"{name!r} cannot be decoded: the decoder ended with {how}",
-            "save it again as PNG or JPEG",
-        ) from error
-    raise InputError(message.replace(repr(str(upload)), repr(name)), hint)
+class _Decoded(BaseModel):
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    suffix: Annotated[str, Field(pattern=r"^\.[a-z]{3,4}$")]
+    width: int
+    height: int
 
 
-def _checked(photo: Any) -> dict[str, Any]:
-    for name, pattern in (("sha256", _SHA256), ("suffix", _SUFFIX)):
-        if pattern.fullmatch(photo[name]) is None:
-            raise ValueError(f"the decoder's {name} is wrong")
-    return {**photo, "width": int(photo["width"]), "height": int(photo["height"])}
+class _Refused(BaseModel):
+    message: str
+    hint: str
+
+
+class _Answer(BaseModel):
+    """What the decoder says; it is checked, as a hostile file could have taken it over."""
+
+    photo: _Decoded | None = None
+    error: _Refused | None = None
+
+
+def _parsed(text: bytes, code: int, upload: Path, name: str) -> _Decoded:
+    with contextlib.suppress(ValidationError):
+        answer = _Answer.model_validate_json(text)
+        if answer.photo is not None:
+            return answer.photo
+        if answer.error is not None:
+            message = answer.error.message.replace(repr(str(upload)), repr(name))
+            raise InputError(message, answer.error.hint)
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    raise InputError(
+        f"{name!r} cannot be decoded: the decoder ended with {how}", "save it again as PNG or JPEG"
+    )

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,12 +79,11 @@ class Prover:
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self._changed = threading.Condition()
-        self._requested: deque[str] = deque()
         # Clips that could not be verified, so that they are not tried all the time.
         self._failed: OrderedDict[str, _Failure] = OrderedDict()
         self.running: str | None = None
         """The id of the job that is being verified."""
-        self._to_stop: str | None = None
+        self._is_requested = self._is_dropped = False  # of that job
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
 
@@ -125,24 +124,23 @@ class Prover:
         if missing := self._missing(job):
             return self._queue.set_proof(id, "failed", missing)
         with self._changed:
-            if id in self._requested or id == self.running:
-                return True
-            if len(self._requested) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
-                return False
-            self._requested.append(id)
-            self._failed.pop(id, None)
+            known = self._queue.to_prove()
+            if id not in known:
+                if len(known) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
+                    return False
+                self._failed.pop(id, None)
+            self._is_requested |= id == self.running
             self._changed.notify_all()
         return True
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
-        self._forget(id)
         with self._changed:
-            self._to_stop = id
+            self._failed.pop(id, None)
+            self._queue.set_proof(id, "none")
+            self._is_dropped |= id == self.running
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.running != id)
-            self._to_stop = None
-        self._queue.set_proof(id, "none")
 
     # --- the prover's thread ----------------------------------------------------------------------
 
@@ -159,36 +157,31 @@ class Prover:
 
     def _next(self) -> Job | None:
         """The next job to verify: a requested one, one to be tried again, then the newest."""
-        with self._changed:
-            requested = list(self._requested)[:1]
         now = time.monotonic()
         again = [id for id, failure in list(self._failed.items()) if failure.retry_at <= now]
-        for id in (*requested, *again):
-            job = self._queue.get(id)
-            is_open = job is not None and (id in requested or job.proof in ("none", "failed"))
-            if job is not None and job.state is JobState.COMPLETED and is_open:
+        for id in (*self._queue.to_prove(), *again):
+            if (job := self._queue.get(id)) is not None and job.state is JobState.COMPLETED:
                 return job
-            self._forget(id)
+            self._failed.pop(id, None)
         unproved = self._queue.unproved() if self._when_idle else []
         newest = next((id for id in unproved if id not in self._failed), None)
         return None if newest is None else self._queue.get(newest)
 
     def _verify(self, job: Job) -> None:
         with self._changed:
-            if job.proof == "running" and job.id not in self._requested:
+            if (now := self._queue.get(job.id)) is None or now.proof != job.proof:
                 return  # dropped since it was read
+            self._is_requested, self._is_dropped = job.proof == "running", False
+            self._queue.set_proof(job.id, "running")
             self.running = job.id
         try:
-            self._queue.set_proof(job.id, "running")
             answer = self._answer(job)
-            if answer is None:  # stopped
-                with self._changed:
-                    is_requested = job.id in self._requested
-                self._queue.set_proof(job.id, "running" if is_requested else "none")
-            else:
-                failure = self._failed.get(job.id)
-                self._forget(job.id)
-                self._take(job, answer, failure)
+            with self._changed:
+                if answer is None or self._is_dropped:
+                    is_open = self._is_requested and not self._is_dropped
+                    self._queue.set_proof(job.id, "running" if is_open else "none")
+                else:
+                    self._take(job, answer, self._failed.pop(job.id, None))
         finally:
             with self._changed:
                 self.running = None
@@ -218,11 +211,6 @@ class Prover:
             self._failed.popitem(last=False)
         self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)
 
-    def _forget(self, id: str) -> None:
-        with self._changed, contextlib.suppress(ValueError):
-            self._failed.pop(id, None)
-            self._requested.remove(id)
-
     def _shown(self, text: str) -> str:
         """`text` for clients, who need not know where files are."""
         return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
@@ -250,7 +238,7 @@ class Prover:
                 while process.poll() is None:
                     with self._changed:
                         self._changed.wait(_POLL_SECONDS)
-                        is_stopped = self._is_closing or self._to_stop == job.id
+                        is_stopped = self._is_closing or self._is_dropped
                     if is_stopped or not self._is_idle():
                         return None
             finally:  # it, and the processes that it started

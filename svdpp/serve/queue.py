@@ -233,7 +233,9 @@ class JobQueue(QueueFile):
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        return [id for (id,) in self.rows("SELECT id FROM jobs WHERE proof = 'running'")]
+        return [
+            id for (id,) in self.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
+        ]
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""

@@ -82,11 +82,8 @@ async def _idempotency_key(
     ] = None,
 ) -> str | None:
     if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
-        raise ApiError(
-            400,
-            "invalid_idempotency_key",
-            f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces",
-        )
+        text = f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces"
+        raise ApiError(400, "invalid_idempotency_key", text)
     return key
 
 
@@ -206,12 +203,8 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     form = _checked(service.capabilities.form, body)
     size = 0 if form.photo is None else form.photo.size or 0
     if size > (limit := service.settings.limits.upload_bytes):
-        raise ApiError(
-            413,
-            "content_too_large",
-            f"the image has {size} bytes, the limit is {limit}",
-            details={"limit_bytes": limit},
-        )
+        text = f"the image has {size} bytes, the limit is {limit}"
+        raise ApiError(413, "content_too_large", text, limit_bytes=limit)
     return service.submit(form, owner, key)
 
 
@@ -232,12 +225,9 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
         assert job.error is not None
         raise error_from_dict(job.error)
     if not job.state.is_final:
-        raise ApiError(
-            *(503, "closing", f"the server ends before {id} is made"),
-            "it goes on when the server starts again: ask for the video then",
-            details={"id": id},
-            headers={"Retry-After": "30"},
-        )
+        text = f"the server ends before {id} is made"
+        hint = "it goes on when the server starts again: ask for the video then"
+        raise ApiError(503, "closing", text, hint, retry=30, id=id)
     answer = get_content(id, service, owner, request)
     answer.headers["X-Request-Id"] = id
     answer.headers["X-Model"] = service.capabilities.model
@@ -366,14 +356,11 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 def _check_streams(service: Service) -> None:
     """Refuses one more client that waits for a clip."""
     if service.events.num_subscribers >= MAX_STREAMS:
-        raise ApiError(
-            503,
-            "too_many_streams",
+        text, hint = (
             f"{MAX_STREAMS} clients follow clips already",
             "GET /v1/videos/{id} says the same",
-            details={"limit": MAX_STREAMS},
-            headers={"Retry-After": "10"},
         )
+        raise ApiError(503, "too_many_streams", text, hint, retry=10, limit=MAX_STREAMS)
 
 
 def _followed(id: str, service: Served, owner: Owned) -> Job:

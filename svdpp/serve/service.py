@@ -27,7 +27,7 @@ from svdpp.serve.events import Events
 from svdpp.serve.form import VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
-from svdpp.serve.metrics import Metrics, Sources
+from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
@@ -92,15 +92,7 @@ class Service:
             on_ended=self._on_ended,
             costs=settings.costs,
         )
-        self.metrics = Metrics(
-            Sources(
-                jobs=queue.counts,
-                oldest_waiting=queue.oldest_waiting,
-                restarts=lambda: self.engine.restarts,
-                live_ranks=lambda: self.engine.live_ranks,
-                subscribers=lambda: self.events.num_subscribers,
-            )
-        )
+        self.metrics = Metrics(queue, self.engine, self.events)
         self.engine.observe(self.metrics)
         self.prover = Prover(
             queue,
@@ -132,11 +124,12 @@ class Service:
         """
         if self.is_closing:
             text = "the server is ending: it takes no more clips"
-            raise _unavailable("closing", text, "what is queued goes on when it starts again", 30)
+            hint = "what is queued goes on when it starts again"
+            raise ApiError(503, "closing", text, hint, retry=30)
         if self.queue.is_disk_low:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
-            raise _unavailable("disk_full", text, hint, 60)
+            raise ApiError(503, "disk_full", text, hint, retry=60)
         num_open = 0 if has_key else self.queue.num_open()
         if num_open >= self.settings.max_open:
             raise self._full({"open": num_open, "limit": self.settings.max_open})
@@ -213,8 +206,9 @@ class Service:
             "queue_full",
             f"the queue {whose} is full: it has {details['open']} clips",
             f"the next place is free in about {seconds} s",
-            details={name: details[name] for name in ("open", "limit")},
-            headers={"Retry-After": str(seconds)},
+            retry=seconds,
+            open=details["open"],
+            limit=details["limit"],
         )
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
@@ -232,7 +226,7 @@ class Service:
         if not job.state.is_final and not self.engine.cancel(id, self._cancel_seconds):
             text = "the ranks have not let go of the video yet"
             hint = "it is cancelled as soon as they do, or when the server starts again"
-            raise _unavailable("still_cancelling", text, hint, 30)
+            raise ApiError(503, "still_cancelling", text, hint, retry=30)
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
@@ -322,10 +316,6 @@ class Service:
                 "not_completed",
                 f"the video is {status}, not completed",
                 "request it again" if job.state.is_final else "its status says how far it is",
-                details={"status": str(status)},
+                status=str(status),
             )
         return job
-
-
-def _unavailable(code: str, message: str, hint: str, retry_seconds: int) -> ApiError:
-    return ApiError(503, code, message, hint, headers={"Retry-After": str(retry_seconds)})

@@ -7,13 +7,12 @@ the dummy model it is a plain loop over the same network.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
@@ -102,68 +101,32 @@ def _compute_all(
     setup: _Setup,
 ) -> None:
     begun = time.monotonic()
-    checkpoint = setup.checkpoint
     with out_of_memory_named(None):
-        model = _Diffusers(setup, checkpoint, device) if checkpoint else _Dummy(setup, device)
+        compute = _diffusers(setup, device) if setup.checkpoint else _dummy(setup, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
-    kept = _Kept(setup, device)
+    recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
+        recorder.begin(clip)
         with out_of_memory_named("reference"):
-            latent, frames = model.compute(request, _Hooks(clip, setup, device, reporter, kept))
-        audio = kept.frames_and_audio(clip, frames, model.audio)
-        metadata = {
-            "latents_sha256": tensor_sha256(kept.on_host(latent)),
-            "frames_sha256": None if frames is None else video.frames_sha256(frames),
-            **audio_hashes(audio),
-        }
-        reporter.send(ClipDone(clip=clip, metadata=metadata))
+            result = compute(request, recorder)
+        recorder.end(*result)
 
 
-class _Kept:
-    """What is kept for the comparison, copied from the device; nothing without a folder."""
+class _Recorder:
+    """Called along each clip's way; reports its times as a rank does, and keeps what is compared.
 
-    def __init__(self, setup: _Setup, device: str) -> None:
-        self._steps, self._predictions = setup.steps, setup.predictions
-        self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
-        self._copies = SideStream(torch.device(device))
+    What it keeps is copied from the device; nothing without a folder.
+    """
 
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._copies.to_host(tensor, mark(tensor.device))
-
-    def latent(self, clip: int, step: int, tensors: Tensors) -> None:
-        if self._store is not None and step in self._steps:
-            on_host = {name: self.on_host(tensor) for name, tensor in tensors.items()}
-            self._store.keep_latent(clip, step, on_host[LATENTS], solver_history(on_host))
-
-    def predictions(self, clip: int, step: int, tensors: Tensors) -> None:
-        if self._store is not None and self._predictions:
-            for name, tensor in tensors.items():
-                if name.startswith(PREDICTION):
-                    branch = int(name.removeprefix(PREDICTION).partition(".")[0])
-                    self._store.keep_prediction(clip, step, branch, self.on_host(tensor))
-
-    def frames_and_audio(
-        self, clip: int, frames: Frames | None, audio: Audio | None
-    ) -> Audio | None:
-        """Returns the audio in host memory."""
-        audio = audio and Audio(self.on_host(audio.samples), audio.rate)
-        if self._store is not None and frames is not None:
-            self._store.keep_frames(clip, frames)
-            self._store.keep_audio(clip, audio)
-        return audio
-
-
-class _Hooks:
-    """Called along one clip's way; reports its times as a rank does, and keeps its latents."""
-
-    def __init__(
-        self, clip: int, setup: _Setup, device: str, reporter: Reporter, kept: _Kept
-    ) -> None:
-        self._clip = clip
+    def __init__(self, setup: _Setup, device: str, reporter: Reporter) -> None:
+        self._setup, self._reporter = setup, reporter
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
-        self._reporter = reporter
-        self._kept = kept
+        self._copies = SideStream(self._device)
+        self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
+
+    def begin(self, clip: int) -> None:
+        self._clip = clip
         self._begun = self._mark = time.monotonic()
 
     def before_steps(self) -> None:
@@ -176,15 +139,39 @@ class _Hooks:
         self._mark = now
         if step + 1 == self._num_steps:
             self._report(Action(Kind.DENOISE, self._clip, 0, self._num_steps), now)
-        self._kept.latent(self._clip, step + 1, tensors)
-        self._kept.predictions(self._clip, step, tensors)
+        if self._store is not None:
+            self._keep(self._store, step, tensors)
 
     def after_decode(self) -> None:
         self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
 
+    def end(self, latent: torch.Tensor, frames: Frames | None, audio: Audio | None) -> None:
+        audio = audio and Audio(self._on_host(audio.samples), audio.rate)
+        if self._store is not None and frames is not None:
+            self._store.keep_frames(self._clip, frames)
+            self._store.keep_audio(self._clip, audio)
+        metadata = {
+            "latents_sha256": tensor_sha256(self._on_host(latent)),
+            "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            **audio_hashes(audio),
+        }
+        self._reporter.send(ClipDone(clip=self._clip, metadata=metadata))
+
+    def _keep(self, store: TensorStore, step: int, tensors: Tensors) -> None:
+        if step + 1 in self._setup.steps:
+            on_host = {name: self._on_host(tensor) for name, tensor in tensors.items()}
+            history = solver_history(on_host)
+            store.keep_latent(self._clip, step + 1, on_host[LATENTS], history)
+        for name, tensor in tensors.items() if self._setup.predictions else ():
+            if name.startswith(PREDICTION):
+                branch = int(name.removeprefix(PREDICTION).partition(".")[0])
+                store.keep_prediction(self._clip, step, branch, self._on_host(tensor))
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._copies.to_host(tensor, mark(tensor.device))
+
     def _report(self, action: Action, now: float) -> None:
-        done = ActionDone(action=action, start=self._begun, end=now, waited=0.0)
-        self._reporter.send(done)
+        self._reporter.send(ActionDone(action=action, start=self._begun, end=now, waited=0.0))
         self._begun = self._mark = now
 
     def _now(self) -> float:
@@ -194,53 +181,49 @@ class _Hooks:
         return time.monotonic()
 
 
-class _Diffusers:
+#: Computes a clip: its last latent, frames and audio.
+_Compute = Callable[[ClipRequest, _Recorder], tuple[torch.Tensor, Frames | None, Audio | None]]
+
+
+def _diffusers(setup: _Setup, device: str) -> _Compute:
     """diffusers' own pipeline of the model's family."""
+    from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
 
-    def __init__(self, setup: _Setup, checkpoint: Checkpoint, device: str) -> None:
-        self._setup = setup
-        from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
+    assert setup.checkpoint is not None
+    reference = Reference(setup.checkpoint, setup.config.model, device)
+    sampling = setup.config.sampling
 
-        self._reference = Reference(checkpoint, setup.config.model, device)
-
-    def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, Frames]:
-        latent, frames = self._reference.run(
+    def compute(
+        request: ClipRequest, recorder: _Recorder
+    ) -> tuple[torch.Tensor, Frames, Audio | None]:
+        fitted = None
+        if request.image is not None:
+            image, _ = photos.read_photo(Path(request.image))
+            fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+        latent, frames = reference.run(
             request,
-            self._photo(request),
-            self._setup.config.sampling,
-            before_steps=hooks.before_steps,
-            after_step=hooks.after_step,
+            fitted,
+            sampling,
+            before_steps=recorder.before_steps,
+            after_step=recorder.after_step,
         )
-        hooks.after_decode()
-        return latent, frames
+        recorder.after_decode()
+        return latent, frames, reference.audio
 
-    @property
-    def audio(self) -> Audio | None:
-        return self._reference.audio
-
-    def _photo(self, request: ClipRequest) -> Image.Image | None:
-        if request.image is None:
-            return None
-        sampling = self._setup.config.sampling
-        image, _ = photos.read_photo(Path(request.image))
-        return photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+    return compute
 
 
-class _Dummy:
+def _dummy(setup: _Setup, device: str) -> _Compute:
     """The plain loop over the dummy network."""
+    model = load_model(setup.config, None, device, Roles(encode=True, denoise=True, decode=False))
+    num_steps = setup.config.sampling.num_inference_steps
 
-    audio = None
-
-    def __init__(self, setup: _Setup, device: str) -> None:
-        self._setup = setup
-        roles = Roles(encode=True, denoise=True, decode=False)
-        self._model = load_model(setup.config, None, device, roles)
-
-    def compute(self, request: ClipRequest, hooks: _Hooks) -> tuple[torch.Tensor, None]:
+    def compute(request: ClipRequest, recorder: _Recorder) -> tuple[torch.Tensor, None, None]:
         def after_step(step: int, latent: torch.Tensor) -> None:
-            hooks.after_step(step, {LATENTS: latent})
+            recorder.after_step(step, {LATENTS: latent})
 
-        tensors = self._model.encode({}, request)
-        hooks.before_steps()
-        num_steps = self._setup.config.sampling.num_inference_steps
-        return self._model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None
+        tensors = model.encode({}, request)
+        recorder.before_steps()
+        return model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None, None
+
+    return compute

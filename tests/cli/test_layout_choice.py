@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from svdpp.cli.options.layout import LayoutOptions
-from svdpp.cli.request import default_world
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.request import PipelineOptions, auto_layout, default_world, resolve
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
@@ -15,7 +18,6 @@ from svdpp.launch.world import World
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.worker.device import device_of
 
-COUNTS: dict[str, Any] = {"num_steps": 25, "world_size": 4, "num_clips": 40, "decodes": True}
 NEEDS = {
     "encode_weights_gib": 2.0,
     "encode_work_gib": 1.0,
@@ -26,42 +28,55 @@ NEEDS = {
 }
 
 
+def config_with(**layout: Any) -> tuple[PipelineConfig, str]:
+    """The configuration of 40 clips of 25 steps on 4 ranks, and the remark on its layout."""
+    options = PipelineOptions(
+        layout=LayoutOptions(**layout),
+        model=ModelOptions(model="demo"),
+        ranks=RankOptions(world=4, threads=1),
+        sampling=SamplingOptions(steps=25),
+    )
+    return resolve(options, 40, launched=None, device="cpu", from_image=True)
+
+
+def auto(*has: float, needs: dict[str, float] = NEEDS, **plan: Any) -> tuple[dict[str, Any], str]:
+    """The layout that auto chooses for devices with this memory, one rank each; and why."""
+    counts = {"num_steps": 25, "world_size": len(has), "num_clips": 40}
+    given: dict[str, Any] = {"costs": PRESETS["svd-xt-a100"], **plan}
+    layout = LayoutOptions(layout="auto")
+    return auto_layout(layout, counts, lambda _: (needs, has), decodes=True, **given)
+
+
 def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
-    given = LayoutOptions(split="dithered", decoders=2)
-    shape, why = given.settings(**COUNTS)
-    assert shape == {"split": "dithered", "decoders": 2, "costs": PRESETS["svd-xt-a100"]}
-    assert why == ""
-    config = PipelineConfig(world_size=4, sampling=SvdSampling(num_inference_steps=25), **shape)
+    config, why = config_with(split="dithered", decoders=2)
     assert str(config.layout) == "1 replica of 4 ranks, dithered, 2 decoders"
-    steps, _ = LayoutOptions().settings(**{**COUNTS, "decodes": False})
-    assert steps == {"costs": Costs()}
+    assert (config.costs, why) == (PRESETS["svd-xt-a100"], "")
+    assert LayoutOptions().assumed_costs(decodes=False) == Costs()
+    config, why = config_with(layout="data-parallel")
+    assert (config.replicas, why) == (4, "")
+    with pytest.raises(RequestError, match="neither a file nor a preset"):
+        config_with(costs="a-card")
 
 
 def test_auto_says_why_and_whose_costs_it_took() -> None:
-    shape, why = LayoutOptions(layout="auto").settings(**COUNTS)
-    assert shape["replicas"] == 4
+    config, why = config_with(layout="auto")
+    assert config.replicas == 4
     assert why.startswith("layout: data parallel: ")
     assert "by the costs of svd-xt-a100" in why
 
 
 def test_auto_heeds_the_memory_of_devices() -> None:
     """All parts on one rank need 14.2 GiB; steps with encode need 9, with decode 12.2."""
-    small: tuple[dict[str, float], tuple[float, ...]] = (NEEDS, (13.0,) * 4)
-    shape, why = LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda _: small)
+    shape, why = auto(*(13.0,) * 4)
     assert shape["replicas"] == 2
     assert "need more memory" in why
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
-        LayoutOptions(layout="auto").settings(**COUNTS, memory=lambda _: (NEEDS, (5.0,) * 4))
+        auto(*(5.0,) * 4)
 
 
 def test_auto_orders_unequal_devices() -> None:
     """Steps with encode need 9 GiB, steps with decode 12.2."""
-
-    def chosen(*has: float) -> dict[str, Any]:
-        counts = {**COUNTS, "world_size": 2}
-        return LayoutOptions(layout="auto").settings(**counts, memory=lambda _: (NEEDS, has))[0]
-
-    shape = chosen(13.0, 10.0)
+    shape, _ = auto(13.0, 10.0)
     assert shape["device_order"] == (1, 0)
     sampling = SvdSampling(num_inference_steps=25)
     config = PipelineConfig(world_size=2, sampling=sampling, device="cuda", **shape)
@@ -71,36 +86,24 @@ def test_auto_orders_unequal_devices() -> None:
     ]
     assert devices == ["cuda:1", "cuda:0"]
     assert config.alone().device_order == ()
-    for in_order in (chosen(13.0, 13.0), chosen(10.0, 13.0)):
-        assert "device_order" not in in_order
+    for in_order in ((13.0, 13.0), (10.0, 13.0)):
+        assert "device_order" not in auto(*in_order)[0]
 
 
 def test_auto_may_let_a_rank_hold_both_experts() -> None:
     needs = {**NEEDS, "denoise_weights_gib": 27.0}
-    options: dict[str, Any] = {
-        **COUNTS,
-        "experts": {"expert_boundary": 9, "share_experts": False},
-        "memory": lambda _: (needs, (41.0, 62.0, 41.0, 41.0)),
-    }
-    shape, why = LayoutOptions(layout="auto").settings(**options)
+    experts = {"expert_boundary": 9, "share_experts": False}
+    shape, why = auto(41.0, 62.0, 41.0, 41.0, needs=needs, **experts)
     assert shape["share_experts"] is True
     assert "1 of 4 ranks hold both experts" in why
-    options["memory"] = lambda _: (needs, (41.0,) * 4)
-    assert "share_experts" not in LayoutOptions(layout="auto").settings(**options)[0]
+    assert "share_experts" not in auto(*(41.0,) * 4, needs=needs, **experts)[0]
 
 
-@pytest.mark.parametrize(
-    ("choice", "counts", "words"),
-    [
-        (LayoutOptions(layout="auto"), {"num_clips": None}, "only rank 0 knows it"),
-        (LayoutOptions(cfg_parallel="auto"), {"num_clips": None}, "--cfg-parallel auto needs the"),
-        (LayoutOptions(costs="a-card"), {}, "neither a file nor a preset"),
-    ],
-    ids=["under torchrun", "pairs under torchrun", "no costs"],
-)
-def test_what_cannot_be_chosen(choice: LayoutOptions, counts: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("option", ["layout", "cfg_parallel"])
+def test_auto_needs_the_number_of_clips(option: str) -> None:
+    words = f"--{option.replace('_', '-')} auto needs the number of clips"
     with pytest.raises(RequestError, match=words):
-        choice.settings(**{**COUNTS, **counts})
+        auto_layout(LayoutOptions(**{option: "auto"}), {"num_clips": None}, None, costs=Costs())
 
 
 @pytest.mark.parametrize(
@@ -125,11 +128,6 @@ def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
 
     assert world() == world(layout="pipeline") == 1
     assert world(split="dithered") == world(layout="auto") == world(layout="data-parallel") == 2
-
-
-def test_data_parallel_is_as_many_replicas_as_ranks() -> None:
-    shape, why = LayoutOptions(layout="data-parallel").settings(**COUNTS)
-    assert (shape["replicas"], why) == (4, "")
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
 from svdpp.plan.large_forecast import forecast_layout
@@ -50,12 +49,8 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    groups = ("sampling", "model", "ranks", "layout", "experts")
-    asked = PipelineOptions(
-        launched=None, from_image=True, **{name: values[name] for name in groups}
-    )
-    others = {name: values[name] for name in ("inputs", "prompts", "output")}
-    return RunRequest(options=asked, **others).config(num_clips)[0]
+    others = {name: values[name] for name in ("options", "inputs", "prompts", "output")}
+    return RunRequest(launched=None, **others).config(num_clips)[0]
 
 
 SHAPES = [

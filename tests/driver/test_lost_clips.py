@@ -16,19 +16,10 @@ from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, err
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
+from tests.driver.dummies import clips
+from tests.driver.dummies import config as dummy
 from tests.faults.damage import HEADER_FIELDS, Damage
 from tests.faults.processes import allowing_for_others
-
-SHAPE = (1, 4, 2, 8, 8)
-
-
-def _dummy(world_size: int = 3, *, checksum: bool = False) -> PipelineConfig:
-    return PipelineConfig(
-        world_size=world_size,
-        model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SvdSampling(num_inference_steps=6),
-        checksum=checksum,
-    )
 
 
 def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipRequest]]:
@@ -50,9 +41,9 @@ def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipReques
 @pytest.mark.processes
 @pytest.mark.parametrize(("victim", "checksum"), [(0, True), (1, False), (2, True)])
 def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool) -> None:
-    requests = [ClipRequest(seed=seed) for seed in range(4)]
+    requests = clips(*range(4))
     fault = Damage("nan", victim, 1)
-    with Pipeline(_dummy(checksum=checksum), fault=fault) as pipeline:
+    with Pipeline(dummy(3, steps=6, checksum=checksum), fault=fault) as pipeline:
         pipeline.submit(requests)
         results = list(pipeline.results())
     assert [result.clip for result in results] == [0, 2, 3]
@@ -60,7 +51,7 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
     assert (failure.clip, type(failure.error)) == (1, NotFiniteError)
     what = f"the latent is not finite after step {2 * victim}, done by rank {victim}"
     assert failure.error.message == what
-    with Pipeline(_dummy()) as pipeline:
+    with Pipeline(dummy(3, steps=6)) as pipeline:
         others = pipeline.run([requests[clip] for clip in (0, 2, 3)])
     assert [r.metadata["latents_sha256"] for r in results] == [
         r.metadata["latents_sha256"] for r in others
@@ -103,7 +94,7 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", sorted(HEADER_FIELDS))
 def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
     said: dict[int, str] = {}
-    pipeline = Pipeline(_dummy(2, checksum=True), fault=Damage("header", 0, 1, field))
+    pipeline = Pipeline(dummy(steps=6, checksum=True), fault=Damage("header", 0, 1, field))
     pipeline.observe(
         lambda rank, event: (
             said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None
@@ -111,7 +102,7 @@ def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> N
     )
     finished = []
     with pytest.raises(RankError) as caught, pipeline:
-        pipeline.submit([ClipRequest(seed=seed) for seed in range(3)])
+        pipeline.submit(clips(0, 1, 2))
         finished = [result.clip for result in pipeline.results()]
     assert caught.value.exit_code == 6
     assert "could not receive clip 1 at step 3 from rank 0" in caught.value.message
@@ -127,7 +118,7 @@ def _states(path: Path) -> list[str]:
     return [clip["state"] for clip in json.loads(path.read_text())["clips"]]
 
 
-def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
+def test_the_manifest_follows_each_clip_until_it_is_settled(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     clips = [{"output": f"{name}.mp4"} for name in "abcd"]
     lost = {"output": None, "state": "failed", "error": error_to_dict(InputError("no"))}
@@ -138,49 +129,33 @@ def test_the_journal_follows_each_clip(tmp_path: Path) -> None:
         manifest(1, Heartbeat(action="LOAD c1 @7"))
         manifest(0, Heartbeat(action="ENCODE c2 @0"))
         manifest(1, Heartbeat(action="DECODE c3 @28"))
-        manifest(1, ClipDone(clip=0, metadata={}))
+        manifest(1, ClipDone(clip=0, metadata={"output": "a.mp4", "host": "host1"}))
+        manifest(0, ClipFailed(clip=0, error=error))
         manifest(1, ClipFailed(clip=1, error=error))
+        manifest(1, ClipDone(clip=1, metadata={"host": "host1"}))
         manifest._write()
         assert _states(path) == ["failed", "done", "failed", "running", "pending"]
     assert _states(path) == ["failed", "done", "failed", "pending", "pending"]
     record = json.loads(path.read_text())
     assert (record["schema_version"], record["model"]) == (1, "demo")
-    assert record["clips"][2] == {"output": "b.mp4", "state": "failed", "error": error}
-
-
-def test_the_journal_keeps_a_settled_clips_word_and_its_host(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    error = error_to_dict(NotFiniteError("not finite"))
-    finished = {"output": "a.mp4", "host": "host1"}
-    with RunManifest(path, {}, [{"output": "a.mp4"}, {"output": "b.mp4"}]) as manifest:
-        manifest(1, ClipDone(clip=0, metadata=finished))
-        manifest(0, ClipFailed(clip=0, error=error))
-        manifest(1, ClipFailed(clip=1, error=error))
-        manifest(1, ClipDone(clip=1, metadata={"host": "host1"}))
-    assert json.loads(path.read_text())["clips"] == [
+    assert record["clips"][1:3] == [
         {"output": "a.mp4", "state": "done", "host": "host1"},
         {"output": "b.mp4", "state": "failed", "error": error},
     ]
 
 
-def test_a_journal_that_cannot_be_written_is_an_error_before_and_after_the_run(
-    tmp_path: Path,
+@pytest.mark.parametrize("raised", [None, KeyError])
+def test_a_manifest_that_cannot_be_written_ends_no_run_and_hides_no_error(
+    tmp_path: Path, raised: type[Exception] | None
 ) -> None:
     (tmp_path / "run.json").mkdir()
     with pytest.raises(OutputError), RunManifest(tmp_path / "run.json", {}, []):
         pytest.fail("the run had begun")
     path = tmp_path / "later.json"
-    with pytest.raises(OutputError), RunManifest(path, {}, [{}]) as manifest:
+    with pytest.raises(raised or OutputError), RunManifest(path, {}, [{}]) as manifest:
         path.unlink()
         path.mkdir()
-        manifest._written_at = 0.0
-        manifest(0, ClipDone(clip=0, metadata={}))  # a failed write does not end the run
-
-
-def test_a_journal_hides_no_other_error(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    with pytest.raises(KeyError), RunManifest(path, {}, [{}]) as manifest:
-        path.unlink()
-        path.mkdir()
+        manifest._next_write = 0.0
         manifest(0, ClipDone(clip=0, metadata={}))
-        raise KeyError("the run's own")
+        if raised:
+            raise raised("the run's own")

@@ -37,21 +37,15 @@ def stuck() -> Iterator[Pipeline]:
     assert not any(map(is_there, pids(pipeline)))
 
 
-def test_leaving_the_block_waits_for_all_clips() -> None:
-    with Pipeline(config()) as pipeline:
-        handles = pipeline.submit(clips(*range(40)))
-    assert all(handle.done() for handle in handles)
-    assert [handle.result(0).clip for handle in handles] == list(range(40))
+def test_leaving_the_block_waits_for_all_clips_and_ends_the_loops_of_threads() -> None:
+    """Threads that iterate share the results."""
+    with ThreadPoolExecutor(3) as threads, Pipeline(config()) as pipeline:
+        handles = pipeline.submit(clips(*range(60)))
+        loops = [threads.submit(list, pipeline.results()) for _ in range(3)]
+    assert [handle.result(0).clip for handle in handles] == list(range(60))
+    found = [result.clip for loop in loops for result in loop.result(HANG_SECONDS)]
+    assert sorted(found) == list(range(60))
     assert not any(map(is_there, pids(pipeline)))
-
-
-def test_a_results_loop_in_another_thread_ends_with_the_block() -> None:
-    with ThreadPoolExecutor(1) as threads, Pipeline(config()) as pipeline:
-        pipeline.submit(clips(*range(20)))
-        loop = threads.submit(lambda: [result.clip for result in pipeline.results()])
-        while not loop.running():
-            assert not loop.done()
-    assert sorted(loop.result(HANG_SECONDS)) == list(range(20))
 
 
 def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:

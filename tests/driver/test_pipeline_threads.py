@@ -42,15 +42,6 @@ def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
     assert len(set(expected)) == num_seeds
 
 
-def test_threads_that_iterate_share_the_results() -> None:
-    with Pipeline(config()) as pipeline, ThreadPoolExecutor(3) as threads:
-        pipeline.submit(clips(*range(60)))
-        shares = [threads.submit(lambda: list(pipeline.results())) for _ in range(3)]
-        found = [result.clip for share in shares for result in share.result(HANG_SECONDS)]
-        assert list(pipeline.results()) == []
-    assert sorted(found) == list(range(60))
-
-
 def test_clips_are_made_while_nobody_looks() -> None:
     """Far more clips than the events that fit into the ranks' pipes."""
     all_done, done = threading.Event(), []

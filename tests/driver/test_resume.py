@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.launch import fork_server
@@ -26,7 +26,7 @@ from svdpp.models import determinism
 from svdpp.plan.actions import Kind
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
-from tests.driver.dummies import HANG_SECONDS
+from tests.driver.dummies import HANG_SECONDS, config, pids
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
@@ -34,14 +34,6 @@ from tests.small_disk import small_disk
 SHAPE = (1, 4, 2, 8, 8)
 KEYS = [hashlib.sha256(bytes([clip])).hexdigest() for clip in range(2)]
 CONDITIONS = {"cpu_capability": "here"}
-
-
-def _config(world_size: int) -> PipelineConfig:
-    return PipelineConfig(
-        world_size=world_size,
-        model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-        sampling=SvdSampling(num_inference_steps=28),
-    )
 
 
 def _requests(folder: Path | None = None) -> list[ClipRequest]:
@@ -55,7 +47,9 @@ def _requests(folder: Path | None = None) -> list[ClipRequest]:
 
 
 def _hashes(world_size: int, requests: list[ClipRequest], folder: Path | None) -> list[str]:
-    pipeline = Pipeline(_config(world_size), latents_folder=str(folder) if folder else None)
+    pipeline = Pipeline(
+        config(world_size, steps=28), latents_folder=str(folder) if folder else None
+    )
     with pipeline:
         return [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
 
@@ -72,15 +66,17 @@ def test_after_a_kill_at_every_hand_over(
 ) -> None:
     """The victim hangs with the second clip's packet, and is killed there."""
     handed_over = victim * 7
-    pipeline = Pipeline(_config(4), latents_folder=str(tmp_path), fault=Damage("hang", victim, 1))
+    pipeline = Pipeline(
+        config(4, steps=28), latents_folder=str(tmp_path), fault=Damage("hang", victim, 1)
+    )
 
     def kill_when_kept(rank: int, event: Event) -> None:
         if rank == victim - 1 and isinstance(event, ActionDone):
             action = event.action
             if (action.kind, action.clip) == (Kind.DENOISE, 1):
-                _wait_until_kept(tmp_path, KEYS[1], handed_over)
-                pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
-                os.kill(pids[victim], signal.SIGKILL)
+                is_kept = lambda: handed_over in saved_steps(tmp_path, KEYS[1])  # noqa: E731
+                wait_until(is_kept, HANG_SECONDS, f"no checkpoint {handed_over}")
+                os.kill(pids(pipeline)[victim], signal.SIGKILL)
 
     pipeline.observe(kill_when_kept)
     with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
@@ -113,7 +109,7 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
     no_space: Path, uninterrupted: list[str]
 ) -> None:
     lost: list[CheckpointLost] = []
-    pipeline = Pipeline(_config(4), latents_folder=str(no_space))
+    pipeline = Pipeline(config(4, steps=28), latents_folder=str(no_space))
     pipeline.observe(
         lambda _, event: lost.append(event) if isinstance(event, CheckpointLost) else None
     )
@@ -126,44 +122,29 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
     assert not no_space.is_dir() or [path.name for path in no_space.iterdir()] == ["filler"]
 
 
-def _wait_until_kept(folder: Path, key: str, step: int) -> None:
-    wait_until(lambda: step in saved_steps(folder, key), HANG_SECONDS, f"no checkpoint {step}")
-
-
 @pytest.mark.processes
-def test_steps_done_before_are_not_done_again(tmp_path: Path, uninterrupted: list[str]) -> None:
-    checkpoints = LatentCheckpoints(tmp_path, _here())
-    requests = [replace(request, done_steps=14) for request in _requests()]
-    for clip, key in enumerate(KEYS):
-        checkpoints.save(key, Packet(clip, 14, time.time(), {"latents": _latent_after(14, clip)}))
-    pipeline = Pipeline(_config(4), latents_folder=str(tmp_path))
-    steps: list[tuple[int, str]] = []
+def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
+    tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """Steps before the pause count as compute, the pause does not; the wall time has both."""
+    an_hour_ago, latent = time.time() - 3600, {"latents": _latent_after(14, 0)}
+    packet = Packet(0, 14, an_hour_ago, latent, compute_seconds=700.0)
+    LatentCheckpoints(tmp_path, _here()).save(KEYS[0], packet)
+    resumed, fresh = _requests()
+    pipeline = Pipeline(config(4, steps=28), latents_folder=str(tmp_path))
+    steps: set[tuple[int, str]] = set()
     pipeline.observe(
         lambda rank, event: (
-            steps.append((rank, str(event.action))) if isinstance(event, ActionDone) else None
+            steps.add((rank, str(event.action))) if isinstance(event, ActionDone) else None
         )
     )
-    with pipeline:
-        results = pipeline.run(requests)
-    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
-    assert sorted(steps) == sorted(
-        (rank, f"DENOISE c{clip} {rank * 7}:{rank * 7 + 7}") for rank in (2, 3) for clip in (0, 1)
-    )
-
-
-@pytest.mark.processes
-def test_a_resumed_clip_tells_its_work_from_its_pause(tmp_path: Path) -> None:
-    """Steps before the pause count as compute, the pause does not; the wall time has both."""
-    checkpoints = LatentCheckpoints(tmp_path, {"memory_format": "contiguous", **_here()})
-    begun_an_hour_ago = Packet(
-        *(0, 14, time.time() - 3600, {"latents": _latent_after(14, 0)}), compute_seconds=700.0
-    )
-    checkpoints.save(KEYS[0], begun_an_hour_ago)
-    resumed, fresh = _requests()
     begun = time.time()
-    with Pipeline(_config(4), latents_folder=str(tmp_path)) as pipeline:
+    with pipeline:
         results = pipeline.run([replace(resumed, done_steps=14), fresh])
     taken = time.time() - begun
+    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
+    repeated = {(rank, f"DENOISE c0 {rank * 7}:{rank * 7 + 7}") for rank in range(4)} & steps
+    assert repeated == {(2, "DENOISE c0 14:21"), (3, "DENOISE c0 21:28")}
     old, new = (result.metadata for result in results)
     assert (old["resumed_from_step"], new["resumed_from_step"]) == (14, 0)
     assert 3600 <= old["wall_seconds"] <= 3600 + taken + 0.1

@@ -518,13 +518,6 @@ def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat
         file_sha256(tmp_path / "pipe")
 
 
-def test_a_file_more_in_a_folder_is_another_folder(tmp_path: Path) -> None:
-    write(tmp_path / "x", "frames", smooth(2))
-    before = file_sha256(tmp_path / "x")
-    (tmp_path / "x" / "00002.png").write_bytes((tmp_path / "x" / "00001.png").read_bytes())
-    assert file_sha256(tmp_path / "x") != before
-
-
 def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
     image = Image.fromarray(smooth(1)[0])
     for name in ("x.gif", "x.webp", "00000.png"):

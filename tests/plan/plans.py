@@ -1,8 +1,8 @@
-"""Owns strategies for pipelines, layouts, costs and routes, and an oracle for the replay."""
+"""Strategies for pipelines, layouts, costs and routes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -137,59 +137,15 @@ def steps_in(seconds: float, part: Part) -> float:
 
 
 @st.composite
-def route_lists(draw: st.DrawFn, *, one_order: bool = False) -> tuple[list[Route], int]:
-    """Any routes: each clip visits some ranks in some order, some of them for zero steps.
-
-    Args:
-        one_order: whether all clips visit their ranks in the same order.
-    """
+def route_lists(draw: st.DrawFn) -> tuple[list[Route], int]:
+    """Any routes: each clip visits some ranks in some order, some of them for zero steps."""
     world_size = draw(st.integers(1, 6))
-    order = draw(st.permutations(range(world_size)))
     routes = []
     for clip in range(draw(st.integers(1, 8))):
-        ranks = list(order) if one_order else draw(st.permutations(range(world_size)))
-        if one_order:
-            chosen = [rank for rank in ranks if draw(st.booleans())] or [ranks[0]]
-        else:
-            chosen = ranks[: draw(st.integers(1, world_size))]
+        ranks = draw(st.permutations(range(world_size)))
         done, ranges = 0, []
-        for rank in chosen:
+        for rank in ranks[: draw(st.integers(1, world_size))]:
             ranges.append(StepRange(rank, done, done + draw(st.integers(0, 4))))
             done = ranges[-1].end
         routes.append(Route(clip, tuple(ranges), draw(st.booleans())))
     return routes, world_size
-
-
-def expected_spans(
-    routes: Sequence[Route], world_size: int, costs: Costs
-) -> set[tuple[int, int, float, float]]:
-    """(rank, clip, start, end) of each clip's work at each rank, by recurrence over the routes.
-
-    It does not use action lists. Clips are computed one after the other, so everything that a visit
-    waits for is known before it.
-    """
-    clock = [0.0] * world_size  # when the rank's last visit ended and its SEND started
-    began = [[0.0] for _ in range(world_size)]  # when the rank was free for each visit
-    link: dict[tuple[int, int], float] = {}  # end of the last transfer on it
-    spans = set()
-    for route in routes:
-        pending = 0.0
-        for index, part in enumerate(route.ranges):
-            rank, last = part.rank, index == len(route.ranges) - 1
-            start = max(clock[rank], pending)
-            work = part.num_steps * costs.step_seconds
-            work += costs.encode_seconds if index == 0 else 0.0
-            work += costs.decode_seconds if last and route.decodes else 0.0
-            clock[rank] = end = start + work
-            if not last:
-                target = route.ranges[index + 1].rank
-                before = link.get((rank, target), 0.0)
-                clock[rank] = max(end, before)
-                # The receive is posted when the target is free for the visit before this one.
-                posted = began[target][-2] if len(began[target]) > 1 else 0.0
-                pending = max(clock[rank], posted, before) + costs.transfer_seconds
-                link[rank, target] = pending
-            began[rank].append(clock[rank])
-            if work:
-                spans.add((rank, route.clip, start, end))
-    return spans

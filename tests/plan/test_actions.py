@@ -40,11 +40,6 @@ def test_round_trip(action: Action) -> None:
     assert "\n" not in str(action)
 
 
-@given(any_action, any_action)
-def test_two_actions_have_two_texts(one: Action, other: Action) -> None:
-    assert (str(one) == str(other)) == (one == other)
-
-
 BAD = [
     "",
     " ",
@@ -96,9 +91,3 @@ def test_text_from_anywhere_is_read_back_or_refused(text: str) -> None:
     except ValueError:
         return
     assert Action.parse(str(action)) == action
-
-
-def test_compute_is_what_keeps_a_device_busy() -> None:
-    busy = {action.kind for action in TEXTS.values() if action.is_compute}
-
-    assert busy == {Kind.ENCODE, Kind.DENOISE, Kind.DECODE}

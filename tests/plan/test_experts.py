@@ -113,16 +113,6 @@ def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
     ]
 
 
-@given(layouts(experts=2, unequal=False), st.integers(1, 12))
-def test_a_replay_does_all_work_once(layout: Layout, clips: int) -> None:
-    spans = replay(build_schedule(layout.routes(range(clips)), layout.world_size), layout.costs)
-    costs = layout.costs
-    each = costs.encode_on(0) + layout.num_steps * costs.step_on(0)
-    each += costs.decode_on(0) * layout.decodes
-
-    assert sum(span.end - span.start for span in spans) == clips * each
-
-
 @pytest.mark.parametrize(
     ("options", "cuts"),
     [

@@ -69,26 +69,6 @@ def test_28_ranks_and_60_clips() -> None:
     assert lines[27].endswith("UVWX|")
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 20])
-def test_narrow_widths(width: int) -> None:
-    lines = grid(Pipeline(28, 4, 8), width=width)
-
-    assert len({len(line) for line in lines}) == 1
-    assert 1 <= len(lines[0]) - len("rank 0 ||") <= width
-
-
-def test_marks_stand_behind_their_own_line() -> None:
-    plain = grid(Pipeline(4, 4, 2))
-    marked = grid(Pipeline(4, 4, 2), marks={2: "died here", 0: "waits"})
-
-    assert marked == [
-        plain[0] + "  <-- waits",
-        plain[1],
-        plain[2] + "  <-- died here",
-        plain[3],
-    ]
-
-
 def test_a_mark_needs_no_work_done() -> None:
     assert draw_grid([], 2, width=6, marks={1: "died here"}) == [
         "rank 0 |......|",

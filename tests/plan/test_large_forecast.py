@@ -65,16 +65,6 @@ def vars_of(layout: Layout) -> dict[str, object]:
     return {name: getattr(layout, name) for name in Layout.__dataclass_fields__}
 
 
-def test_one_clip_of_each_kind_of_cost() -> None:
-    costs = Costs(encode_seconds=1, decode_seconds=4, transfer_seconds=0.5)
-    forecast = forecast_layout(Layout(num_steps=4, world_size=2, costs=costs), 1)
-
-    assert forecast.makespan == forecast.first_clip == forecast.seconds_per_clip == 1 + 4 + 0.5 + 4
-    assert forecast.latency == (9.5, 9.5, 9.5, 9.5)
-    assert forecast.jitter == 0
-    assert forecast.bubble == pytest.approx(1 - 9 / 19)
-
-
 # --- throughput ---------------------------------------------------------------------------------
 
 
@@ -158,14 +148,6 @@ def test_waiting_is_that_of_queueing_theory() -> None:
     assert forecast.latency.mean == pytest.approx(10 + waiting, rel=0.03)
     assert forecast.bubble == pytest.approx(1 - rho, rel=0.03)
     assert 10 <= forecast.latency.p50 < forecast.latency.p90 < forecast.latency.p99
-
-
-def test_clips_that_come_seldom_do_not_wait() -> None:
-    layout = Layout(num_steps=10, world_size=2)
-    forecast = forecast_layout(layout, 50, [100.0 * clip for clip in range(50)])
-
-    assert forecast.latency == (10, 10, 10, 10)
-    assert forecast.seconds_per_clip == 100
 
 
 @pytest.mark.long

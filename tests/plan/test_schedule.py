@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,77 +97,13 @@ def test_golden_text(name: str) -> None:
     assert from_text(text, len(GOLDEN_SCHEDULES[name])) == GOLDEN_SCHEDULES[name]
 
 
-@given(pipelines())
-def test_pipelines_pass_their_own_check(pipeline: Pipeline) -> None:
-    check_schedule(pipeline.schedule, pipeline.num_steps)
-
-
-@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 12))
-def test_data_parallel_passes_the_check(num_steps: int, world_size: int, num_clips: int) -> None:
-    routes = data_parallel_routes(num_steps, world_size, range(num_clips))
-    schedule = build_schedule(routes, world_size)
-
-    check_schedule(schedule, num_steps)
-    assert not any(a.kind in (Kind.SEND, Kind.RECV) for rank in schedule for a in rank)
-
-
-@given(pipelines())
-def test_each_step_of_each_clip_is_done_once_and_in_order(pipeline: Pipeline) -> None:
-    steps: dict[int, list[int]] = {clip: [] for clip in range(pipeline.num_clips)}
-    for rank, rank_actions in enumerate(pipeline.schedule):
-        for action in rank_actions:
-            if action.kind is Kind.DENOISE:
-                assert (action.start, action.end) == pipeline.ranges[rank][1:]
-                steps[action.clip] += range(action.start, action.end)
-
-    assert all(done == list(range(pipeline.num_steps)) for done in steps.values())
-
-
-@given(pipelines())
-def test_each_send_has_exactly_one_receive(pipeline: Pipeline) -> None:
-    sends, receives = transfers(pipeline.schedule)
-
-    assert sends == receives
-    assert set(sends.values()) <= {1}
-    assert sends.total() == (pipeline.world_size - 1) * pipeline.num_clips
-
-
 @given(route_lists())
-def test_each_send_has_exactly_one_receive_on_any_routes(case: tuple[list[Route], int]) -> None:
-    sends, receives = transfers(build_schedule(*case))
-
-    assert sends == receives
-    assert set(sends.values()) <= {1}
-
-
-def transfers(schedule: Schedule) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, ...]]]:
-    sends: Counter[tuple[int, ...]] = Counter()
-    receives: Counter[tuple[int, ...]] = Counter()
-    for rank, rank_actions in enumerate(schedule):
-        for action in rank_actions:
-            if action.kind is Kind.SEND:
-                sends[rank, action.peer, action.clip, action.start] += 1
-            elif action.kind is Kind.RECV:
-                receives[action.peer, rank, action.clip, action.start] += 1
-    return sends, receives
-
-
-@given(pipelines())
-def test_one_receive_is_posted_ahead_of_the_work_before_it(pipeline: Pipeline) -> None:
-    """During each clip's steps one receive is posted, and none during those of the last clip."""
-    for rank_actions in pipeline.schedule[1:]:
-        ahead = 0  # clips whose receive is posted and whose work has not started
-        for action in rank_actions:
-            ahead += action.kind is Kind.RECV
-            if action.kind is Kind.DENOISE:
-                ahead -= 1
-                assert ahead == (0 if action.clip == pipeline.num_clips - 1 else 1)
-            assert ahead <= 2  # the own one and the next one, between the RECV and the DENOISE
-
-
-@given(route_lists())
-def test_one_receive_is_posted_ahead_on_any_routes(case: tuple[list[Route], int]) -> None:
-    for rank_actions in build_schedule(*case):
+def test_any_routes_give_lists_that_pass_the_check(case: tuple[list[Route], int]) -> None:
+    """Each rank gets its clips in the order of the routes, and posts one receive ahead."""
+    routes, _ = case
+    schedule = build_schedule(*case)
+    check_schedule(schedule, {route.clip: route.ranges[-1].end for route in routes})
+    for rank_actions in schedule:
         posted: set[int] = set()
         for action in rank_actions:
             if action.kind is Kind.RECV:
@@ -176,13 +111,6 @@ def test_one_receive_is_posted_ahead_on_any_routes(case: tuple[list[Route], int]
             else:
                 posted.discard(action.clip)
                 assert len(posted) <= 1
-
-
-@given(route_lists())
-def test_a_rank_works_through_clips_in_the_order_of_the_routes(
-    case: tuple[list[Route], int],
-) -> None:
-    for rank_actions in build_schedule(*case):
         clips = [action.clip for action in rank_actions if action.kind is not Kind.RECV]
         assert clips == sorted(clips)
 
@@ -360,12 +288,6 @@ def test_check_catches_a_changed_action(line: str, other: str) -> None:
     assert text.count(line + "\n") == 1
     with pytest.raises(ValueError, match=r"clip|transfer"):
         check_schedule(from_text(text.replace(line, other), 2), NUM_STEPS)
-
-
-def test_check_names_the_hop_that_is_there_twice() -> None:
-    for broken in damaged(WHOLE, Kind.SEND, duplicate):
-        with pytest.raises(ValueError, match=r"SEND c\d @2 >1|RECV c\d @2 <0"):
-            check_schedule(broken, NUM_STEPS)
 
 
 def test_check_wants_all_steps() -> None:

@@ -1,4 +1,4 @@
-"""A store in a folder of its own, and a server that many tests share."""
+"""A store in a folder of its own, and servers that many tests share: a start takes seconds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,41 @@ def store(tmp_path: Path) -> Iterator[JobQueue]:
     store.close()
 
 
+def _started(folder: Path, *options: str, key: str | None = None) -> Iterator[HttpServer]:
+    from tests.serve.http_server import HttpServer  # needs the extra
+
+    with HttpServer(folder / "data", *options, key=key) as server:
+        server.wait_ready()
+        yield server
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server of quick clips; a start takes seconds of CPU time."""
-    from tests.serve.http_server import QUICK, HttpServer  # needs the extra
+    """A server of quick clips."""
+    from tests.serve.http_server import QUICK
 
-    folder = tmp_path_factory.mktemp("server") / "data"
-    with HttpServer(folder, *QUICK, "--max-upload-mb", "1") as server:
-        server.wait_ready()
+    yield from _started(tmp_path_factory.mktemp("server"), *QUICK, "--max-upload-mb", "1")
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server of real clips, two of which may be open."""
+    from tests.serve.http_server import DEMO
+
+    folder = tmp_path_factory.mktemp("demo")
+    clip = ("--steps", "8", "--frames", "2", "--max-queue", "2")
+    yield from _started(folder, *DEMO, *clip, "--log-file", str(folder / "log"))
+
+
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server with keys; its client is `alice`, its `other_key` is of `bob`."""
+    from svdpp.serve.auth import add_key
+    from tests.serve.http_server import QUICK
+
+    folder = tmp_path_factory.mktemp("keyed")
+    alice, bob = (add_key(folder / "keys", name) for name in ("alice", "bob"))
+    options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(folder / "keys"))
+    for server in _started(folder, *options, key=alice):
+        server.other_key = bob
         yield server

@@ -50,7 +50,7 @@ class HttpServer:
         launcher: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
-        self.err = ""
+        self.err = self.other_key = ""
         command = ("-m", "svdpp", "serve", "--port", "0", "--data", str(folder), *options)
         self.process = subprocess.Popen(
             [sys.executable, *launcher, *command],

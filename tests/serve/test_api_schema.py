@@ -16,26 +16,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.serve.http_server import HANG_SECONDS, PHOTO, QUICK, HttpServer
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 EXAMPLES = 12
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    with HttpServer(tmp_path_factory.mktemp("data"), *QUICK, "--max-queue", "20") as server:
-        server.wait_ready()
-        yield server
-
-
-@pytest.fixture(scope="module")
-def ids(server: HttpServer) -> list[str]:
+@pytest.fixture
+def ids(server: HttpServer) -> Iterator[list[str]]:
     """Clips that paths may name: one finished, one in progress, one that waits."""
     ids = server.add(1, steps=1) + server.add(2, steps=1000)
     server.wait_for(ids[0], "completed")
-    return ids
+    yield ids
+    for status in ("queued", "in_progress"):
+        path = f"/v1/videos?limit=100&status={status}"
+        while open_ones := server.client.get(path).json()["data"]:
+            for video in open_ones:
+                server.client.delete(f"/v1/videos/{video['id']}")
 
 
 def test_every_answer_is_as_documented(server: HttpServer, ids: list[str]) -> None:

@@ -100,35 +100,30 @@ def _restarts(server: HttpServer) -> int:
 
 
 @pytest.mark.long
-def test_a_killed_server_then_another_beside_a_dead_rank(folder: Path) -> None:
+def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path) -> None:
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *_OPTIONS) as server:
         assert [_id(server, seed) for seed in _SEEDS] == ids  # a client tries again
         _assert_all_made(server, ids)
-        more = _begin(server, "another")
-        os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
-        server.stop(signal.SIGKILL)
-    with HttpServer(folder, *_OPTIONS) as server:
-        _assert_all_made(server, more, before=ids)
-
-
-@pytest.mark.long
-def test_a_killed_rank_then_a_killed_fork_server(folder: Path) -> None:
-    with HttpServer(folder, *_OPTIONS) as server:
-        ids = _begin(server)
+        second = _begin(server, "second")
         os.kill(ranks_of(server.process.pid)[1], signal.SIGKILL)
-        _assert_all_made(server, ids)
+        _assert_all_made(server, second, before=ids)
         assert _restarts(server) == 1
-        more = _begin(server, "another")
+        third = _begin(server, "third")
         ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
         assert fork_server is not None
         os.kill(fork_server, signal.SIGKILL)
         os.kill(ranks[0], signal.SIGKILL)
-        _assert_all_made(server, more, before=ids)
+        _assert_all_made(server, third, before=[*ids, *second])
         assert _restarts(server) >= 2
         assert fork_server_of(server.process.pid) not in (None, fork_server)
+        last = _begin(server, "last")
+        os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
+        server.stop(signal.SIGKILL)
+    with HttpServer(folder, *_OPTIONS) as server:
+        _assert_all_made(server, last, before=[*ids, *second, *third])
 
 
 def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from base64 import b64encode
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serve.http_server import DEMO, HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -25,14 +24,6 @@ THEIRS = {"num_frames": 2, "num_inference_steps": 3, "width": 128, "height": 128
 OURS = {"frames": 2, "steps": 3, "size": "128x128", "seed": 5}
 BASE64 = b64encode(PHOTO).decode()
 URL = f"data:image/jpeg;base64,{BASE64}"
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    folder = tmp_path_factory.mktemp("server")
-    with HttpServer(folder / "data", *DEMO, "--log-file", str(folder / "log")) as demo:
-        demo.wait_ready()
-        yield demo
 
 
 @pytest.fixture(scope="module")

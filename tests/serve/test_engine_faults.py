@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
-import subprocess
-import sys
 import time
-from contextlib import closing
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +16,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, OutputError
 from svdpp.launch.world import World
 from svdpp.serve.job import JobState
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import allowing_for_others, wait_until
+from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
     Serving,
     demo_config,
@@ -166,22 +160,6 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_dead_fork_server_is_replaced(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05)
-    with serving(tmp_path, config, stop=(1, 0, 5)) as service:
-        ids = service.add(0, 1, 2)
-        service.wait_for_step(ids[0], 5)
-        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        os.kill(server, signal.SIGKILL)
-        service.kill(0)
-        service.go_on()
-        jobs = service.wait_final(ids)
-        assert service.engine.restarts >= 1
-    assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert latents(jobs) == hashes(config, [0, 1, 2])
-
-
-@pytest.mark.long
 @pytest.mark.timing
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     timeout = allowing_for_others(3)
@@ -195,33 +173,6 @@ def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
         assert service.engine.restarts == 1
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert latents(jobs) == hashes(config, [0, 1, 2])
-
-
-@pytest.mark.long
-def test_a_killed_server_goes_on_at_the_next_start(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.05)
-    process = subprocess.Popen([sys.executable, "-m", "tests.serve.killed_engine", str(tmp_path)])
-    try:
-        wait_until(lambda: _one_is_done(tmp_path), HANG_SECONDS, "nothing is done")
-    finally:
-        process.kill()
-        process.wait()
-    with serving(tmp_path, config) as service:
-        jobs = service.store.page(owner=None, limit=10, order="asc")
-        assert JobState.COMPLETED in {job.state for job in jobs}
-        jobs = service.wait_final([job.id for job in jobs])
-        assert [job.attempts for job in jobs] == [0] * 6
-    assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert latents(jobs) == hashes(config, list(range(6)))
-    assert list((tmp_path / "latents").iterdir()) == []
-
-
-def _one_is_done(folder: Path) -> bool:
-    if not (folder / "ready").exists():
-        return False
-    with closing(sqlite3.connect(folder / "queue.sqlite3")) as database:
-        query = "SELECT count(*) FROM jobs WHERE state = 'completed'"
-        return bool(database.execute(query).fetchone()[0] > 0)
 
 
 def test_a_full_disk_delays_a_result_and_loses_none(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -102,21 +101,6 @@ def test_a_long_queue_is_extrapolated_closely(layout: Layout) -> None:
     found = estimate(_clips(routes))
     for clip in (MAX_REPLAYED, 2 * MAX_REPLAYED - 1):
         assert found[str(clip)].eta_seconds == pytest.approx(expected[clip], rel=0.03)
-
-
-def test_no_clip_no_estimate() -> None:
-    assert estimate([]) == {}
-
-
-@pytest.mark.long
-def test_an_estimate_of_a_long_queue_is_quick() -> None:
-    seconds = []
-    for _ in range(5):
-        begun = time.thread_time()
-        estimate(_clips([LAYOUTS[1].route(clip) for clip in range(2000)]))
-        seconds.append(time.thread_time() - begun)
-    print(f"2000 clips on 7 ranks: {1000 * min(seconds):.1f} ms")
-    assert min(seconds) < 0.05
 
 
 # --- measured costs -------------------------------------------------------------------------------

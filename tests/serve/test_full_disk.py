@@ -13,7 +13,7 @@ from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.queue_file import RESERVE
 from tests.serve.engines import dummy_config, serving
-from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
+from tests.serve.http_server import QUICK, HttpServer, error_of
 from tests.serve.store_jobs import add
 from tests.small_disk import small_disk
 
@@ -90,28 +90,11 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
                     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
                     assert not list(folder.rglob(f"{id}*"))
                 assert server.stop() == 0
-
-                with HttpServer(folder, *QUICK, "--grace", "0") as again:
-                    error_of(again.request(), 503, "disk_full")
-                    for id in (done[1], waiting[1]):
-                        assert again.client.delete(f"/v1/videos/{id}").status_code == 200
-                    assert again.video(done[2])["status"] == "completed"
-                    again.stop()
-        with HttpServer(folder, *QUICK) as last:
-            last.wait_ready()
-            assert last.request().status_code == 202
-
-
-@pytest.mark.processes
-def test_a_full_queue_is_not_ready(tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *QUICK, "--max-queue", "1") as server:
-        server.wait_ready()
-        (id,) = server.add(steps=1000)
-        answer = server.client.get("/ready")
-        assert (answer.status_code, answer.json()["reason"]) == (503, "the queue is full")
-        server.client.delete(f"/v1/videos/{id}")
-        server.wait_ready()
-        (folder := tmp_path / "data" / "queue.sqlite3").rename(tmp_path / "away")
-        assert server.client.get("/ready").json()["reason"] == "the queue cannot be used"
-        (tmp_path / "away").rename(folder)
-        wait(lambda: server.client.get("/ready").status_code == 200, HANG_SECONDS)
+                again = HttpServer(folder, *QUICK, "--grace", "0")
+                error_of(again.request(), 503, "disk_full")
+                for id in (done[1], waiting[1]):
+                    assert again.client.delete(f"/v1/videos/{id}").status_code == 200
+                assert again.video(done[2])["status"] == "completed"
+        with again:
+            again.wait_ready()
+            assert again.request().status_code == 202

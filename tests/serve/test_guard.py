@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -17,22 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.guard import Guard, Limits
-from svdpp.serve.job import JobState
-from svdpp.serve.metrics import Metrics, Sources
+from tests.serve.test_metrics import Server
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
-
-
-def metrics() -> Metrics:
-    none = dict.fromkeys(JobState, 0)
-    return Metrics(
-        Sources(
-            jobs=lambda: none,
-            oldest_waiting=lambda: None,
-            restarts=lambda: 0,
-            live_ranks=lambda: 0,
-        )
-    )
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +36,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def guarded(app: ASGIApp = echo, **settings: Any) -> Guard:
-    return Guard(app, **{"metrics": metrics(), **settings})
+    return Guard(app, **{"metrics": Server().metrics, **settings})
 
 
 class Asked:
@@ -129,78 +117,73 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
         assert answer.status_code == status
 
 
+@contextlib.asynccontextmanager
+async def uploading(
+    has_to_wait: Callable[[Scope], bool], **settings: Any
+) -> AsyncIterator[tuple[asyncio.Event, Callable[..., Awaitable[httpx.Response]]]]:
+    """A guard whose app waits for an event, if a request has to; the event, and how to post."""
+    gate = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_to_wait(scope):
+            await gate.wait()
+        await echo(scope, receive, send)
+
+    transport = httpx.ASGITransport(guarded(waits, **settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+        async def post(path: str = "/v1/videos", key: str = "") -> httpx.Response:
+            headers = {**FORM, "Authorization": f"Bearer {key}"}
+            return await client.post(path, content=b"x", headers=headers)
+
+        yield gate, post
+
+
 def test_too_many_uploads_at_once() -> None:
     async def ask() -> list[int]:
-        gate = asyncio.Event()
-
-        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-            await gate.wait()
-            await echo(scope, receive, send)
-
-        guard = guarded(waits, limits=Limits(uploads=2))
-        transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            posts = [
-                asyncio.create_task(client.post("/v1/videos", content=b"x", headers=FORM))
-                for _ in range(3)
-            ]
+        async with uploading(lambda _: True, limits=Limits(uploads=2)) as (gate, post):
+            posts = [asyncio.ensure_future(post()) for _ in range(3)]
             await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)  # the refused one
             gate.set()
-            answers = [await post for post in posts]
-            again = await client.post("/v1/videos", content=b"x", headers=FORM)
-            assert answers[-1].headers["retry-after"] == "1"
-            return [*(answer.status_code for answer in answers), again.status_code]
+            answers = [await each for each in posts] + [await post()]
+            assert answers[2].headers["retry-after"] == "1"
+            return [answer.status_code for answer in answers]
 
     assert asyncio.run(ask()) == [200, 200, 503, 200]
 
 
 def test_the_uploads_of_one_key_leave_places_for_others() -> None:
+    def is_alice(scope: Scope) -> bool:
+        return bool(scope["state"]["owner"].name == "alice")
+
     async def ask() -> list[int]:
-        gate = asyncio.Event()
-
-        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["state"]["owner"].name == "alice":
-                await gate.wait()
-            await echo(scope, receive, send)
-
         limits = Limits(uploads=4, uploads_of_key=2)
-        transport = httpx.ASGITransport(guarded(waits, limits=limits, owner_of=KEYS.get))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-
-            async def post(key: str) -> httpx.Response:
-                headers = {**FORM, "Authorization": f"Bearer {key}"}
-                return await client.post("/v1/videos", content=b"x", headers=headers)
-
-            held = [asyncio.create_task(post("s3cret")) for _ in range(2)]
+        async with uploading(is_alice, limits=limits, owner_of=KEYS.get) as (gate, post):
+            held = [asyncio.ensure_future(post(key="s3cret")) for _ in range(2)]
             await asyncio.sleep(0)  # both begin before what follows
-            refused, other = await post("s3cret"), await post("other")
+            refused, other = await post(key="s3cret"), await post(key="other")
             assert "2 images of this key" in refused.json()["error"]["message"]
             gate.set()
-            answers = [refused, other, *[await each for each in held], await post("s3cret")]
+            answers = [refused, other, *[await each for each in held], await post(key="s3cret")]
             return [answer.status_code for answer in answers]
 
     assert asyncio.run(ask()) == [503, 200, 200, 200, 200]
 
 
 def test_a_client_that_waits_for_its_clip_is_no_upload() -> None:
+    def waits_for_clip(scope: Scope) -> bool:
+        if scope["path"] == "/v1/videos":
+            return False
+        scope["state"]["upload"].close()
+        return True
+
     async def ask() -> list[int]:
-        gate = asyncio.Event()
-
-        async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["path"] == "/v1/videos/sync":
-                scope["state"]["upload"].close()
-                await gate.wait()
-            await echo(scope, receive, send)
-
-        transport = httpx.ASGITransport(guarded(waits, limits=Limits(uploads=1)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            paths = ("/v1/videos/sync", "/v1/videos/sync", "/v1/videos")
-            posts = [
-                asyncio.create_task(client.post(path, content=b"x", headers=FORM)) for path in paths
-            ]
-            last = await posts[-1]
+        async with uploading(waits_for_clip, limits=Limits(uploads=1)) as (gate, post):
+            waiting = [asyncio.ensure_future(post("/v1/videos/sync")) for _ in range(2)]
+            await asyncio.sleep(0)
+            answers = [await post()]
             gate.set()
-            return [last.status_code, *[(await post).status_code for post in posts[:-1]]]
+            return [answer.status_code for answer in answers + [await each for each in waiting]]
 
     assert asyncio.run(ask()) == [200, 200, 200]
 

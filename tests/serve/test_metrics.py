@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from svdpp.serve.metrics import Metrics, Sources
+from svdpp.serve.metrics import Metrics
 
 JOB = Job(
     id=new_id(),
@@ -34,15 +36,10 @@ class Server:
     def __init__(self) -> None:
         self.jobs = dict.fromkeys(JobState, 0)
         self.oldest: float | None = None
-        self.restarts = 0
-        self.metrics = Metrics(
-            Sources(
-                jobs=lambda: self.jobs,
-                oldest_waiting=lambda: self.oldest,
-                restarts=lambda: self.restarts,
-                live_ranks=lambda: 2,
-            )
-        )
+        self.engine: Any = SimpleNamespace(restarts=0, live_ranks=2)
+        events: Any = SimpleNamespace(num_subscribers=0)
+        queue: Any = SimpleNamespace(counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest)
+        self.metrics = Metrics(queue, self.engine, events)
 
     def value(self, name: str, **labels: object) -> float:
         wanted = {key: str(value) for key, value in labels.items()}
@@ -63,7 +60,7 @@ def test_the_queue_is_read_at_each_scrape() -> None:
 
     server.jobs[JobState.QUEUED] = 7
     server.oldest = time.time() - 60
-    server.restarts = 3
+    server.engine.restarts = 3
 
     assert server.value("svdpp_queue_depth") == 7
     assert server.value("svdpp_jobs", state="queued") == 7

@@ -382,14 +382,6 @@ def test_on_a_narrow_window_the_queue_comes_before_the_form(page: Page) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("clips")
-def test_a_card_shows_its_image_and_says_what_its_buttons_do(page: Page) -> None:
-    page.wait(lambda: page.all(".card .about .thumb"))
-    for button in page.all(".card .actions button"):
-        assert button.text, "an icon alone"
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("clips")
 def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     from selenium.webdriver import Keys
 

@@ -188,7 +188,7 @@ def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Pa
     with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
         # One that cannot be verified any more is not said to be running.
         assert proving.proofs() == ["failed", "running", "none"]
-        assert list(proving.prover._requested) == [proving.ids[1]]
+        assert proving.store.to_prove() == [proving.ids[1]]
 
 
 @pytest.mark.long

@@ -126,19 +126,6 @@ def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> 
     JobQueue(tmp_path / "data").close()
 
 
-def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _WORK, str(tmp_path), "0"], stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        with pytest.raises(RequestError):
-            JobQueue(tmp_path)
-        process.kill()
-    JobQueue(tmp_path).close()
-
-
 def test_a_closed_store_says_so(store: JobQueue) -> None:
     store.close()
     store.close()

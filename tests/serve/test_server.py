@@ -17,11 +17,12 @@ import pytest
 
 from svdpp.media.video import file_sha256
 from svdpp.serve.auth import add_key
+from svdpp.serve.job import new_id
+from svdpp.serve.queue import JobQueue
 from tests.cli.shell import DEMO as ON_CPU
 from tests.cli.shell import Answer, assert_error, python, svdpp_here
 from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
 from tests.serve.http_server import (
-    DEMO,
     DUMMY,
     HANG_SECONDS,
     PHOTO,
@@ -115,9 +116,9 @@ def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
     (folder / "photos").mkdir(parents=True)
     (folder / "photos" / "cat.jpg").write_text("mine")
     assert_error(start_here(tmp_path, "--port", "0"), 2, "photos", "--adopt")
-    with HttpServer(folder, *QUICK, "--adopt") as server:
-        (id,) = server.add()
-        server.stop()
+    id = new_id()
+    JobQueue(folder, adopts=True).close()
+    (folder / "photos" / f"{id}.jpg").write_bytes(PHOTO)
     (folder / "queue.sqlite3").unlink()
     assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
     with HttpServer(folder, *QUICK, "--adopt") as server:
@@ -200,37 +201,33 @@ def test_a_new_key_leaves_a_wrong_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
-    key_file = tmp_path / "keys.txt"
-    alice, bob = (add_key(key_file, name) for name in ("alice", "bob"))
-    options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(key_file))
-    with HttpServer(tmp_path / "data", *options, key=alice) as server:
-        (id,) = server.add(steps=20)
-        anyone = httpx.Client(trust_env=False, base_url=server.url)
-        other = httpx.Client(
-            trust_env=False, base_url=server.url, headers={"Authorization": f"Bearer {bob}"}
-        )
-        with anyone, other:
-            error_of(anyone.get("/v1/videos"), 401, "invalid_api_key")
-            error_of(anyone.get(f"/v1/videos/{id}"), 401, "invalid_api_key")
-            assert anyone.get("/").status_code == 200
-            paths = anyone.get("/openapi.json").json()["paths"]
-            assert "security" in paths["/v1/videos"]["post"]
-            assert "security" not in paths["/health"]["get"]
-            assert other.get("/v1/videos").json()["data"] == []
-            for method, path in (
-                *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
-                *(("POST", "/verify"), ("POST", "/cancel"), ("DELETE", "")),
-            ):
-                answer = other.request(method, f"/v1/videos/{id}{path}")
-                error_of(answer, 404, "video_not_found")
-            error_of(other.get(f"/v1/videos?after={id}"), 404, "video_not_found")
-            server.wait_for(id, "completed")
-            spans = other.get("/v1/engine").json()["spans"]
-            assert spans
-            assert {span["video"] for span in spans} == {"other"}
-        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [id]
-        assert alice not in server.err
+def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
+    (id,) = keyed.add(steps=20)
+    bob = {"Authorization": f"Bearer {keyed.other_key}"}
+    with (
+        httpx.Client(trust_env=False, base_url=keyed.url) as anyone,
+        httpx.Client(trust_env=False, base_url=keyed.url, headers=bob) as other,
+    ):
+        error_of(anyone.get("/v1/videos"), 401, "invalid_api_key")
+        error_of(anyone.get(f"/v1/videos/{id}"), 401, "invalid_api_key")
+        assert anyone.get("/").status_code == 200
+        paths = anyone.get("/openapi.json").json()["paths"]
+        assert "security" in paths["/v1/videos"]["post"]
+        assert "security" not in paths["/health"]["get"]
+        assert other.get("/v1/videos").json()["data"] == []
+        for method, path in (
+            *(("GET", ""), ("GET", "/content"), ("GET", "/metadata"), ("GET", "/events")),
+            *(("POST", "/verify"), ("POST", "/cancel"), ("DELETE", "")),
+        ):
+            answer = other.request(method, f"/v1/videos/{id}{path}")
+            error_of(answer, 404, "video_not_found")
+        error_of(other.get(f"/v1/videos?after={id}"), 404, "video_not_found")
+        keyed.wait_for(id, "completed")
+        spans = other.get("/v1/engine").json()["spans"]
+        assert spans
+        assert {span["video"] for span in spans} == {"other"}
+    assert keyed.client.get("/v1/videos").json()["data"][0]["id"] == id
+    assert keyed.client.headers["Authorization"].split()[1] not in keyed.err
 
 
 # --- the start ----------------------------------------------------------------------------------
@@ -238,32 +235,28 @@ def test_owners_see_only_their_own_clips(tmp_path: Path) -> None:
 
 @pytest.mark.promise
 @pytest.mark.processes
-def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *DEMO, "--frames", "2", "--verify-when-idle") as server:
-        (id,) = server.add(seed=3)
-        server.wait_for(id, "completed")
-        path = f"/v1/videos/{id}/content"
-        whole = server.client.get(path)
-        part = server.client.get(path, headers={"Range": "bytes=10-19"})
-        head = server.client.head(path)
-        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+def test_a_clip_of_the_demo_model_from_end_to_end(demo: HttpServer) -> None:
+    (id,) = demo.add(seed=3, steps=2)
+    demo.wait_for(id, "completed")
+    path = f"/v1/videos/{id}/content"
+    whole = demo.client.get(path)
+    part = demo.client.get(path, headers={"Range": "bytes=10-19"})
+    head = demo.client.head(path)
+    metadata = demo.client.get(f"/v1/videos/{id}/metadata").json()
 
-        assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
-        assert whole.content[4:8] == b"ftyp"
-        assert (part.status_code, part.content) == (206, whole.content[10:20])
-        assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
-        assert head.headers["content-length"] == str(len(whole.content))
-        assert head.content == b""
-        again = {"If-None-Match": whole.headers["etag"]}
-        assert server.client.get(path, headers=again).status_code in (200, 304)
-        beyond = {"Range": f"bytes={len(whole.content)}-"}
-        assert server.client.get(path, headers=beyond).status_code == 416
-        assert metadata["seed"] == 3
-        assert metadata["file_sha256"] == file_sha256(tmp_path / "data" / "clips" / f"{id}.mp4")
-        wait(lambda: server.video(id)["proof"] == "equal", HANG_SECONDS, lambda: server.err)
-
-
-# --- the start ---------------------------------------------------------------------------------
+    assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+    assert whole.content[4:8] == b"ftyp"
+    assert (part.status_code, part.content) == (206, whole.content[10:20])
+    assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
+    assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
+    again = {"If-None-Match": whole.headers["etag"]}
+    assert demo.client.get(path, headers=again).status_code == 304
+    beyond = {"Range": f"bytes={len(whole.content)}-"}
+    assert demo.client.get(path, headers=beyond).status_code == 416
+    assert metadata["seed"] == 3
+    assert metadata["file_sha256"] == file_sha256(demo.folder / "clips" / f"{id}.mp4")
+    assert demo.client.post(f"/v1/videos/{id}/verify").status_code == 202
+    wait(lambda: demo.video(id)["proof"] == "equal", HANG_SECONDS, lambda: demo.err)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Owns the checks at the end of the soak: rows, files and latents."""
+"""The checks at the end of the soak: rows, files and latents."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Owns the clients of the soak: each requests a clip, and follows, cancels or deletes it."""
+"""The clients of the soak: each requests a clip, and follows, cancels or deletes it."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import random
@@ -25,31 +26,21 @@ _BURST = 15
 
 @dataclass
 class Request:
-    """One requested clip, and what its client saw.
-
-    Args:
-        number: of the request.
-        form: its fields.
-        photo: index of the photograph.
-        fate: what the client does with the clip.
-        follows: by events; otherwise it polls.
-        id: of the clip.
-        status: the final one that the client saw; "deleted" after it removed the clip.
-        completed_at: as the client saw it first.
-        retries: requests that the client sent again.
-        problems: answers that must not be.
-    """
+    """One requested clip, and what its client saw."""
 
     number: int
     form: dict[str, int]
     photo: int
     fate: Fate
     follows: bool
+    """By events; otherwise it polls."""
     id: str = ""
     status: str = ""
+    """The final one that the client saw; "deleted" after it removed the clip."""
     completed_at: int | None = None
     retries: int = 0
     problems: list[str] = field(default_factory=list)
+    """Answers that must not be."""
 
     @property
     def key(self) -> str:
@@ -99,15 +90,7 @@ def requests(number: int, chance: random.Random) -> list[Request]:
 
 
 class Clients:
-    """Clients of one server, each with one request at a time.
-
-    Args:
-        url: of the server.
-        asked: all requests.
-        at_once: how many clients there are.
-        seconds: over which the requests come, in bursts.
-        chance: for waiting times.
-    """
+    """Clients of one server, each with one request at a time; the requests come in bursts."""
 
     def __init__(
         self,
@@ -159,11 +142,12 @@ class Clients:
                     request.problems.append(f"its key gave two clips: {first}, {request.id}")
             if request.fate == "cancel":
                 self._stop.wait(self._chance.uniform(0.0, 8.0))
-                self._cancel(request)
-            else:
-                self._follow(request)
+            self._see_the_end(request)
             if request.fate == "delete" and request.status:
-                self._delete(request)
+                self._until(request, lambda: self._client.delete(f"/v1/videos/{request.id}"))
+                if self._get(request) is not None:
+                    request.problems.append("its row is left after DELETE")
+                request.status = "deleted"
         except _EndedError:
             pass
         except Exception as error:
@@ -186,11 +170,8 @@ class Clients:
     def _until(self, request: Request, call: Callable[[], httpx.Response]) -> httpx.Response:
         """The answer of the server, however often it is killed meanwhile."""
         while not self._stop.is_set():
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 answer = call()
-            except httpx.TransportError:
-                pass
-            else:
                 if answer.status_code not in _LATER:
                     return answer
             request.retries += 1
@@ -200,18 +181,20 @@ class Clients:
     def _get(self, request: Request) -> dict[str, Any] | None:
         """The clip; None if there is none."""
         answer = self._until(request, lambda: self._client.get(f"/v1/videos/{request.id}"))
-        if answer.status_code == 404:
-            return None
-        if answer.status_code != 200:
+        if answer.status_code not in (200, 404):
             raise RuntimeError(f"status: {answer.status_code} {answer.text[:300]}")
-        found: dict[str, Any] = answer.json()
-        return found
+        return answer.json() if answer.status_code == 200 else None
 
-    def _follow(self, request: Request) -> None:
-        """Waits for the clip's final state."""
+    def _see_the_end(self, request: Request) -> None:
+        """Waits for the clip's final state, or cancels it unless it is finished first."""
         while True:
-            if request.follows:
-                self._stream(request)
+            try:
+                if request.fate == "cancel":
+                    self._client.post(f"/v1/videos/{request.id}/cancel")
+                elif request.follows:
+                    self._stream(request)
+            except httpx.TransportError:
+                request.retries += 1
             found = self._get(request)
             if found is None:
                 raise RuntimeError("the clip is lost")
@@ -223,19 +206,14 @@ class Clients:
 
     def _stream(self, request: Request) -> None:
         """Reads events until the stream ends, for whatever reason."""
-        name = f"/v1/videos/{request.id}/events"
-        try:
-            with self._client.stream("GET", name) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        video = json.loads(line.removeprefix("data: "))
-                        if video["status"] in _FINAL:
-                            self._note(request, video)
-                    if self._stop.is_set():
-                        raise _EndedError
-        except httpx.TransportError:
-            request.retries += 1
-            self._stop.wait(0.5)
+        with self._client.stream("GET", f"/v1/videos/{request.id}/events") as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    video = json.loads(line.removeprefix("data: "))
+                    if video["status"] in _FINAL:
+                        self._note(request, video)
+                if self._stop.is_set():
+                    raise _EndedError
 
     @staticmethod
     def _note(request: Request, video: dict[str, Any]) -> None:
@@ -245,29 +223,6 @@ class Clients:
         if request.status and seen != now:
             request.problems.append(f"ended twice: {seen}, then {now}")
         request.status, request.completed_at = now
-
-    def _cancel(self, request: Request) -> None:
-        """Cancels the clip, unless it is finished first."""
-        while True:
-            try:
-                self._client.post(f"/v1/videos/{request.id}/cancel")
-            except httpx.TransportError:
-                request.retries += 1
-                self._stop.wait(0.5)
-            found = self._get(request)
-            if found is None:
-                raise RuntimeError("the clip is lost")
-            if found["status"] in _FINAL:
-                self._note(request, found)
-                return
-            time.sleep(0.2)
-
-    def _delete(self, request: Request) -> None:
-        """Removes the finished clip."""
-        self._until(request, lambda: self._client.delete(f"/v1/videos/{request.id}"))
-        if self._get(request) is not None:
-            request.problems.append("its row is left after DELETE")
-        request.status = "deleted"
 
 
 class _EndedError(Exception):

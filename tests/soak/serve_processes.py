@@ -1,4 +1,4 @@
-"""Owns the view of a server's processes from outside: its fork server, ranks and helpers."""
+"""The view of a server's processes from outside: its fork server, ranks and helpers."""
 
 from __future__ import annotations
 

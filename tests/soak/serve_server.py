@@ -1,7 +1,8 @@
-"""Owns the server of the soak: its process, its faults, and its next start."""
+"""The server of the soak: its process, its faults, and its next start."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -34,33 +35,21 @@ FAULTS = ("kill the server", "kill a rank", "stop a rank", "kill the fork server
 
 @dataclass
 class Tally:
-    """What happened to the server.
-
-    Args:
-        faults: by name.
-        starts: of the server.
-        orphans: processes that outlived their server.
-        unready: times when the ranks were not ready again in time.
-        unasked: ends of the server that no fault explains.
-        slowest_start: seconds from the start of a server to ready ranks.
-    """
+    """What happened to the server."""
 
     faults: Counter[str] = field(default_factory=Counter)
     starts: int = 0
     orphans: list[str] = field(default_factory=list)
+    """Processes that outlived their server."""
     unready: list[str] = field(default_factory=list)
+    """Times when the ranks were not ready again in time."""
     unasked: list[str] = field(default_factory=list)
+    """Ends of the server that no fault explains."""
     slowest_start: float = 0.0
 
 
 class FaultyServer:
-    """`svdpp serve`, always at the same port, and what is done to it.
-
-    Args:
-        folder: for the data folder, the temporary files and the log.
-        chance: for the choice of faults.
-        is_over: whether no more faults are to happen.
-    """
+    """`svdpp serve`, always at the same port, and what is done to it until `is_over`."""
 
     def __init__(self, folder: Path, chance: random.Random, is_over: Callable[[], bool]) -> None:
         self.data, self.temporary = folder / "data", folder / "tmp"
@@ -127,22 +116,17 @@ class FaultyServer:
         """Whether there was a process to do it to."""
         pid = self._process.pid
         ranks, fork_server = ranks_of(pid), fork_server_of(pid)
-        try:
-            if what == "kill the server":
-                self._process.kill()
-            elif what == "kill the fork server" and fork_server is not None:
-                os.kill(fork_server, signal.SIGKILL)
-                if ranks and self._chance.random() < 0.5:
-                    os.kill(self._chance.choice(ranks), signal.SIGKILL)
-            elif ranks and what == "kill a rank":
-                os.kill(self._chance.choice(ranks), signal.SIGKILL)
-            elif ranks and what == "stop a rank":
-                os.kill(self._chance.choice(ranks), signal.SIGSTOP)
-            else:
-                return False
-        except ProcessLookupError:
-            pass  # it has ended with another
-        return True
+        number = signal.SIGSTOP if what == "stop a rank" else signal.SIGKILL
+        victims = [pid] if what == "kill the server" else []
+        if what == "kill the fork server" and fork_server is not None:
+            victims = [fork_server]
+            victims += self._chance.sample(ranks, min(len(ranks), self._chance.randrange(2)))
+        elif ranks and what.endswith("a rank"):
+            victims = [self._chance.choice(ranks)]
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another
+                os.kill(victim, number)
+        return bool(victims)
 
     def _wait_restarted(self, what: str, before: int) -> None:
         """Waits until the ranks are ready again; sometimes the server is killed meanwhile."""

@@ -30,9 +30,9 @@ from svdpp.models import determinism
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.processes import MARK, marked
 from tests.soak.worker import CONFIG, missing
 
-MARK = "SOAK_OF_SVDPP"
 # From a fault to the end of the command: the heartbeat timeout, and the time to end.
 END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
 FAULTS = {
@@ -147,22 +147,11 @@ def _disturb(
 def _wait_for_none_left(mark: str) -> int:
     """Processes of the run that still exist a second after its end."""
     deadline = time.monotonic() + 1.0
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     return len(left)
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has just ended, or belongs to another user
-    return found
 
 
 def _growth(results: list[Path]) -> list[float]:

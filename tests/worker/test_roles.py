@@ -1,20 +1,37 @@
-"""Ranks load the parts that their actions need, and share them."""
+"""Ranks load the parts that their actions need, and share the pages of the weights' files."""
 
 from __future__ import annotations
 
-import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
+from tests.driver.dummies import pids
 from tests.models.builders import save_tiny_checkpoint
+from tests.models.tiny_families import save_tiny_wan
+
+pytestmark = pytest.mark.processes
 
 
-@pytest.mark.processes
+def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
+    """PSS and RSS of a process in kB, by the subfolder of `folder` whose files it maps."""
+    found: dict[str, Counter[str]] = {"Pss": Counter(), "Rss": Counter()}
+    part = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if (size := re.match(r"(Pss|Rss): +(\d+) kB", line)) and part:
+            found[size[1]][part] += int(size[2])
+        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            path = Path(line.split(maxsplit=5)[-1])
+            part = path.parent.name if path.is_relative_to(folder) else ""
+    return found
+
+
 def test_each_rank_maps_the_weights_of_its_own_parts_alone(tmp_path: Path) -> None:
-    """All ranks map the same file, so its weights are in memory once."""
     folder = save_tiny_checkpoint(tmp_path / "model")
     config = PipelineConfig(
         world_size=3,
@@ -22,16 +39,24 @@ def test_each_rank_maps_the_weights_of_its_own_parts_alone(tmp_path: Path) -> No
         sampling=SvdSampling(num_inference_steps=3, num_frames=2, height=64, width=64),
     )
     with Pipeline(config) as pipeline:
-        pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr, attr-defined]
-        parts = {rank: _mapped_parts(pid, folder) for rank, pid in enumerate(pids)}
-    assert parts == {
-        0: {"image_encoder", "vae", "unet"},
-        1: {"unet"},
-        2: {"vae", "unet"},
-    }
+        parts = [set(_mapped(pid, folder)["Pss"]) for pid in pids(pipeline)]
+    assert parts == [{"image_encoder", "vae", "unet"}, {"unet"}, {"vae", "unet"}]
 
 
-def _mapped_parts(pid: int, folder: Path) -> set[str]:
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    paths = {Path(line.split(maxsplit=5)[5]) for line in maps if str(folder) in line}
-    return {os.path.relpath(path.parent, folder) for path in paths}
+def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, dtype=torch.bfloat16, width=8)
+    config = PipelineConfig(
+        world_size=4,
+        split="balanced",
+        model=ModelConfig(name=str(folder), dtype="bf16"),
+        sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
+    )
+    with Pipeline(config) as pipeline:
+        held = [roles.experts for roles in pipeline.config.layout.roles]
+        ranks = [_mapped(pid, folder) for pid in pids(pipeline)]
+    assert held == [{0}, {0}, {1}, {1}]
+    for part, holders in (("transformer", ranks[:2]), ("transformer_2", ranks[2:])):
+        assert [part in rank["Rss"] for rank in ranks] == [rank in holders for rank in ranks]
+        pss, rss = (sum(rank[kind][part] for rank in holders) for kind in ("Pss", "Rss"))
+        assert rss > 0
+        assert pss == pytest.approx(rss / 2, rel=0.1)  # but for pages at its ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -88,8 +89,9 @@ def switch(panel: str, help: str, *names: str, default: Any = False, **more: Any
     return setting(panel, "", help, *names, default=default, **more)
 
 
+@cache
 def declared(group: Any) -> Mapping[str, Any]:
-    """The fields of an option group as Typer has them: annotated with options and arguments."""
+    """The fields of an option group as Typer has them: annotated with options, or groups."""
     hints = get_type_hints(group, include_extras=True)
     for each in fields(group):
         if about := dict(each.metadata.get(_ABOUT, {})):

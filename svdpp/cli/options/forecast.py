@@ -31,6 +31,13 @@ class ForecastOptions(ClipOptions):
         "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
         shown="all clips are present at the start",
     )
+    expert_boundary: int | None = setting(
+        LAYOUT,
+        "N",
+        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
+        "then does steps of one expert only, and loads no other.",
+        shown="one expert",
+    )
     memory: bool = switch(
         MEMORY,
         "Estimate each rank's peak memory from the configuration of --model, without "

@@ -1,4 +1,4 @@
-"""The options for a run's inputs: photographs and seeds, or the manifest of another run."""
+"""The options for a run's inputs: images and seeds, or the manifest of another run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ def _take_from(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """The number of clips, if photographs and seeds do not determine it."""
+    """The number of clips, if images and seeds do not determine it."""
 
     clips: int | None = setting(LAYOUT, "M", "Number of clips.", shown="2 for each rank")
 

@@ -1,14 +1,13 @@
 """The options for how ranks share the work, and for the costs that decide it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from svdpp.cli.console import counted
 from svdpp.cli.options.declare import LAYOUT, setting, switch
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.plan.choose import Pairs, choose_layout, faster_layout
+from svdpp.plan.choose import faster_layout
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import SPLITS, Layout
 
@@ -19,10 +18,6 @@ ASSUMED_COSTS = "svd-xt-a100"
 _WORTH_A_REMARK = 1.05
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
-
-#: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
-#: rank's device, in GiB.
-Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +65,9 @@ class LayoutOptions:
         f"an earlier run, or published costs: {', '.join(PRESETS)}.",
         shown=ASSUMED_COSTS,
         choices=tuple(PRESETS),
+    )
+    share_experts: bool = switch(
+        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
     )
 
     def __post_init__(self) -> None:
@@ -166,99 +164,6 @@ class LayoutOptions:
             return find_costs(self.costs)
         return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
 
-    def settings(
-        self,
-        *,
-        num_steps: int,
-        world_size: int,
-        num_clips: int | None,
-        decodes: bool,
-        ranks_per_host: int | None = None,
-        memory: Memory | None = None,
-        experts: Mapping[str, Any] | None = None,
-        family: str = "svd",
-        pairs: Pairs = "no",
-        sooner: bool = False,
-    ) -> tuple[dict[str, Any], str]:
-        """The layout's fields of a `PipelineConfig`, and a remark on the choice, empty for none.
-
-        Args:
-            num_steps: of each clip.
-            world_size: number of ranks.
-            num_clips: None if only another process knows it.
-            decodes: whether clips become frames.
-            ranks_per_host: of a launcher's world on several hosts.
-            memory: tells `auto` what fits; None: everything fits.
-            experts: as `ExpertOptions.fields`; None: the model has one expert.
-            family: of the model.
-            pairs: whether `auto` may choose pairs of ranks.
-            sooner: whether a clip's latency matters more than the rate.
-        """
-        # The launcher, not the costs, knows which ranks share a host.
-        assumed = self.assumed_costs(decodes=decodes, family=family)
-        costs = replace(assumed, ranks_per_host=ranks_per_host)
-        if not self.chooses:
-            return {**self.fields(world_size), "costs": costs}, ""
-        if num_clips is None:
-            option = "--layout auto" if self.layout == "auto" else "--cfg-parallel auto"
-            raise RequestError(
-                f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
-                f"svdpp plan {option} --clips M shows which options to give",
-            )
-        needs, has = memory(world_size) if memory is not None else ({}, ())
-        costs = replace(costs, **needs)  # type: ignore[arg-type]
-        choice = choose_layout(
-            num_steps=num_steps,
-            world_size=world_size,
-            num_clips=num_clips,
-            costs=costs,
-            decodes=decodes,
-            memory_gib=has,
-            cfg_parallel=self.pair_size,
-            pairs=pairs,
-            fixed=self.fixed,
-            sooner=sooner,
-            **(experts or {}),
-        )
-        why = f"layout: {choice.reason}"
-        chosen = {**_fields(choice.layout), "costs": costs}
-        if choice.layout.share_experts:
-            chosen["share_experts"] = True
-        if choice.cards:
-            chosen["device_order"] = choice.cards
-        if self.costs is None and decodes and family == "svd":
-            why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
-        elif self.costs is None:
-            why += "; no times are known: a step counts as 1 s, and all else as 0 s"
-        return chosen, why
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareOptions:
-    """Whether a rank may hold both experts of a model that has two."""
-
-    share_experts: bool = switch(
-        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions(ShareOptions):
-    """The same, and the number of steps of the first expert, for a plan without a model."""
-
-    expert_boundary: int | None = setting(
-        LAYOUT,
-        "N",
-        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
-        "then does steps of one expert only, and loads no other.",
-        shown="one expert",
-    )
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The options as fields of a `Layout`."""
-        return {"expert_boundary": self.expert_boundary, "share_experts": self.share_experts}
-
 
 def options_for(layout: Layout) -> str:
     """The options that select `layout`."""
@@ -269,8 +174,3 @@ def options_for(layout: Layout) -> str:
     chosen = {name: getattr(layout, name) for name in simple}
     texts = [f"--{name} {value}" for name, value in chosen.items() if value != simple[name]]
     return (" ".join(texts) or "--layout pipeline") + pairs
-
-
-def _fields(layout: Layout) -> Mapping[str, Any]:
-    names = ("split", "replicas", "decoders", "cfg_parallel")
-    return {name: getattr(layout, name) for name in names}
