@@ -99,11 +99,16 @@ def test_auto_may_let_a_rank_hold_both_experts() -> None:
     assert "share_experts" not in auto(*(41.0,) * 4, needs=needs, **experts)[0]
 
 
-@pytest.mark.parametrize("option", ["layout", "cfg_parallel"])
-def test_auto_needs_the_number_of_clips(option: str) -> None:
-    words = f"--{option.replace('_', '-')} auto needs the number of clips"
-    with pytest.raises(RequestError, match=words):
-        auto_layout(LayoutOptions(**{option: "auto"}), {"num_clips": None}, None, costs=Costs())
+@pytest.mark.parametrize(
+    ("layout", "option"),
+    [
+        (LayoutOptions(layout="auto"), "--layout auto"),
+        (LayoutOptions(cfg_parallel="auto"), "--cfg-parallel auto"),
+    ],
+)
+def test_auto_needs_the_number_of_clips(layout: LayoutOptions, option: str) -> None:
+    with pytest.raises(RequestError, match=f"{option} needs .* only rank 0 knows it"):
+        auto_layout(layout, {"num_clips": None}, None, costs=Costs())
 
 
 @pytest.mark.parametrize(
