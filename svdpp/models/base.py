@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.plan.actions import FrameRange
 
 #: Name of the latent in a packet.
 LATENTS = "latents"
@@ -111,10 +112,10 @@ class VideoModel(Protocol):
         """
         ...
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
+    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
 
-        The frames are on the device.
+        The frames are on the device; those of `frames` only, whole chunks, if it is given.
         """
         ...
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Tensors
+from svdpp.plan.actions import FrameRange
 
 _WEIGHT_SEED = 20231121
 
@@ -128,10 +129,17 @@ class DummyModel:
 
     audio: Audio | None = None
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:  # noqa: ARG002
+    def decode(
+        self,
+        tensors: Tensors,  # noqa: ARG002
+        frames: FrameRange | None = None,
+    ) -> torch.Tensor:
         """Black frames, one for each of the latent's, in the time of a decode."""
-        with _at_least(self._sleep_times.decode_seconds):
-            return torch.zeros(self.frames_shape, dtype=torch.uint8, device=self.device)
+        count, *size = self.frames_shape
+        part = frames or FrameRange(0, count, count)
+        with _at_least(self._sleep_times.decode_seconds * part.fraction):
+            shape = part.end - part.first, *size
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:

@@ -21,6 +21,7 @@ from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
+from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
 _IMAGE = "image"
@@ -103,8 +104,11 @@ class EngineModel:
         call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
         return _packet(call, {"given": structure["given"]})
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device."""
+    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
+        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
+
+        With `frames`, whole chunks of them, the pipeline's own decode gets the latents of these.
+        """
         postprocess = self._pipe.video_processor.postprocess_video
 
         def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
@@ -112,7 +116,16 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        video, *audio = self.decode_by(tensors, check_and_postprocess)
+        decode = self._pipe.decode_latents if frames else None
+
+        def decode_part(latents: torch.Tensor, _: int, chunk_size: int) -> Any:
+            assert decode is not None
+            assert frames is not None
+            part = latents[:, frames.first : frames.end]
+            return decode(part, frames.end - frames.first, chunk_size)
+
+        with replaced(self._pipe, **({"decode_latents": decode_part} if frames else {})):
+            video, *audio = self.decode_by(tensors, check_and_postprocess)
         self.audio = audio_of(self._pipe, self._row, *audio)
         return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 

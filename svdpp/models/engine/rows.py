@@ -99,6 +99,8 @@ class Row:
     branches: Literal["calls", "batch"] | None = None
     """A guided step evaluates its two branches by two calls whose results are used after both, or
     by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    decodes_in_chunks: bool = False
+    """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = lambda _: {}
@@ -161,6 +163,7 @@ ROWS: Mapping[str, Row] = {
         encode=("feature_extractor", "image_encoder"),
         texts=(),
         results_in_latents=1,
+        decodes_in_chunks=True,
         memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,
