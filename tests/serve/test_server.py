@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from svdpp.errors import Interrupted
 from svdpp.media.video import file_sha256
 from svdpp.serve.auth import add_key
 from svdpp.serve.job import new_id
@@ -59,7 +60,12 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ServerSettings] = []
-    monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
+
+    def end(settings: ServerSettings, _: object) -> None:
+        asked.append(settings)
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("svdpp.serve.server.build", end)
     seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
     limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
     limits += ("--max-steps", "40", "--max-frames", "30")
