@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from svdpp.config.files import read_small_file
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -102,7 +102,7 @@ def add_key(path: Path, name: str) -> str:
     key, sha256 = new_key()
     if path.exists() and path.stat().st_size:
         read_keys(path)
-    try:
+    with output_files.disk_errors(f"cannot write {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_APPEND, so that two commands at once add two lines.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -112,9 +112,6 @@ def add_key(path: Path, name: str) -> str:
             os.fsync(file)
         finally:
             os.close(file)
-    except OSError as error:
-        reason = output_files.reason(error)
-        raise OutputError(f"cannot write {str(path)!r}: {reason}") from error
     return key
 
 
