@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli.command import command, is_given
+from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import fit_chunk
@@ -257,15 +257,8 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
 
 def _refuse_without_effect(context: typer.Context) -> None:
     """Refuses options without effect on finished clips."""
-    given = {
-        str(parameter.name): next(
-            name
-            for name in reversed(parameter.opts)
-            if name.startswith("--") and name not in HIDDEN_NAMES
-        )
-        for parameter in context.command.params
-        if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
-    }
+    given = given_options(context)
+    given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
     if "picture" in given:
         raise RequestError(
             "--picture shows the frames of two runs, but a finished clip has only their hash",
