@@ -150,7 +150,7 @@ def show_dry_run(
     check_outputs(found, asked.seeds, policy)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     console.info(*remarks)
-    about = {
+    about: dict[str, Any] = {
         "schema_version": 1,
         "clips": [
             {name: metadata[name] for name in ("output", "input", "seed")}
