@@ -129,7 +129,6 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 
 def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
-    """All points, checked before the first is measured."""
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 

@@ -107,7 +107,6 @@ class Command:
         yield _parameter(name, hint, default)
 
     def _built(self, name: str, hint: Any, values: dict[str, Any]) -> Any:
-        """The value of an option, or the group of them."""
         if not is_dataclass(hint):
             return values[name]
         group: Any = hint

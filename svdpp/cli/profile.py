@@ -133,7 +133,6 @@ def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfi
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Checks before a long measurement that its file can be written at the end."""
     from svdpp.media import output_files
 
     if path.is_file() and not overwrite:
@@ -208,6 +207,5 @@ def _print(console: Console, costs: Costs, expert_steps: tuple[float, ...]) -> N
 
 
 def _ms(seconds: PerRank) -> str:
-    """One time, or one for each rank."""
     times = seconds if isinstance(seconds, tuple) else (seconds,)
     return " ".join(f"{each * 1000:.1f}" for each in times)

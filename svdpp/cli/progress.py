@@ -237,7 +237,6 @@ def _bars(console: Console, schedule: Schedule, times: float) -> Bars:
 
 
 def _show(bars: Bars, rank: int, event: Event, labels: Sequence[str]) -> None:
-    """Shows what `rank` does."""
     task = bars.tasks[rank]
     before = task.fields["state"]
     match event:

@@ -132,7 +132,6 @@ def _serve(
 def _config(
     asked: ServeOptions, options: PipelineOptions, launched: World | None
 ) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the layout; "" for none."""
     return resolve(
         options,
         None if launched else _MANY_CLIPS,
@@ -197,7 +196,6 @@ def _announce(
     bound: socket.socket,
     keys: Keys | None,
 ) -> None:
-    """Says where the server is, and on a terminal how to send the first clip."""
     url, ranks = _url_of(bound), counted(config.world_size, "rank")
     console.info(
         f"serving {config.model.name} at {url} with {ranks} on {config.device}; data in "
@@ -263,7 +261,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url_of(bound: socket.socket) -> str:
-    """The address for a browser."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

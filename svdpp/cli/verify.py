@@ -231,7 +231,6 @@ def _progress(console: Console, title: str, names: Sequence[str], layout: Layout
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
-    """Prints all checks, and one line with the verdict if they hold."""
     rows = [
         {
             "clip": str(check.clip),
@@ -256,7 +255,6 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
-    """Refuses options without effect on finished clips."""
     given = given_options(context)
     given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
     if "picture" in given:
@@ -275,7 +273,6 @@ def _refuse_without_effect(context: typer.Context) -> None:
 def _verify_clips(
     console: Console, inputs: Sequence[str], image: Path | None, options: PipelineOptions
 ) -> None:
-    """Verifies every clip in `inputs`, and prints the verdicts."""
     from svdpp.verification.clip_files import find_clips
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 

@@ -137,7 +137,6 @@ class OutputOptions(OverwriteOptions, FolderOptions):
 
 
 def _has_fields(text: str) -> bool:
-    """Whether `text` is a template of names."""
     try:
         parts = [part for part in Formatter().parse(text) if part[1] is not None]
         unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]
