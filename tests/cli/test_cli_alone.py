@@ -249,6 +249,7 @@ def test_simulate_json() -> None:
         "replicas": 1,
         "decoders": 1,
         "cfg_parallel": 1,
+        "decode_ranks": 1,
         "model": "dummy",
         "dtype": "fp32",
         "backend": "gloo",

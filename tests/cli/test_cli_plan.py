@@ -42,6 +42,7 @@ def test_json_is_that_of_the_issue() -> None:
             "replicas": 1,
             "decoders": 1,
             "cfg_parallel": 1,
+            "decode_ranks": 1,
             "reason": None,
         },
         "ranks": [
