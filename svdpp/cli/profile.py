@@ -21,11 +21,11 @@ from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
     PipelineOptions,
+    PipelineRequest,
     default_world,
     experts_of,
     joined_world,
     needs_image,
-    resolve,
 )
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -122,13 +122,13 @@ def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfi
     world_size = joined_world(launched, options.ranks.world)
     if world_size is None:
         world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
-    config, _ = resolve(
-        options.with_steps(world_size, world_size),
-        None,
+    config, _ = PipelineRequest(
+        options=options.with_steps(world_size, world_size),
+        num_clips=None,
         launched=launched,
         device=device,
         from_image=from_image,
-    )
+    ).resolve()
     return config
 
 

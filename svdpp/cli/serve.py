@@ -15,7 +15,7 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, image_use, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
@@ -132,9 +132,9 @@ def _serve(
 def _config(
     asked: ServeOptions, options: PipelineOptions, launched: World | None
 ) -> tuple[PipelineConfig, str]:
-    return resolve(
-        options,
-        None if launched else _MANY_CLIPS,
+    return PipelineRequest(
+        options=options,
+        num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         device=options.ranks.device_for(options.model.model),
         # Ranks for clips from images also make clips from text, if the model allows both.
@@ -142,8 +142,7 @@ def _config(
         default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
-        heartbeat_timeout_seconds=asked.heartbeat_timeout,
-    )
+    ).resolve(heartbeat_timeout_seconds=asked.heartbeat_timeout)
 
 
 def _settings(

@@ -18,7 +18,7 @@ from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -138,14 +138,14 @@ def verify(
     if not is_member(launched):
         seed = options.sampling.one_seed()
         requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
-    config, why = resolve(
-        options,
-        None if launched else len(requests),
+    config, why = PipelineRequest(
+        options=options,
+        num_clips=None if launched else len(requests),
         launched=launched,
         # `auto` may take the CPU for every model: a proof need not be fast.
         device=options.ranks.device_for(DEMO_MODEL),
         from_image=from_image,
-    )
+    ).resolve()
     fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
         pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
