@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from svdpp.bench.names import CASES, DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
 from svdpp.errors import InputError, RequestError
@@ -30,18 +30,6 @@ _NOT_JUDGED = ("tflops",)
 Summary = Mapping[str, Any]
 
 
-class Interval(NamedTuple):
-    """Where the difference of two sets of rounds must not lie for it to be more than noise."""
-
-    low: float
-    high: float
-
-    @property
-    def is_noise(self) -> bool:
-        """Whether no difference lies within."""
-        return self.low <= 0 <= self.high
-
-
 def check_rounds(repeats: int, what: str) -> None:
     """Checks that a bench has enough rounds to distinguish a difference from noise."""
     if repeats < MIN_ROUNDS:
@@ -51,25 +39,22 @@ def check_rounds(repeats: int, what: str) -> None:
         )
 
 
-def interval(a: Sequence[float], b: Sequence[float], drift: float = 0.0) -> Interval | None:
+def interval(
+    a: Sequence[float], b: Sequence[float], drift: float = 0.0
+) -> tuple[float, float] | None:
     """All differences of a round of B and one of A, widened; None if A or B has a single round.
 
-    The width is that of the wider set times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and how
-    far the machine itself has changed. It assumes no distribution. Of two equal sets, 0 lies
-    outside in at most 2 of 1000 cases (by simulation: normal, exponential and Student's t with 2
-    degrees of freedom; 3 to 9 rounds).
+    A difference is noise if 0 lies within. The width is that of the wider set times 2 for 3 rounds,
+    1 for 4, 1/2 for 5 and so on, and how far the machine itself has changed. It assumes no
+    distribution. Of two equal sets, 0 lies outside in at most 2 of 1000 cases (by simulation:
+    normal, exponential and Student's t with 2 degrees of freedom; 3 to 9 rounds).
     """
     rounds = min(len(a), len(b))
     if rounds < 2:
         return None
     widest = max(max(values) - min(values) for values in (a, b))
     margin = 2.0 ** (4 - rounds) * widest + abs(drift)
-    return Interval(min(b) - max(a) - margin, max(b) - min(a) + margin)
-
-
-def interval_from_bound(bound: float, rounds: Sequence[float]) -> Interval | None:
-    """`interval` from a bound, which has no spread of its own, and therefore twice as wide."""
-    return interval([bound] * (len(rounds) - 1), rounds) if len(rounds) > 2 else None
+    return min(b) - max(a) - margin, max(b) - min(a) + margin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +93,7 @@ class Ratio:
 def ratio(
     name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
 ) -> Ratio:
-    """B over A, from one value above 0 for each round of both.
-
-    Args:
-        drift: the logarithm of the change of the machine itself.
-    """
+    """B over A, from one value above 0 for each round of both; `drift` is a logarithm."""
     bounds = interval([math.log(value) for value in a], [math.log(value) for value in b], drift)
     means = statistics.geometric_mean(a), statistics.geometric_mean(b)
     return Ratio(
@@ -120,8 +101,8 @@ def ratio(
         a=means[0],
         b=means[1],
         value=means[1] / means[0],
-        low=bounds and math.exp(bounds.low),
-        high=bounds and math.exp(bounds.high),
+        low=bounds and math.exp(bounds[0]),
+        high=bounds and math.exp(bounds[1]),
         **more,
     )
 

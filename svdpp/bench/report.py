@@ -24,14 +24,13 @@ from svdpp.bench.names import (
 from svdpp.bench.targets import missed
 from svdpp.config.files import read_small_file
 from svdpp.diagnostics.figures import figures_of
-from svdpp.diagnostics.findings import FindingKind
 from svdpp.diagnostics.report import Again, Diagnosis, diagnose
 from svdpp.errors import InputError
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 2**28
 # Each round starts the ranks again on purpose, and no case writes files.
-_NOT_IN_A_BENCH: tuple[FindingKind, ...] = ("start_up", "disk")
+_NOT_IN_A_BENCH = ("start_up", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from svdpp.bench.compare import NEGLIGIBLE, interval_from_bound
+from svdpp.bench.compare import interval, ratio
 from svdpp.bench.names import (
     DATA_PARALLEL,
     FIGURES,
@@ -86,7 +85,7 @@ def outcome(name: str, text: str, summary: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"target": text, "value": value, "low": None, "high": None}
     if value is None:
         return {**found, "verdict": "not measured"}
-    found["low"], found["high"], is_noise = _range(target, value, rounds)
+    found["low"], found["high"], is_noise = _range(target, rounds)
     if value <= target.bound if target.is_upper else value >= target.bound:
         return {**found, "verdict": "met"}
     return {**found, "verdict": "within noise" if is_noise else "missed"}
@@ -108,24 +107,23 @@ def _measured(figure: str, summary: Mapping[str, Any]) -> tuple[float | None, li
     return case["over_rounds"][figure], rounds
 
 
-def _range(
-    target: Target, value: float, rounds: list[float]
-) -> tuple[float | None, float | None, bool]:
+def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | None, bool]:
     """The range of the true figure, and whether it includes the bound.
 
-    Like a comparison it takes logarithms, but not of shares, which can be 0.
+    Like a comparison it takes logarithms, but not of shares, which can be 0. A bound has no spread
+    of its own, so the range is twice as wide.
     """
     if target.name.startswith("peak_"):
         return None, None, False  # the largest of all rounds, and not a mean
-    by_ratio = not is_share(target.name) and min(target.bound, *rounds) > 0
-    if by_ratio:
-        bounds = interval_from_bound(math.log(target.bound), [math.log(each) for each in rounds])
-    else:
-        bounds = interval_from_bound(target.bound, rounds)
-    if bounds is None:  # this case ran out of memory in the other rounds
-        return None, None, True
-    if by_ratio:
-        is_noise = bounds.is_noise or abs(math.log(value / target.bound)) < NEGLIGIBLE
-        low, high = (target.bound * math.exp(bound) for bound in bounds)
-        return low, high, is_noise
-    return target.bound + bounds.low, target.bound + bounds.high, bounds.is_noise
+    if len(rounds) < 3:
+        return None, None, True  # this case ran out of memory in the other rounds
+    bounds = [target.bound] * (len(rounds) - 1)
+    if not is_share(target.name) and min(target.bound, *rounds) > 0:
+        found = ratio("", bounds, rounds)
+        assert found.low is not None
+        assert found.high is not None
+        return target.bound * found.low, target.bound * found.high, found.is_noise is True
+    around = interval(bounds, rounds)
+    assert around is not None
+    low, high = around
+    return target.bound + low, target.bound + high, low <= 0 <= high

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, NamedTuple
 
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures, head_rooms
 
-FindingKind = Literal[
-    "balanced",
-    "slow_device",
-    "shared_cores",
-    "throttled",
-    "too_many_threads",
-    "decode",
-    "encode",
-    "steps",
-    "transfers",
-    "images",
-    "disk",
-    "few_clips",
-    "start_up",
-    "memory",
-]
-KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
+#: What limits a run, by kind, in a few words; braces name the rank.
+KINDS: Mapping[str, str] = {
+    "balanced": "nothing: all ranks are busy",
+    "slow_device": "rank {rank}, whose device is slower",
+    "shared_cores": "other processes, which use the cores",
+    "throttled": "rank {rank}, whose GPU lowers its clock",
+    "too_many_threads": "more threads than cores",
+    "decode": "rank {rank}, which decodes",
+    "encode": "rank {rank}, which encodes",
+    "steps": "rank {rank}, which has more steps than the others",
+    "transfers": "rank {rank}, which waits for packets",
+    "images": "rank {rank}, which waits for images to be read",
+    "disk": "rank {rank}, which waits for clips to be written",
+    "few_clips": "few clips, so that ranks wait at the start and the end",
+    "start_up": "the start of the ranks",
+    "memory": "the memory of rank {rank}",
+}
 
 # A cause that costs less than this share of the run is left out.
 _WORTH_NAMING = 0.05
@@ -36,21 +38,51 @@ _SLOW = 1.15
 # A rank shares its cores if it gets less than this part of a core, or of another rank's CPU time.
 _FEWER_CORES = 0.8
 _LOW_MEMORY = 0.1
+_OTHER_BITS = "the clips get other bits"
+
+
+class Remedy(NamedTuple):
+    """What answers a finding. For most kinds it is another layout, which is forecast instead."""
+
+    text: str
+    note: str = ""
+    changes: Mapping[str, object] = {}
+    """Settings with which to do the same work again."""
+    command: str = ""
+    """To type instead; `{costs}` stands for the measured costs. Empty if no command does it."""
+
+
+_END_OTHERS = Remedy(
+    "end the other processes, or run at another time",
+    "the forecasts here assume that the ranks stay as slow as they were",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One cause that makes a run longer than its work needs, or that threatens it."""
 
-    kind: FindingKind
+    kind: str
+    """One of `KINDS`."""
     rank: int | None = None
     """The rank that limits the others; None if it is not one rank."""
     lost_seconds: float = 0.0
     """What it costs: an estimate of how much shorter the run would be without it."""
     text: str
+    remedy: Remedy | None = None
+
+    @property
+    def short(self) -> str:
+        """What limits the run, in a few words."""
+        lost = f" ({self.lost_seconds:.1f} s)" if self.lost_seconds else ""
+        return KINDS[self.kind].format(rank=self.rank) + lost
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain values; its remedy is among the advice."""
+        return {name: value for name, value in vars(self).items() if name != "remedy"}
 
 
-def find_limits(figures: RunFigures, without: Collection[FindingKind] = ()) -> list[Finding]:
+def find_limits(figures: RunFigures, without: Collection[str] = ()) -> list[Finding]:
     """What limits the run, the costliest first; `balanced` if no rank does.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
@@ -94,9 +126,9 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
     more_steps = limit.step.count - statistics.fmean(rank.step.count for rank in others)
-    slow: FindingKind = "shared_cores" if _gets_fewer_cores(figures, limit) else "slow_device"
+    slow: str = "shared_cores" if _gets_fewer_cores(figures, limit) else "slow_device"
     # Seconds of the excess, each cause alone.
-    causes: dict[FindingKind, float] = {
+    causes: dict[str, float] = {
         "decode": more(limit.decode, [rank.decode for rank in others]),
         "encode": more(limit.encode, [rank.encode for rank in others]),
         "steps": more_steps * limit.step.mean_seconds / slowness,
@@ -104,11 +136,13 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
     }
     kind = max(causes, key=lambda cause: causes[cause])
     text = f"rank {limit.rank} limits the others: {_why_busy(kind, figures, limit, others)}"
-    yield Finding(kind=kind, rank=limit.rank, lost_seconds=min(excess, causes[kind]), text=text)
+    remedy = _END_OTHERS if kind == "shared_cores" else None
+    lost = min(excess, causes[kind])
+    yield Finding(kind=kind, rank=limit.rank, lost_seconds=lost, text=text, remedy=remedy)
 
 
 def _why_busy(
-    kind: FindingKind, figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]
+    kind: str, figures: RunFigures, limit: RankFigures, others: Sequence[RankFigures]
 ) -> str:
     if kind in ("decode", "encode"):
         part = (limit.decode if kind == "decode" else limit.encode).seconds / limit.compute
@@ -156,6 +190,9 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
         lost_seconds=reader.photograph_wait,
         text=f"rank {reader.rank} waits {reader.photograph_wait:.1f} s for images: they are read "
         "more slowly than the ranks make clips",
+        remedy=Remedy(
+            "copy the images to a local disk, or make them smaller", "a rank reads one ahead"
+        ),
     )
     writer = max(figures.ranks, key=lambda rank: rank.writer_wait + rank.write.seconds)
     yield Finding(
@@ -166,6 +203,7 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
         f"there is a clip every {figures.seconds_per_clip:.3g} s: it waited "
         f"{writer.writer_wait:.1f} s for its writer, and the last clip was written "
         f"{figures.write_tail:.1f} s after the last decode",
+        remedy=Remedy("write to a faster disk: name a folder on it with --out"),
     )
     receiver = max(figures.ranks, key=lambda rank: rank.transfer)
     yield Finding(
@@ -183,6 +221,12 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
         lost_seconds=filling,
         text=f"even the busiest rank, {limit.rank}, has no work for {filling:.1f} s, while the "
         f"first clip comes through and the last one leaves: {few} for {figures.world_size} ranks",
+        remedy=Remedy(
+            "make more clips in one run",
+            "all ranks work only between the first clip and the last",
+            command=f"svdpp plan --compare --clips {min(10 * figures.clips, MAX_CLIPS)} "
+            f"--steps {figures.num_steps} --world {figures.world_size} --costs {{costs}}",
+        ),
     )
 
 
@@ -201,6 +245,7 @@ def _cores(figures: RunFigures) -> Iterator[Finding]:
             lost_seconds=compute * (1 - cores / wanted),
             text=f"{figures.world_size} ranks of {figures.num_threads} {threads} want {wanted} "
             f"cores, and there {there}",
+            remedy=_fewer_threads(figures),
         )
     elif figures.num_threads == 1 and 0 < best < _FEWER_CORES:
         yield Finding(
@@ -208,7 +253,15 @@ def _cores(figures: RunFigures) -> Iterator[Finding]:
             lost_seconds=compute * (1 - best),
             text=f"no rank gets more than {best:.0%} of a core's time while it computes: "
             "something else uses this machine",
+            remedy=_END_OTHERS,
         )
+
+
+def _fewer_threads(figures: RunFigures) -> Remedy:
+    threads = max(1, figures.usable_cores // figures.world_size)
+    if threads >= figures.num_threads:
+        return Remedy("fewer ranks, or another machine")
+    return Remedy("as many threads as cores", _OTHER_BITS, {"threads": threads})
 
 
 def _throttled(figures: RunFigures) -> Iterator[Finding]:
@@ -223,6 +276,7 @@ def _throttled(figures: RunFigures) -> Iterator[Finding]:
                 lost_seconds=rank.compute * (1 - gpu.mean_sm_mhz / gpu.peak_sm_mhz),
                 text=f"the GPU of rank {rank.rank} lowers its clock in {part:.0%} of the samples "
                 f"({reason}): {gpu.mean_sm_mhz:.0f} MHz on average, {gpu.peak_sm_mhz:.0f} at most",
+                remedy=Remedy("cool the GPU or raise its power limit: svdpp cannot do either"),
             )
 
 
@@ -230,22 +284,31 @@ def _start_up(figures: RunFigures, whole: float) -> Iterator[Finding]:
     share = figures.start_seconds / (figures.start_seconds + whole)
     if share >= _LONG_START:
         load = max(rank.load_seconds for rank in figures.ranks)
+        model = figures.model.get("name")
+        named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
         yield Finding(
             kind="start_up",
             lost_seconds=figures.start_seconds,
             text=f"starting the ranks takes {figures.start_seconds:.1f} s, {share:.0%} of the "
             f"whole run, {load:.1f} s of it to load the model",
+            remedy=Remedy(
+                "keep the ranks between runs: a service loads the model once",
+                command=f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}",
+            ),
         )
 
 
 def _memory(figures: RunFigures) -> Iterator[Finding]:
     tightest = min(head_rooms(figures), key=lambda room: room.free_share, default=None)
     if tightest is not None and tightest.free_share < _LOW_MEMORY:
+        chunk = {"decode_chunk_size": figures.decode_chunk_size // 2}
+        smaller = Remedy("decode fewer frames at a time", _OTHER_BITS, chunk)
         yield Finding(
             kind="memory",
             rank=tightest.ranks[0],
             text=f"memory is short: rank {', '.join(map(str, tightest.ranks))} used "
             f"{tightest.peak_bytes / 2**30:.1f} of {tightest.total_bytes / 2**30:.1f} GiB",
+            remedy=smaller if figures.decode_chunk_size > 1 else None,
         )
 
 

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from svdpp.config.limits import MAX_CLIPS
 from svdpp.diagnostics.figures import RunFigures, figures_of, head_rooms
-from svdpp.diagnostics.findings import Finding, FindingKind, find_limits
+from svdpp.diagnostics.findings import Finding, find_limits
 from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError, RequestError
@@ -26,24 +25,6 @@ _WORTH_A_CHANGE = 1.05
 _CLIPS_PER_RANK = 16
 # A run that takes this many times its forecast, and a second longer, gets an explanation.
 _OVERRUN, _OVERRUN_SECONDS = 1.2, 1.0
-
-# What limits a run, in a few words; braces name the rank.
-_SHORT: Mapping[FindingKind, str] = {
-    "balanced": "nothing: all ranks are busy",
-    "slow_device": "rank {rank}, whose device is slower",
-    "shared_cores": "other processes, which use the cores",
-    "throttled": "rank {rank}, whose GPU lowers its clock",
-    "too_many_threads": "more threads than cores",
-    "decode": "rank {rank}, which decodes",
-    "encode": "rank {rank}, which encodes",
-    "steps": "rank {rank}, which has more steps than the others",
-    "transfers": "rank {rank}, which waits for packets",
-    "images": "rank {rank}, which waits for images to be read",
-    "disk": "rank {rank}, which waits for clips to be written",
-    "few_clips": "few clips, so that ranks wait at the start and the end",
-    "start_up": "the start of the ranks",
-    "memory": "the memory of rank {rank}",
-}
 
 
 class Again(NamedTuple):
@@ -66,7 +47,7 @@ class Advice:
     """To type; empty if no command of svdpp does it."""
     times_as_fast: float | None = None
     """By forecast or measurement; None if there is none."""
-    answers: FindingKind | None = None
+    answers: str | None = None
     """The finding that it answers; None: any."""
 
 
@@ -100,9 +81,7 @@ class Diagnosis:
         """
         if not self._is_measured:
             return []
-        first = self.findings[0]
-        lost = f" ({first.lost_seconds:.1f} s)" if first.lost_seconds else ""
-        lines = [f"limited by: {_SHORT[first.kind].format(rank=first.rank)}{lost}"]
+        lines = [f"limited by: {self.findings[0].short}"]
         if (best := self.best) is not None:
             lines.append(textwrap.shorten(f"try: {best.text}", 80, placeholder="..."))
             lines += [f"  {best.command}"] if best.command else []
@@ -155,7 +134,7 @@ class Diagnosis:
         rooms = head_rooms(self.figures)
         return {
             "headline": self.headline,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.to_json() for finding in self.findings],
             "advice": [asdict(advice) for advice in self.advice],
             "memory": [{**asdict(room), "free_share": room.free_share} for room in rooms],
             "utilisation": asdict(self.speeds),
@@ -165,13 +144,17 @@ class Diagnosis:
         }
 
 
-def diagnose(figures: RunFigures, again: Again, without: Collection[FindingKind] = ()) -> Diagnosis:
+def diagnose(figures: RunFigures, again: Again, without: Collection[str] = ()) -> Diagnosis:
     """The diagnosis of `figures`, without utilisation."""
     findings = find_limits(figures, without)
     advice = list(_best_layout(figures, again))
     for finding in findings:
-        remedies = _remedy(finding.kind, figures, again)
-        advice += [replace(remedy, answers=finding.kind) for remedy in remedies]
+        if (remedy := finding.remedy) is not None:
+            command = remedy.command.format(costs=shlex.quote(str(again.costs)))
+            if remedy.changes:
+                command = again.command(remedy.changes)
+            text, note, kind = remedy.text, remedy.note, finding.kind
+            advice.append(Advice(text=text, note=note, command=command, answers=kind))
     return Diagnosis(figures=figures, findings=tuple(findings), advice=tuple(advice))
 
 
@@ -222,47 +205,6 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
         command=again.command(changes),
         times_as_fast=times,
     )
-
-
-def _remedy(kind: FindingKind, figures: RunFigures, again: Again) -> list[Advice]:
-    """What answers a finding; another layout is forecast instead."""
-    chunk, model = figures.decode_chunk_size, figures.model.get("name")
-    match kind:
-        case "too_many_threads":
-            threads = max(1, figures.usable_cores // figures.world_size)
-            command = again.command({"threads": threads}) if threads < figures.num_threads else ""
-            text = "as many threads as cores" if command else "fewer ranks, or another machine"
-            note = "the clips get other bits" if command else ""
-            return [Advice(text=text, note=note, command=command)]
-        case "shared_cores":
-            note = "the forecasts here assume that the ranks stay as slow as they were"
-            return [Advice(text="end the other processes, or run at another time", note=note)]
-        case "throttled":
-            return [Advice(text="cool the GPU or raise its power limit: svdpp cannot do either")]
-        case "memory" if chunk > 1:
-            text, note = "decode fewer frames at a time", "the clips get other bits"
-            smaller = {"decode_chunk_size": chunk // 2}
-            return [Advice(text=text, note=note, command=again.command(smaller))]
-        case "images":
-            text = "copy the images to a local disk, or make them smaller"
-            return [Advice(text=text, note="a rank reads one ahead")]
-        case "disk":
-            return [Advice(text="write to a faster disk: name a folder on it with --out")]
-        case "few_clips":
-            command = (
-                f"svdpp plan --compare --clips {min(10 * figures.clips, MAX_CLIPS)} "
-                f"--steps {figures.num_steps} --world {figures.world_size} "
-                f"--costs {shlex.quote(str(again.costs))}"
-            )
-            note = "all ranks work only between the first clip and the last"
-            return [Advice(text="make more clips in one run", note=note, command=command)]
-        case "start_up":
-            named = f" --model {shlex.quote(model)}" if isinstance(model, str) else ""
-            command = f"svdpp serve --gpus {figures.world_size} --device {figures.device}{named}"
-            text = "keep the ranks between runs: a service loads the model once"
-            return [Advice(text=text, command=command)]
-        case _:
-            return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,14 +78,15 @@ def utilisation(
     ranks: Iterable[RankFigures], flops: PartFlops, dtype: str
 ) -> tuple[Utilisation, ...]:
     """The utilisation of each rank that has computed."""
-    return tuple(_of_rank(rank, flops, dtype) for rank in ranks if rank.compute)
-
-
-def _of_rank(rank: RankFigures, flops: PartFlops, dtype: str) -> Utilisation:
-    works = zip((rank.encode, rank.step, rank.decode), flops, strict=True)
-    tflops = sum(work.count * each for work, each in works) / rank.compute / 1e12
-    peak = peak_tflops(rank.device_name, dtype)
-    return Utilisation(rank=rank.rank, tflops=tflops, mfu=None if peak is None else tflops / peak)
+    found = []
+    for rank in ranks:
+        if rank.compute:
+            works = zip((rank.encode, rank.step, rank.decode), flops, strict=True)
+            tflops = sum(work.count * each for work, each in works) / rank.compute / 1e12
+            peak = peak_tflops(rank.device_name, dtype)
+            mfu = None if peak is None else tflops / peak
+            found.append(Utilisation(rank=rank.rank, tflops=tflops, mfu=mfu))
+    return tuple(found)
 
 
 def why_no_mfu(ranks: Iterable[RankFigures], found: Iterable[Utilisation]) -> str:

@@ -79,7 +79,8 @@ class MeanCosts:
                 self._count("step", event.seconds)
             case ActionDone():
                 self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
-                self._count(event.action.kind, event.end - event.start)
+                seconds = event.end - event.start
+                self._count(event.action.kind, seconds / event.action.fraction)
             case TransferDone(direction="recv"):
                 self._count("transfer", event.seconds)
             case _:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,10 +258,6 @@ class ClipCheck:
     found: str | None
     detail: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
     """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
@@ -277,8 +273,9 @@ def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = Non
         return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
     try:
         found = video.file_sha256(clip.path)
-        faults = [*_wrong_with_bytes(clip, found), *_wrong_with_metadata(clip)]
-        faults += _wrong_with_sound(clip, sound)
+        faults = [*_wrong_with_metadata(clip), *_wrong_with_sound(clip, sound)]
+        if recorded not in (None, found):
+            faults.insert(0, "its sha256 is not the recorded one: it was changed or replaced")
         shown, is_same = _compare_pixels(clip, frames)
     except InputError as error:
         faults, shown, is_same = [str(error)], "", False
@@ -288,12 +285,6 @@ def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = Non
         shown += "; no sha256 of the file is recorded"
     detail = "; ".join(faults) if faults else shown
     return ClipCheck(what="file", equal=not faults, recorded=recorded, found=found, detail=detail)
-
-
-def _wrong_with_bytes(clip: ClipOnDisk, found: str) -> Iterator[str]:
-    recorded = clip.metadata["file_sha256"]
-    if recorded not in (None, found):
-        yield "its sha256 is not the recorded one: it was changed or replaced"
 
 
 def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class ClipProof:
         """Plain values; `equal` is null if it is unknown."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
-        checks = [check.to_json() for check in self.checks]
+        checks = [asdict(check) for check in self.checks]
         return {"clip": str(self.path), "equal": not self.different, "checks": checks}
 
     def __str__(self) -> str:
@@ -150,7 +150,8 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
                 observers=(compare, *observers),
             )
         except SvdppError as error:
-            _explain(error)
+            if isinstance(error, OutOfMemoryError):
+                error.hint = "its size and frames are fixed: verify it where there is more memory"
             for proof in proofs:
                 proof.error = None if proof.checks else error
         for index, check in files.items():
@@ -188,11 +189,6 @@ def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
         return check_file(clip, store.frames(index), sound)
     finally:
         store.forget_frames(index)
-
-
-def _explain(error: SvdppError) -> None:
-    if isinstance(error, OutOfMemoryError):
-        error.hint = "the clip fixes its size and frames: verify it on a machine with more memory"
 
 
 def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:

@@ -126,6 +126,7 @@ def clip_metadata(
         "replicas": config.replicas,
         "decoders": config.decoders,
         "cfg_parallel": config.cfg_parallel,
+        "decode_ranks": config.decode_ranks,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
         **({} if sampling.family == "svd" else _prompts(made_from)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,8 +154,9 @@ class _Preparation:
             tamper=fault.tamper(rank) if fault else None,
             wall_ahead=self.context.clock.wall_ahead,
         )
-        rounds = connect_rounds(self.setup.links)
-        transport.connect(rounds, self.reporter.connecting, config.layout.pairs)
+        layout, rounds = config.layout, connect_rounds(self.setup.links)
+        decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
+        transport.connect(rounds, self.reporter.connecting, layout.pairs, decode)
         return transport
 
     def _from_rank_0(self, clip: int, path: Path) -> bytes:

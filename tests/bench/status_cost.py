@@ -10,30 +10,27 @@ microseconds for each call: of a running, a waiting and an unknown clip, and of 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
 import time
 from pathlib import Path
 
-from tests.bench.serve_load import Connection
+import httpx
+
 from tests.serve.http_server import DUMMY, HttpServer
 from tests.soak.serve_processes import cpu_seconds
 
 _WARM_UP = 200
 
 
-async def _cost(port: int, pid: int, path: str, calls: int) -> float:
+def _cost(client: httpx.Client, pid: int, path: str, calls: int) -> float:
     """Microseconds of the process for each call."""
-    connection = Connection(port)
     for _ in range(_WARM_UP):
-        await connection.call("GET", path)
+        client.get(path)
     before = cpu_seconds(pid)
     for _ in range(calls):
-        await connection.call("GET", path)
-    spent = cpu_seconds(pid) - before
-    connection.close()
-    return round(1e6 * spent / calls, 1)
+        client.get(path)
+    return round(1e6 * (cpu_seconds(pid) - before) / calls, 1)
 
 
 def main() -> None:
@@ -56,10 +53,8 @@ def main() -> None:
             "unknown": "/v1/videos/video_none",
             "health": "/health",
         }
-        port, pid = int(server.url.rpartition(":")[2]), server.process.pid
-        found = {
-            name: asyncio.run(_cost(port, pid, path, asked.calls)) for name, path in paths.items()
-        }
+        pid = server.process.pid
+        found = {n: _cost(server.client, pid, path, asked.calls) for n, path in paths.items()}
     print(json.dumps(found))
 
 

@@ -56,7 +56,7 @@ def test_the_report_on_a_bench_that_measured_nothing(tmp_path: Path) -> None:
 
 def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     cells = ("a" * 70, "b" * 70)
-    Console().table(("one", "two"), [cells])
+    Console().table([dict(zip(("one", "two"), cells, strict=True))])
     assert capsys.readouterr().out.splitlines()[1].split() == list(cells)
 
 

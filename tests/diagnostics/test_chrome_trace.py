@@ -189,38 +189,3 @@ def test_a_full_disk_is_reported_at_the_end(tmp_path: Path) -> None:
         file(rank, event)
     with pytest.raises(OutputError, match=r"trace\.json' cannot be written"):
         file.close()
-
-
-_X = {"ph": "X", "pid": 0, "tid": 0, "name": "step", "ts": 10, "dur": 10}
-_NAME = {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
-_FLOW = {"pid": 0, "tid": 0, "name": "transfer", "cat": "transfer", "id": "1"}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ([{**_X, "ph": "Q"}], "unknown phase"),
-        ([{**_X, "dur": -1}], "dur is negative"),
-        ([{**_X, "ts": True}], "ts is no number"),
-        ([{**_X, "pid": "0"}], "pid is no integer"),
-        ([{"ph": "X", "pid": 0, "tid": 0, "name": "step", "ts": 1}], "X without {'dur'}"),
-        ([_X, {**_X, "ts": 15}], "slices that cross"),
-        ([{**_X, "dur": 5}, _X], "slices that cross"),  # the longer one comes first
-        ([{**_X, "tid": 7}], "a track has no name"),
-        ([{**_X, "ph": "C", "args": {}}], "a counter without a value"),
-        ([{**_X, "ph": "C", "args": {"MiB": "3"}}], "a counter that is no number"),
-        ([{**_NAME, "name": "colour"}], "no metadata 'colour'"),
-        ([_X, {**_FLOW, "ph": "s", "ts": 12}], "a flow with one end"),
-        ([_X, {**_FLOW, "ph": "s", "ts": 30}], "an arrow without a slice"),
-        ([_X, *({**_FLOW, "ph": each, "ts": 12} for each in "sfs")], "two starts"),
-        ([_X, {**_FLOW, "ph": "s", "ts": 13}, {**_FLOW, "ph": "f", "ts": 12}], "back in time"),
-    ],
-)
-def test_the_checker_finds_each_breach(wrong: list[dict[str, Any]], words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        check_trace([_NAME, *wrong])
-
-
-def test_the_checker_accepts_what_the_format_allows() -> None:
-    flow = [{**_FLOW, "ph": phase, "ts": ts} for phase, ts in (("s", 12), ("t", 13), ("f", 14))]
-    check_trace([_NAME, _X, *flow, {**_X, "ts": 20}])

@@ -11,7 +11,7 @@ import pytest
 
 from svdpp.config.files import read_costs
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
-from svdpp.diagnostics.findings import KINDS, Finding, FindingKind
+from svdpp.diagnostics.findings import KINDS, Finding
 from svdpp.diagnostics.report import Diagnosis, overrun, read_report
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.large_forecast import forecast_layout
@@ -241,7 +241,7 @@ def test_each_advice_changes_something_and_its_forecast_holds(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_limit_fits_on_a_line(kind: FindingKind, tmp_path: Path) -> None:
+def test_each_limit_fits_on_a_line(kind: str, tmp_path: Path) -> None:
     found = Finding(kind=kind, rank=1023, lost_seconds=86400.0, text="")
     line, *_ = replace(_diagnosis(tmp_path, replayed()), findings=(found,)).lines
     assert line.startswith("limited by: ")

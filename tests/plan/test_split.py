@@ -16,7 +16,6 @@ from svdpp.plan.split import (
     Stage,
     StepRange,
     balanced_cuts,
-    join_cuts,
     largest_world,
     split_steps,
 )
@@ -122,14 +121,6 @@ def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -
 
 def one_rank_each(*fixed: float, step: float = 1.0) -> list[Stage]:
     return [Stage((rank,), (step,), (seconds,)) for rank, seconds in enumerate(fixed)]
-
-
-@given(st.integers(1, 40), st.integers(1, 10))
-def test_without_other_costs_balanced_is_even(num_steps: int, world_size: int) -> None:
-    counts = counts_of(balanced_cuts(Part(num_steps, one_rank_each(*[0.0] * world_size))))
-
-    assert max(counts) - min(counts) <= 1
-    assert list(counts) == sorted(counts, reverse=True)
 
 
 def test_a_rank_that_only_decodes_is_a_result() -> None:
@@ -238,11 +229,3 @@ def test_the_second_part_is_dithered_as_if_it_were_alone(
         cuts = both.cuts(index)
         assert cuts == (0, *(first + cut for cut in alone.cuts(index)))
         assert (index % turns, cuts) in both.all_cuts()
-
-
-def test_parts_are_cut_by_the_phases_of_one_clip() -> None:
-    parts = [Part(10, one_rank_each(0, 0, 0)), Part(7, one_rank_each(0, 0))]
-    whole, *each = (DitheredCuts(some) for some in (parts, *([part] for part in parts)))
-
-    for index in range(100):
-        assert whole.cuts(index) == join_cuts(alone.cuts(index) for alone in each)
