@@ -249,7 +249,12 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
         apart = replace(
-            config, split="uniform", replicas=config.world_size, decoders=1, cfg_parallel=1
+            config,
+            split="uniform",
+            replicas=config.world_size,
+            decoders=1,
+            cfg_parallel=1,
+            decode_ranks=1,
         )
         cases[DATA_PARALLEL] = apart
     return {**cases, ONE_DEVICE: config.alone()}

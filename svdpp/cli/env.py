@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.options.talk import AnswerOptions
 
@@ -44,7 +44,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "git", facts["git"]["sha"] + (", with changes" if facts["git"]["dirty"] else "")
     yield "system", host["system"]
     yield "cpu", f"{host['cpu']}, {host['cpu_capability']}"
-    yield "cores", f"{host['usable_cores']} of {host['cores']}, {host['torch_threads']} threads"
+    threads = counted(host["torch_threads"], "thread")
+    yield "cores", f"{host['usable_cores']} of {host['cores']}, {threads}"
     yield "memory", f"{_gib(host['available_bytes'])} of {_gib(host['memory_bytes'])} free"
     for index, gpu in enumerate(devices["gpus"]):
         yield f"cuda:{index}", f"{gpu['name']}, {_gib(gpu['memory_bytes'])}, sm {gpu['capability']}"

@@ -135,9 +135,8 @@ def _show_comparison(
     from svdpp.plan.compare import compare_layouts
 
     layout.leave_to("--compare")
-    for option, value in (("layout", layout.layout), ("cfg-parallel", layout.cfg_parallel)):
-        if value is not None:
-            raise RequestError(f"--compare shows all layouts: leave out --{option}")
+    for option in layout.given:
+        raise RequestError(f"--compare shows all layouts: leave out --{option}")
     rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
     show_comparison(console, request, counts, rows)
 

@@ -83,8 +83,9 @@ def show_layout(
     `reason` says why `auto` chose it; `cards` are each rank's card and its GiB if they differ.
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
+    alone |= {"replicas": layout.world_size, "decode_ranks": 1}
     ours = _Timed(layout, request)
-    theirs = _Timed(replace(layout, replicas=layout.world_size, **alone), request)
+    theirs = _Timed(replace(layout, **alone), request)
     assert ours.forecast  # it may refuse the costs: print nothing before
     console.info(*request.remarks)
     if console.as_json:
@@ -220,7 +221,7 @@ def _layout_json(
 
 def _facts(layout: Layout) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
-    names = ["split", "replicas", "decoders", "cfg_parallel"]
+    names = ["split", "replicas", "decoders", "cfg_parallel", "decode_ranks"]
     if layout.expert_boundary is not None:
         names += ["expert_boundary", "share_experts"]
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}

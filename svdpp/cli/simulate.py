@@ -176,11 +176,11 @@ def _to_json(pipeline: Pipeline, times: dict[str, Forecast], speeds: Speeds) -> 
         ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
-    fields = ("world_size", "split", "replicas", "decoders", "cfg_parallel", "num_threads")
+    fields = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
     return {
         "schema_version": 1,
         "num_steps": config.sampling.num_inference_steps,
-        **{name: getattr(config, name) for name in fields},
+        **{name: getattr(config, name) for name in (*fields, "num_threads")},
         "model": config.model.name,
         "dtype": config.model.dtype,
         "backend": pipeline.backend,

@@ -27,7 +27,7 @@ _TOMBSTONE, _CHECKSUM, _MEMORY_PRESSURE = 1, 2, 4
 
 
 def _positions(formats: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    sizes = (struct.calcsize(f"<{each}") for each in formats.values())
+    sizes = (struct.calcsize(f"<{code}") for code in formats.values())
     return zip(formats, accumulate(sizes, initial=0), strict=False)
 
 
@@ -109,11 +109,11 @@ class Header:
             "clip": (self.clip, clip),
             "next step": (self.next_step, next_step),
         }
-        for what, (sent, expected) in pairs.items():
+        for name, (sent, expected) in pairs.items():
             if sent != expected:
                 raise TransportError(
-                    f"{what}: sent {sent}, expected {expected}",
-                    details={"what": what, "got": sent, "expected": expected},
+                    f"{name}: sent {sent}, expected {expected}",
+                    details={"what": name, "got": sent, "expected": expected},
                 )
 
 

@@ -63,7 +63,7 @@ def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """The payload: uint8, queued on the current stream of `device`."""
-    parts = [_bytes_of(each) for each in tensors.values() if each.device.type == device.type]
+    parts = [_bytes_of(tensor) for tensor in tensors.values() if tensor.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 

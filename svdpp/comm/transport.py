@@ -34,8 +34,9 @@ GROUP_TIMEOUT = timedelta(days=7)
 # Clip index of the packet that opens a link; no clip has it.
 _HELLO_CLIP = 2**64 - 1
 
-#: What a link carries: clips, or the predictions that a pair exchanges at each step.
-Channel = Literal["clips", "predictions"]
+#: What a link carries: clips, the predictions that a pair exchanges at each step, or final latents
+#: and frames of clips that several ranks decode.
+Channel = Literal["clips", "predictions", "decode"]
 
 
 class Transfer(NamedTuple):
@@ -84,8 +85,8 @@ class Transport:
         self._tamper = tamper
         self._wall_ahead = wall_ahead
         self._links: dict[tuple[str, int, Channel], _Link] = {}
-        # Of predictions, by whether they go to a higher rank.
-        self._groups: dict[bool, Any] = {}
+        # Of other channels than `clips`, also by whether they go to a higher rank.
+        self._groups: dict[tuple[Channel, bool], Any] = {}
         # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
         self._enqueue = threading.Lock()
 
@@ -94,26 +95,34 @@ class Transport:
         rounds: Iterable[Iterable[tuple[int, int]]],
         on_connecting: Callable[[int], None] | None = None,
         pairs: Iterable[tuple[int, int]] = (),
+        decode: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Opens this rank's links by one small packet each.
 
         The first NCCL message of a pair creates its communicator and blocks until both ends call
         it (pytorch/pytorch#108378), so all ranks follow the same rounds. Pairs of one round are
-        disjoint and open at the same time. The predictions of a pair have a process group for each
-        direction: with one communicator, two sends that cross would wait for each other.
+        disjoint and open at the same time. Where packets go both ways between two ranks, each
+        direction has a process group: with one communicator, sends that cross would wait for each
+        other.
 
         Args:
             rounds: of pairs (from, to), the same for all ranks; see `plan.schedule.connect_rounds`.
             on_connecting: called with the other end before each of this rank's links is opened.
             pairs: of ranks that exchange predictions, the same for all ranks.
+            decode: pairs (from, to) for clips that several ranks decode, the same for all ranks.
         """
         links: list[tuple[int, int, Channel]] = [
             (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)
         ]
-        if pairs := tuple(pairs):
-            self._groups = {up: dist.new_group(timeout=GROUP_TIMEOUT) for up in (True, False)}
-            links += [(low, high, "predictions") for low, high in pairs]
-            links += [(high, low, "predictions") for low, high in pairs]
+        pairs = list(pairs)
+        others: dict[Channel, list[tuple[int, int]]] = {
+            "predictions": [*pairs, *((high, low) for low, high in pairs)],
+            "decode": list(decode),
+        }
+        for channel, found in others.items():
+            for is_up in (True, False) if found else ():
+                self._groups[channel, is_up] = dist.new_group(timeout=GROUP_TIMEOUT)
+            links += [(*ends, channel) for ends in found]
         for source, target, channel in links:
             if self._rank not in (source, target):
                 continue
@@ -164,7 +173,7 @@ class Transport:
         key = direction, peer, channel
         if key not in self._links:
             is_up = (peer > self._rank) == (direction == "to")
-            group = self._groups[is_up] if channel == "predictions" else None
+            group = self._groups.get((channel, is_up))
             self._links[key] = _Link(peer, f"{direction}-{peer}", self._device, channel, group)
         return self._links[key]
 

@@ -20,7 +20,7 @@ from svdpp.config.limits import (
 from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SvdSampling
 from svdpp.plan.costs import Costs
-from svdpp.plan.layout import Layout, Split
+from svdpp.plan.layout import Layout, Split, frame_chunks
 from svdpp.plan.split import MAX_RANKS
 
 
@@ -57,6 +57,9 @@ class PipelineConfig:
     """Steps of the first of two experts; the model gives it when the configuration is resolved."""
     cfg_parallel: int = 1
     """2: two ranks do each step of a clip together, each for one branch of the guidance."""
+    decode_ranks: int | None = None
+    """Ranks that decode each clip together; None: when the configuration is resolved, both ranks of
+    a pair if the model decodes in chunks of frames and a clip has several, else one."""
     share_experts: bool = False
     """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
     checksum: bool = False
@@ -124,7 +127,15 @@ class PipelineConfig:
             expert_boundary=self.expert_boundary,
             share_experts=self.share_experts,
             cfg_parallel=self.cfg_parallel,
+            decode_ranks=1 if self.decode_ranks is None else self.decode_ranks,
+            chunks=self.chunks,
         )
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Frames of each part of a clip that is decoded at once; empty: not known yet."""
+        frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
+        return frame_chunks(frames, size) if frames and size else ()
 
     def with_sampling(
         self, sampling: SamplingConfig, expert_boundary: int | None = None
@@ -135,7 +146,8 @@ class PipelineConfig:
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
         plain: dict[str, Any] = {"split": "uniform", "costs": Costs(), "device_order": ()}
-        return replace(self, world_size=1, replicas=1, decoders=1, cfg_parallel=1, **plain)
+        plain |= {"replicas": 1, "decoders": 1, "cfg_parallel": 1, "decode_ranks": 1}
+        return replace(self, world_size=1, **plain)
 
     @property
     def decodes(self) -> bool:

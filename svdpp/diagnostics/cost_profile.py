@@ -196,7 +196,8 @@ def _devices(config: PipelineConfig, world: World | None) -> str:
         own = cpu_model() if config.device == "cpu" else gpus.visible_gpus()[0].name
         return f"{size} ranks on {world.num_hosts} hosts, rank 0 on: {own}"
     if config.device == "cpu":
-        return f"{size} ranks x {config.num_threads} threads on one {cpu_model()}"
+        threads = f"{config.num_threads} thread{'s' * (config.num_threads > 1)}"
+        return f"{size} ranks x {threads} on one {cpu_model()}"
     visible = gpus.visible_gpus()
     index = int(config.device.partition(":")[2] or 0)
     used = visible[:size] if config.device == "cuda" else visible[index : index + 1]

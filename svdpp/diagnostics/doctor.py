@@ -137,8 +137,9 @@ def _transfers(examination: Examination) -> str:
     arrived = [packet for packet in trace.transfers if packet.direction == "recv" and packet.clip]
     slowest = max(arrived, key=lambda packet: packet.end - packet.start)
     milliseconds = (slowest.end - slowest.start) * 1000
+    links = len(config.layout.links)
     return (
-        f"{len(config.layout.links)} links with checksums, at worst {slowest.peer} -> "
+        f"{links} link{'s' * (links > 1)} with checksums, at worst {slowest.peer} -> "
         f"{slowest.rank}: {disk_space.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
     )
 

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.costs import Costs, PerRank, step_from_pair
-from svdpp.plan.layout import Layout, Split
+from svdpp.plan.layout import Layout, Split, frame_chunks
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -133,6 +133,7 @@ class RunFigures:
     replicas: AtLeastOne = 1
     decoders: AtLeastOne = 1
     cfg_parallel: AtLeastOne = 1
+    decode_ranks: AtLeastOne = 1
     decodes: bool = True
     device: str = "cpu"
     num_threads: AtLeastOne = 1
@@ -203,6 +204,8 @@ class RunFigures:
             replicas=self.replicas,
             decoders=self.decoders,
             cfg_parallel=self.cfg_parallel,
+            decode_ranks=self.decode_ranks,
+            chunks=frame_chunks(self.frames, self.decode_chunk_size or self.frames or 1),
             costs=self.costs,
             decodes=self.decodes,
         )

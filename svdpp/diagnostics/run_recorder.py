@@ -163,6 +163,7 @@ class FigureRecorder:
             replicas=config.replicas,
             decoders=config.decoders,
             cfg_parallel=config.cfg_parallel,
+            decode_ranks=config.decode_ranks or 1,
             decodes=config.decodes,
             device=config.device,
             num_threads=config.num_threads,
@@ -225,7 +226,7 @@ class FigureRecorder:
 
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
         spans = (s for s in self.trace.spans if s.rank == rank and s.action.kind is kind)
-        return _mean([span.end - span.start for span in spans])
+        return _mean([(span.end - span.start) / span.action.fraction for span in spans])
 
     def _forecast(self, figures: RunFigures) -> float | None:
         schedule = self._schedule(figures.clips)

@@ -21,10 +21,10 @@ from svdpp.worker import latent_checkpoints
 def answer(question: bytes, policy: OutputPolicy) -> bytes:
     """What this host finds in the folders that its command names, or the error that prevents it."""
     try:
-        found = _answer(json.loads(question), policy)
+        said = _answer(json.loads(question), policy)
     except Exception as error:
-        found = {"error": error_to_dict(error)}
-    return json.dumps(found).encode()
+        said = {"error": error_to_dict(error)}
+    return json.dumps(said).encode()
 
 
 def _answer(question: dict[str, Any], policy: OutputPolicy) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def check_outputs(
             "--resume keeps what is finished, --overwrite replaces it",
             details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )
-    for each in places:
-        video.check_output(each)
-        output_files.check_free(each.json_path)
+    for output in places:
+        video.check_output(output)
+        output_files.check_free(output.json_path)
     if not policy.overwrite:
         check_replaceable(policy.manifest)
     output_files.check_writable(policy.folder)
@@ -113,10 +113,10 @@ def without_shared_names(
 ) -> tuple[list[ClipInput], list[RequestError]]:
     """`inputs` without those whose clips share a name with an earlier one's; their errors."""
     refused: dict[ClipInput, RequestError] = {}
-    for each, first, error in _shared_names(inputs, seeds, policy):
-        if first != each:
-            refused.setdefault(each, error)
-    return [each for each in inputs if each not in refused], list(refused.values())
+    for made_from, first, error in _shared_names(inputs, seeds, policy):
+        if first != made_from:
+            refused.setdefault(made_from, error)
+    return [made_from for made_from in inputs if made_from not in refused], list(refused.values())
 
 
 def plan_clips(
@@ -185,7 +185,7 @@ def open_manifest(
     `lost` has an entry for each input that could not be read; `options` are the user's, besides
     images and seeds, for `--from`.
     """
-    about = {
+    run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": config.model.name,
         "world_size": config.world_size,
@@ -201,7 +201,7 @@ def open_manifest(
         {**_entry(metadata), "from_step": request.done_steps}
         for metadata, request in zip(clips.metadata, clips.requests, strict=True)
     ]
-    return RunManifest(path, about, begun, before)
+    return RunManifest(path, run, begun, before)
 
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:

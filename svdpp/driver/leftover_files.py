@@ -36,7 +36,7 @@ class LeftoverFiles:
             if is_finished:
                 self._prune(request)
         requests = [*(request for request, _ in self._recent), *unfinished]
-        folders = {Path(each.output.path).parent for each in requests if each.output}
+        folders = {Path(request.output.path).parent for request in requests if request.output}
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from svdpp.config import PipelineConfig
@@ -48,25 +47,17 @@ class Stall:
 class Liveness:
     """Distinguishes a stalled rank from a slow one and from those that wait for it.
 
-    All times are seconds on one clock. All ranks must join within `start_timeout`. A rank is
-    stalled after `heartbeat_timeout` without a heartbeat (eight times that before it has joined),
-    or, once all have joined, after `timeout` of computing without progress.
+    All times are seconds on one clock, and begin `now`. All ranks must join within the start
+    timeout. A rank is stalled after `silence_limit` without a heartbeat (eight times that before it
+    has joined), or, once all have joined, after the timeout of computing without progress.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        now: float,
-        *,
-        start_timeout: float,
-        heartbeat_timeout: float,
-        timeout: float,
-    ) -> None:
+    def __init__(self, config: PipelineConfig, now: float) -> None:
         self._begun = self._polled = now
-        self._start_timeout = start_timeout
-        self._heartbeat_timeout = heartbeat_timeout
-        self._timeout = timeout
-        self._seen = [_Seen(now, now, now) for _ in range(world_size)]
+        self._start_timeout = config.start_timeout_seconds
+        self._heartbeat_timeout = silence_limit(config)
+        self._timeout = config.timeout_seconds
+        self._seen = [_Seen(now, now, now) for _ in range(config.world_size)]
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
@@ -186,14 +177,3 @@ def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
 def silence_limit(config: PipelineConfig) -> float:
     """Seconds without a heartbeat after which a rank is stalled; shorter than its `timeout`."""
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)
-
-
-def new_liveness(config: PipelineConfig) -> Liveness:
-    """A new `Liveness` with the deadlines of `config`, from now on."""
-    return Liveness(
-        config.world_size,
-        time.monotonic(),
-        start_timeout=config.start_timeout_seconds,
-        heartbeat_timeout=silence_limit(config),
-        timeout=config.timeout_seconds,
-    )

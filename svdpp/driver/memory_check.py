@@ -61,11 +61,11 @@ def _upper_bound(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> int:
     """An upper bound, far above the need, but fast: it does not import diffusers."""
-    each = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
+    bound = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
     if checkpoint is not None:
         used = {part for roles in ranks for part in _components(config, checkpoint, roles)}
-        each += sum(weight_bytes(checkpoint, config.model, part).num_bytes for part in used)
-    return len(ranks) * each + _image_bytes(checkpoint, ranks)
+        bound += sum(weight_bytes(checkpoint, config.model, part).num_bytes for part in used)
+    return len(ranks) * bound + _image_bytes(checkpoint, ranks)
 
 
 def _estimate(
@@ -84,13 +84,13 @@ def _estimate(
     activations = dict.fromkeys(_KNOBS, 0)
     weights: dict[tuple[Roles, int], int] = {}
     for rank, roles in enumerate(ranks):
-        memories = ((each, parts.of_rank(each)) for each in roles.split())
-        held = {each: memory for each, memory in memories if memory.peak_bytes}
-        for each, memory in held.items():
-            owner = 0 if _are_shared(config, checkpoint, each) else rank
-            weights[each, owner] = memory.weight_bytes
+        memories = ((share, parts.of_rank(share)) for share in roles.split())
+        held = {share: memory for share, memory in memories if memory.peak_bytes}
+        for share, memory in held.items():
+            owner = 0 if _are_shared(config, checkpoint, share) else rank
+            weights[share, owner] = memory.weight_bytes
         if held:
-            largest = max(held, key=lambda each: held[each].activation_bytes)
+            largest = max(held, key=lambda share: held[share].activation_bytes)
             (name,) = (name for name, has_role in largest.parts.items() if has_role)
             activations[name] += held[largest].activation_bytes
     activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES

@@ -11,7 +11,6 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
 from svdpp.driver.leftover_files import LeftoverFiles
-from svdpp.driver.liveness import new_liveness
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.rank_session import RankSession
 from svdpp.driver.ranks import DeviceCheck, PipelineRanks
@@ -214,7 +213,7 @@ class Pipeline(PipelineRanks):
         self._check_open()
         checked = self._work.checked(requests)
         num_steps = list(map(self._work.num_steps, checked))
-        marked = [self._marked(each) for each in check_metadata(metadata, len(checked))]
+        marked = [self._marked(own) for own in check_metadata(metadata, len(checked))]
         with self._submitting:
             session = self._check_open()
             first = self._clips.num_added
@@ -268,10 +267,8 @@ class Pipeline(PipelineRanks):
         self.check_memory()
         supervisor = self._supervisor = Supervisor(
             self._open(),
-            new_liveness(self.config),
-            device=self.config.device,
-            device_order=self.config.device_order,
-            observers=(self._take_event,),
+            self.config,
+            self._take_event,
             trace=Trace(self.config.world_size, self._trace_clips),
         )
         self._session = RankSession(

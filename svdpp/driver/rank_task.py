@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.liveness import new_liveness
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
@@ -45,9 +44,7 @@ def run_rank_task(
         device=config.device,
         preload=preload,
     )
-    supervisor = Supervisor(
-        group, new_liveness(config), device=config.device, observers=tuple(observers)
-    )
+    supervisor = Supervisor(group, config, *observers)
     try:
         supervisor.wait_joined()
         while not until():
@@ -57,8 +54,8 @@ def run_rank_task(
         supervisor.kill()
 
 
-def _main(context: RankContext, asked: tuple[RankTask, PipelineConfig, Any]) -> None:
-    task, config, argument = asked
+def _main(context: RankContext, call: tuple[RankTask, PipelineConfig, Any]) -> None:
+    task, config, argument = call
     reporter = Reporter(context.channel)
     reporter.start()
     try:

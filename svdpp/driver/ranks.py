@@ -11,6 +11,7 @@ from svdpp.driver.liveness import silence_limit
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server
+from svdpp.launch.connections import Terms
 from svdpp.launch.group import Group
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.started import StartedGroup
@@ -84,16 +85,12 @@ class PipelineRanks:
         reports it. `answer` answers rank 0's question about this host before the work
         begins.
         """
-        world, config = self._launched_world(), self._setup.config
+        world = self._launched_world()
         serve_joined(
             rank_main,
             self._setup,
-            world=world,
-            backend=self.backend,
-            device=device_of(config, world),
-            shared_settings=shared_settings(config, self._setup.checkpoint),
-            start_timeout=config.start_timeout_seconds,
-            peer_timeout=silence_limit(config),
+            self._terms(),
+            device=device_of(self._setup.config, world),
             observers=self._observers,
             answer=answer,
             say=say,
@@ -145,16 +142,19 @@ class PipelineRanks:
 
     def _join(self) -> JoinedGroup:
         """The launched ranks, waiting for work. Rank 0 calls it, once or more often."""
-        world, config = self._launched_world(), self._setup.config
         if self._joined is None:
-            self._joined = JoinedGroup(
-                world=world,
-                backend=self.backend,
-                shared_settings=shared_settings(config, self._setup.checkpoint),
-                start_timeout=config.start_timeout_seconds,
-                peer_timeout=silence_limit(config),
-            )
+            self._joined = JoinedGroup(self._terms())
         return self._joined
+
+    def _terms(self) -> Terms:
+        config = self._setup.config
+        return Terms(
+            world=self._launched_world(),
+            backend=self.backend,
+            shared_settings=shared_settings(config, self._setup.checkpoint),
+            start_timeout=config.start_timeout_seconds,
+            peer_timeout=silence_limit(config),
+        )
 
     def _launched_world(self) -> World:
         if self.world is None:

@@ -28,14 +28,14 @@ def resolve(
     if config.model.is_dummy:
         return resolved(config, None), None
     checkpoint = find_checkpoint(config.model, weights=False)
-    found = resolved(config, checkpoint)
+    with_defaults = resolved(config, checkpoint)
     if weights == "none":
-        return found, checkpoint
+        return with_defaults, checkpoint
     components = frozenset(checkpoint.weighted)
     if weights == "host":
-        on_host = _roles_on_host(found, world)
-        each = (checkpoint.components_of(roles, found.sampling) for roles in on_host)
-        components = frozenset().union(*each)
+        on_host = _roles_on_host(with_defaults, world)
+        by_rank = (checkpoint.components_of(roles, with_defaults.sampling) for roles in on_host)
+        components = frozenset().union(*by_rank)
     checkpoint = with_weights(checkpoint, config.model, sorted(components))
     return resolved(config, checkpoint), checkpoint
 
@@ -51,7 +51,8 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
 def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
     """`config` with the model's own values in place of None."""
     sampling, boundary = _resolved(config, config.sampling, checkpoint)
-    return replace(config, sampling=sampling, expert_boundary=boundary)
+    found = replace(config, sampling=sampling, expert_boundary=boundary)
+    return replace(found, decode_ranks=_decode_ranks(found, checkpoint))
 
 
 def resolved_for(
@@ -59,6 +60,28 @@ def resolved_for(
 ) -> PipelineConfig:
     """The configuration of a clip with its own sampling parameters, in a pipeline of `config`."""
     return config.with_sampling(*_resolved(config, sampling, checkpoint))
+
+
+def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
+    """The ranks that decode each clip together; by default both of a pair, where that helps."""
+    in_chunks = checkpoint is None or checkpoint.row.decodes_in_chunks
+    chunks, count = len(config.chunks) or 1, config.decode_ranks
+    if count is None:
+        return min(config.cfg_parallel, chunks) if in_chunks else 1
+    if count > 1 and checkpoint is not None and not in_chunks:
+        raise RequestError(
+            f"--decode-ranks {count} cannot divide the decode of {checkpoint.label}: it is not in "
+            "chunks of frames that are decoded on their own",
+            "leave --decode-ranks out",
+        )
+    if count > chunks:
+        raise RequestError(
+            f"--decode-ranks {count} needs as many chunks of frames, and a clip of "
+            f"{config.sampling.frames} frames is decoded in {chunks}",
+            f"use --decode-ranks {chunks} or fewer, or a smaller --decode-chunk-size, on which the "
+            "bits depend",
+        )
+    return count
 
 
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:

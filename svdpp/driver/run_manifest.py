@@ -73,12 +73,12 @@ class RunManifest:
     def __init__(
         self,
         path: Path,
-        about: Mapping[str, Any],
+        run: Mapping[str, Any],
         clips: Sequence[Mapping[str, Any]],
         before: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._path = path
-        self._about = redact_all(about)
+        self._run = redact_all(run)
         self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
         self._before = redact_all(before)
         self._measured: Mapping[str, Any] | None = None
@@ -140,7 +140,7 @@ class RunManifest:
     def _write(self) -> None:
         begun = time.monotonic()
         clips = [*self._before, *self._clips]
-        content = {"schema_version": SCHEMA_VERSION, **self._about, "clips": clips}
+        content = {"schema_version": SCHEMA_VERSION, **self._run, "clips": clips}
         measured = {} if self._measured is None else {"measured": self._measured}
         try:
             output_files.write_json(self._path, {**content, **measured})

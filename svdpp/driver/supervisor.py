@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from svdpp.config import PipelineConfig
 from svdpp.driver.liveness import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
@@ -43,16 +44,13 @@ class Supervisor:
     def __init__(
         self,
         group: Group,
-        liveness: Liveness,
-        *,
-        device: str,
-        device_order: tuple[int, ...] = (),
-        observers: tuple[Observer, ...] = (),
+        config: PipelineConfig,
+        *observers: Observer,
         trace: Trace | None = None,
     ) -> None:
         self._group = group
-        self._liveness = liveness
-        self._device, self._device_order = device, device_order
+        self._config = config
+        self._liveness = Liveness(config, time.monotonic())
         self._observers = observers
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
@@ -215,10 +213,10 @@ class Supervisor:
 
     def _name(self, rank: int) -> str:
         host, local_rank = self._group.location(rank)
-        index = self._device_order[rank] if self._device_order else local_rank
-        device = self.trace.devices.get(rank) or (
-            f"cuda:{index}" if self._device == "cuda" else self._device
-        )
+        planned, order = self._config.device, self._config.device_order
+        if planned == "cuda":
+            planned = f"cuda:{order[rank] if order else local_rank}"
+        device = self.trace.devices.get(rank) or planned
         return f"rank {rank} ({device} of {host})"
 
     def _picture(self, rank: int, remark: str) -> str:

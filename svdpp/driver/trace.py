@@ -79,7 +79,8 @@ class MeanCosts:
                 self._count("step", event.seconds)
             case ActionDone():
                 self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
-                self._count(event.action.kind, event.end - event.start)
+                seconds = event.end - event.start
+                self._count(event.action.kind, seconds / event.action.fraction)
             case TransferDone(direction="recv"):
                 self._count("transfer", event.seconds)
             case _:
@@ -110,8 +111,8 @@ class MeanCosts:
             return assumed
         scale = self._step_seconds / assumed.step_on(0)
 
-        def known(what: str, seconds: float) -> float:
-            return self._mean(what) if self._counts[what] else scale * seconds
+        def known(name: str, seconds: float) -> float:
+            return self._mean(name) if self._counts[name] else scale * seconds
 
         transfer = self._mean("transfer") if self._counts["transfer"] else 0.0
         return Costs(
@@ -126,12 +127,12 @@ class MeanCosts:
         mean = self._mean("step")
         return step_from_pair(mean, self.transfer_seconds) if self._has_pairs else mean
 
-    def _count(self, what: str, seconds: float) -> None:
-        self._sums[what] += seconds
-        self._counts[what] += 1
+    def _count(self, name: str, seconds: float) -> None:
+        self._sums[name] += seconds
+        self._counts[name] += 1
 
-    def _mean(self, what: str) -> float:
-        return self._sums[what] / max(1, self._counts[what])
+    def _mean(self, name: str) -> float:
+        return self._sums[name] / max(1, self._counts[name])
 
 
 #: Anything with a start and an end.
@@ -220,16 +221,16 @@ class Trace:
         placed = self._placement.place(rank, event)
         if not placed or not self._keeps(_clip_of(placed[0])):
             return
-        for each in placed:
-            match each:
+        for span in placed:
+            match span:
                 case Span():
-                    self.spans.append(each)
+                    self.spans.append(span)
                 case StepSpan():
-                    self.steps.append(each)
+                    self.steps.append(span)
                 case WaitSpan():
-                    self.waits.append(each)
+                    self.waits.append(span)
                 case TransferSpan():
-                    self.transfers.append(each)
+                    self.transfers.append(span)
 
     def _keeps(self, clip: int) -> bool:
         if self._last_clips is None:

@@ -99,14 +99,14 @@ class ClipWork:
     def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
         """`requests` as a list, resolved: the ranks can make every clip."""
         one = isinstance(requests, ClipRequest)
-        found = []
+        checked = []
         for index, request in enumerate([requests] if one else _as_list(requests, "requests")):
             name = "the clip" if one else f"clip {index} of the list"
             if not isinstance(request, ClipRequest):
                 raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
-            found.append(self.resolved(request))
-            self._check(name, found[-1])
-        return found
+            checked.append(self.resolved(request))
+            self._check(name, checked[-1])
+        return checked
 
     def _check(self, name: str, request: ClipRequest) -> None:
         sampling = self.config_of(request).sampling
@@ -187,13 +187,15 @@ class ClipWork:
 
 def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones."""
-    found = _as_list(metadata, "metadata")
-    for index, each in enumerate(found):
-        if not isinstance(each, Mapping):
-            raise TypeError(f"metadata {index} of the list is {_kind(each)}, not a dictionary")
-    if found and len(found) != count:
-        raise RequestError(f"got {len(found)} metadata for {count} clips: give one for each clip")
-    return [dict(each) for each in found] or [{} for _ in range(count)]
+    dictionaries = _as_list(metadata, "metadata")
+    for index, values in enumerate(dictionaries):
+        if not isinstance(values, Mapping):
+            raise TypeError(f"metadata {index} of the list is {_kind(values)}, not a dictionary")
+    if dictionaries and len(dictionaries) != count:
+        raise RequestError(
+            f"got {len(dictionaries)} metadata for {count} clips: give one for each clip"
+        )
+    return [dict(values) for values in dictionaries] or [{} for _ in range(count)]
 
 
 def _starts_from_image(sampling: SamplingConfig) -> bool:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import TYPE_CHECKING, Any
 
 from svdpp.errors import RankError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,6 +48,32 @@ class RankHello:
     host_index: int
     shared_settings: dict[str, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How the ranks of a launcher's world join.
+
+    `shared_settings` must be equal on all ranks. All ranks must connect, and a rank answer a query,
+    within `start_timeout`. A host counts as lost after `peer_timeout` without an acknowledgement.
+    """
+
+    world: World
+    backend: str = "gloo"
+    shared_settings: dict[str, str] = field(default_factory=dict)
+    start_timeout: float
+    peer_timeout: float
+
+    def hello(self, error: dict[str, Any] | None = None) -> RankHello:
+        """The first message of this process's rank."""
+        return RankHello(
+            rank=self.world.rank,
+            local_rank=self.world.local_rank,
+            host=socket.gethostname(),
+            host_index=self.world.host,
+            shared_settings=self.shared_settings,
+            error=error,
+        )
 
 
 class RankListener:
@@ -87,12 +114,13 @@ class RankListener:
         self._socket.close()
 
 
-def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: float) -> Connection:
+def connect(store: Store, hello: RankHello, terms: Terms) -> Connection:
     """Connects this rank to rank 0, whose listener may open later.
 
     The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
     repeated until rank 0 has stored its own.
     """
+    deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
         try:
             endpoint = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
@@ -102,7 +130,7 @@ def connect(store: Store, hello: RankHello, *, peer_timeout: float, deadline: fl
                 "see the output of rank 0 on its host",
             ) from error
         if endpoint is not None:
-            connection = _try_to_connect(endpoint, hello, peer_timeout)
+            connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
             if connection is not None:
                 return connection
         time.sleep(_POLL_SECONDS)

@@ -11,55 +11,32 @@ import contextlib
 import json
 import multiprocessing
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, receive
+from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, Terms, receive
 from svdpp.launch.group import Entry, Group, PipeChannel, QueuedChannel, RankContext, RankLocation
-from svdpp.launch.world import World
 
 
 class JoinedGroup(Group):
-    """A launcher's ranks, seen from rank 0; its own entry runs in a thread of this process.
+    """A launcher's ranks, seen from rank 0; its own entry runs in a thread of this process."""
 
-    `shared_settings` must be equal on all ranks. All ranks must connect, and a rank answer a
-    query, within `start_timeout`. A host counts as lost after `peer_timeout` without an
-    acknowledgement.
-    """
-
-    def __init__(
-        self,
-        *,
-        world: World,
-        backend: str,
-        shared_settings: Mapping[str, str],
-        start_timeout: float,
-        peer_timeout: float,
-    ) -> None:
+    def __init__(self, terms: Terms) -> None:
         process_lifetime.end_with_parent()
-        super().__init__(world.size)
-        self._world, self._backend = world, backend
-        own = RankHello(
-            rank=0,
-            local_rank=world.local_rank,
-            host=socket.gethostname(),
-            host_index=world.host,
-            shared_settings=dict(shared_settings),
-        )
-        self._start_timeout = start_timeout
-        self._address, self._store = process_group.open_store(world, start_timeout)
-        self._hellos: dict[int, RankHello] = {0: own}
+        super().__init__(terms.world.size)
+        self._world, self._backend = terms.world, terms.backend
+        self._start_timeout = terms.start_timeout
+        self._address, self._store = process_group.open_store(terms.world, terms.start_timeout)
+        self._hellos: dict[int, RankHello] = {0: terms.hello()}
         self._token = secrets.token_hex(8)
         self._thread: threading.Thread | None = None
         self._failed = False
         try:
-            self._accept_all(time.monotonic() + start_timeout, peer_timeout)
+            self._accept_all(time.monotonic() + terms.start_timeout, terms.peer_timeout)
             self._check_shared_settings()
         except BaseException as error:
             self.kill(error)

@@ -181,9 +181,9 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         return  # a later check compares UUIDs and finds two ranks on one GPU
     if count < needed:
         plural = "s" if needed > 1 else ""
-        what = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
+        wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
         raise RequestError(
-            f"{what} asked for, {count} found",
+            f"{wanted} asked for, {count} found",
             "use --device cpu --model demo to try svdpp without a GPU"
             if count == 0
             else f"use --gpus {count} or fewer, or --device cuda:0 to share one",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.plan.actions import FrameRange
 
 #: Name of the latent in a packet.
 LATENTS = "latents"
@@ -26,6 +27,9 @@ GENERATOR = "generator"
 
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
+
+#: torch's dtypes by the names of options and configs.
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 #: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
 Frames = NDArray[np.uint8]
@@ -67,11 +71,9 @@ class VideoModel(Protocol):
         ...
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
-        """A made-up packet, to measure a step or a decode without an encode.
+        """A made-up packet with a real one's shapes, dtypes and devices, to measure without encode.
 
         With `has_stepped` it is one to decode, otherwise one before the first step.
-
-        Its tensors have the shapes, dtypes and devices of a real one.
         """
         ...
 
@@ -83,14 +85,10 @@ class VideoModel(Protocol):
         ...
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Returns the tensors of the packet before the first step.
+        """Returns the tensors of the packet before the first step, of the result of `prepare`.
 
         A packet carries everything that later steps and the decode need: the latent, what the steps
         are conditioned on, and the scheduler's state if it has any.
-
-        Args:
-            prepared: the result of `prepare`; empty for a clip without an image.
-            request: gives the seed of the noise, and the prompts.
         """
         ...
 
@@ -114,10 +112,10 @@ class VideoModel(Protocol):
         """
         ...
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
+    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
 
-        The frames are on the device.
+        The frames are on the device; those of `frames` only, whole chunks, if it is given.
         """
         ...
 

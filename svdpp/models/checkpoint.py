@@ -73,8 +73,8 @@ class Checkpoint:
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
     """The only number of frames that the model makes; None: any."""
-    image_sizes: tuple[tuple[int, int], ...] = ()
-    """Heights and widths of clips from an image; empty: any."""
+    image_sizes: tuple[int, int] | None = None
+    """Of clips from an image: the side of a square one, and the unit of sides; None: any."""
     image_use: Use
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
@@ -181,10 +181,6 @@ class Checkpoint:
         self.row.check(self, sampling)
         return sampling
 
-    def scheduler_of(self, sampling: SamplingConfig) -> SchedulerConfig:
-        """The scheduler, with the changes that the sampling parameters ask for."""
-        return self.scheduler.shifted(getattr(sampling, "flow_shift", None))
-
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, which are complete, and the header of each."""
         return weight_headers(self.folder, part, self.variant)
@@ -193,9 +189,11 @@ class Checkpoint:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
         import diffusers  # seconds
 
-        config = self.scheduler if sampling is None else self.scheduler_of(sampling)
+        name, values = self.scheduler.name, dict(self.scheduler.values)
+        if (shift := getattr(sampling, "flow_shift", None)) is not None:
+            values["flow_shift" if "flow_shift" in values or "UniPC" in name else "shift"] = shift
         with library_errors("scheduler", self):
-            return getattr(diffusers, config.name).from_config(dict(config.values))
+            return getattr(diffusers, name).from_config(values)
 
     def timesteps(self, sampling: SamplingConfig) -> Any:
         """Those of a clip's steps, as a tensor."""
@@ -275,7 +273,7 @@ def family_of_model(model: ModelConfig) -> str:
     local = _local_folder(model.name)
     folder = local or hub.download(model)
     with _model_named(model, local):
-        return family_of_pipeline(_read_index(folder))
+        return _read_index(folder)[1]
 
 
 # 1. Find the folder.
@@ -305,24 +303,20 @@ def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
+        hint = "copy or download the folder again, or --model demo"
+        if model.name == DEMO_MODEL:
+            hint = "reinstall svdpp, which includes the demo model"
+        elif local is None:
+            hint = f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
         message = f"model {hub.show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint or _hint(model, local)) from error
-
-
-def _hint(model: ModelConfig, local: Path | None) -> str:
-    if model.name == DEMO_MODEL:
-        return "reinstall svdpp, which includes the demo model"
-    if local is None:
-        return f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
-    return "copy or download the folder again, or --model demo"
+        raise ModelError(message, error.hint or hint) from error
 
 
 # 2. Check its contents.
 
 
 def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
-    index = _read_index(folder)
-    family = family_of_pipeline(index)
+    index, family = _read_index(folder)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
     classes = classes_of(index, row.parts, row.denoiser)
@@ -332,10 +326,11 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     for part in filter(has_weights, classes):
         configs.of(part)
     from_image = index.values["_class_name"] == row.image
-    facts: dict[str, Any] = {
+    facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
         "frames_multiple": kind.frames_unit,
+        **row.facts(configs),
     }
     checkpoint = Checkpoint(
         name=model.name,
@@ -345,19 +340,17 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
         family=family,
         classes=tuple(classes.items()),
         scheduler=configs.scheduler,
-        **{**facts, **row.facts(configs)},
+        **facts,
     )
-    check_loras(
-        model,
-        checkpoint.label,
-        takes_loras=row.loras,
-        num_experts=checkpoint.num_experts,
-    )
+    check_loras(model, checkpoint)
     return checkpoint
 
 
-def family_of_pipeline(index: JsonFile) -> str:
-    """The family of the pipeline that `model_index.json` names."""
+def _read_index(folder: Path) -> tuple[JsonFile, str]:
+    """`model_index.json`, and the family of the pipeline that it names."""
+    if not (folder / _INDEX_FILE).is_file():
+        raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
+    index = read_json(folder, _INDEX_FILE)
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
         reason = REFUSED.get(str(name), "svdpp does not run")
@@ -365,13 +358,7 @@ def family_of_pipeline(index: JsonFile) -> str:
             f"the pipeline is {short_repr(name)}, which {reason}",
             "svdpp models lists those that it runs",
         )
-    return FAMILIES[name]
-
-
-def _read_index(folder: Path) -> JsonFile:
-    if not (folder / _INDEX_FILE).is_file():
-        raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
-    return read_json(folder, _INDEX_FILE)
+    return index, FAMILIES[name]
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"

@@ -40,12 +40,7 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
 
 
 def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
-    """What the bits depend on besides the request; recorded with every hash, equal on all ranks.
-
-    Args:
-        device: of the rank, with CUDA initialised if it is a GPU.
-        channels_last: memory format of the weights.
-    """
+    """What the bits depend on besides the request; recorded with every hash, equal on all ranks."""
     record: dict[str, Any] = {
         "memory_format": "channels_last" if channels_last else "contiguous",
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -16,19 +16,14 @@ from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import LATENTS, AfterStep, Audio, Partner, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Tensors
+from svdpp.plan.actions import FrameRange
 
 _WEIGHT_SEED = 20231121
 
 
 class DummyUNet(nn.Module):
-    """Two Conv3d layers and a residual; the same weights in every process.
-
-    Args:
-        channels: of the latent, whose axes are B C F H W.
-        hidden: channels between the two layers.
-        num_steps: number of steps of the schedule.
-    """
+    """Two Conv3d layers and a residual; the same weights in every process."""
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
         super().__init__()
@@ -60,14 +55,7 @@ class SleepTimes:
 
 
 class DummyModel:
-    """A `VideoModel` around the dummy network. It encodes a seed and decodes black frames.
-
-    Args:
-        spec: of the latent, B C F H W.
-        num_steps: of each clip.
-        device: where it computes.
-        sleep_times: what it takes at least.
-    """
+    """A `VideoModel` around the dummy network. It encodes a seed and decodes black frames."""
 
     def __init__(
         self,
@@ -79,9 +67,7 @@ class DummyModel:
         self.device = device
         self._sleep_times = sleep_times
         self._spec = spec
-        self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[
-            spec.dtype
-        ]
+        self._dtype = DTYPES[spec.dtype]
         self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
         self._unet.requires_grad_(False)
 
@@ -143,10 +129,17 @@ class DummyModel:
 
     audio: Audio | None = None
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:  # noqa: ARG002
+    def decode(
+        self,
+        tensors: Tensors,  # noqa: ARG002
+        frames: FrameRange | None = None,
+    ) -> torch.Tensor:
         """Black frames, one for each of the latent's, in the time of a decode."""
-        with _at_least(self._sleep_times.decode_seconds):
-            return torch.zeros(self.frames_shape, dtype=torch.uint8, device=self.device)
+        count, *size = self.frames_shape
+        part = frames or FrameRange(0, count, count)
+        with _at_least(self._sleep_times.decode_seconds * part.fraction):
+            shape = part.end - part.first, *size
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     @property
     def frames_shape(self) -> tuple[int, int, int, int]:

@@ -35,10 +35,6 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     All configs, and the weights of `components`: safetensors of one variant, in one form. Each
     process downloads what it needs; the hub's library locks a file that another one downloads. A
     process keeps to the commit that it finds first, and asks the hub for it only once.
-
-    Args:
-        model: a hub id, with the revision and the variant of its weights.
-        components: those whose weights are needed.
     """
     folder = _configs(model)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]

@@ -30,15 +30,6 @@ class JsonFile:
             raise self.error(f"{key} is {short_repr(value)}, not an integer from 1 to {largest}")
         return value
 
-    def counts(self, key: str, largest: int) -> tuple[int, ...]:
-        """Like `count`, for one integer per block of a model, or one for all blocks."""
-        value = self.values.get(key)
-        values = value if isinstance(value, list) else [value]
-        in_range = all(type(each) is int and 1 <= each <= largest for each in values)
-        if not (in_range and 1 <= len(values) <= _MAX_BLOCKS):
-            raise self.error(f"{key} is {short_repr(value)}, not integers from 1 to {largest}")
-        return tuple(values)
-
     def require(self, key: str, expected: object, reason: str) -> None:
         """ModelError if the value at `key` is not `expected`."""
         if (value := self.values.get(key)) != expected:
@@ -97,4 +88,3 @@ _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
 _CHECKED_BYTES = 512
 _MAX_CONFIG_BYTES = 16 * 2**20
-_MAX_BLOCKS = 8  # SVD-XT has 4

@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the storages of tensors; `peak` is their highest sum in bytes.
+    """Tracks the storages of `known` tensors and of those created in its context.
 
-    Args:
-        known: existing tensors; those that are created in its context are added.
-        count_workspace: whether to count the workspace of CPU convolutions.
+    `peak` is their highest sum in bytes.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:

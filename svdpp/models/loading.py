@@ -117,18 +117,6 @@ def _memory_errors(part: str, num_bytes: int, device: torch.device) -> Iterator[
         ) from error
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype for `fp32`, `fp16` or `bf16`.
-
-    Raises:
-        RequestError: any other name.
-    """
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    if name not in dtypes:
-        raise RequestError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
-    return dtypes[name]
-
-
 def silence_libraries() -> None:
     """Turns off the progress bars and warnings of diffusers and transformers in this process.
 

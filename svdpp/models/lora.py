@@ -46,18 +46,12 @@ class LoraFile:
         return {**asdict(self.lora), "name": recorded_name(self.lora.name)}
 
 
-def check_loras(model: ModelConfig, label: str, *, takes_loras: bool, num_experts: int) -> None:
-    """Refuses LoRAs that a model cannot load, before any file is looked for.
-
-    Args:
-        model: with its LoRAs.
-        label: the model's name in messages.
-        takes_loras: whether diffusers' pipeline can load one.
-        num_experts: of the model, 1 or 2.
-    """
+def check_loras(model: ModelConfig, checkpoint: Any) -> None:
+    """Refuses LoRAs that a model cannot load, before any file is looked for."""
     if not model.loras:
         return
-    if not takes_loras:
+    label, num_experts = checkpoint.label, checkpoint.num_experts
+    if not checkpoint.row.loras:
         raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
     if importlib.util.find_spec("peft") is None:
         raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")

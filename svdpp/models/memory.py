@@ -10,8 +10,8 @@ because torch reports only which convolution kernel it chooses.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -23,18 +23,17 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.models.base import Tensors
+from svdpp.models.base import DTYPES, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.call import component_methods, replaced
 from svdpp.models.engine.configs import first_line
 from svdpp.models.engine.load import (
-    Parts,
     apply_memory_options,
     component_class,
     dtype_of,
@@ -50,7 +49,6 @@ from svdpp.models.loading import (
     load_processor,
     new_module,
     silence_libraries,
-    torch_dtype,
 )
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
@@ -83,11 +81,8 @@ class MemoryEstimate:
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        loaded = [
-            part
-            for name, has_role in roles.parts.items()
-            if has_role and (part := getattr(self, name)) is not None
-        ]
+        held = (getattr(self, name) for name, has_role in roles.parts.items() if has_role)
+        loaded = [part for part in held if part is not None]
         other_experts = max(0, len(roles.experts) - 1)
         return PartMemory(
             sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
@@ -117,7 +112,7 @@ def estimate(
     """Estimates the memory of each part of a model, in seconds and without its weights.
 
     Args:
-        checkpoint: found and checked; None for the dummy model.
+        checkpoint: None for the dummy model.
         model: its dtype is that of weights and latents.
         sampling: resolved, so that frame count and decode chunk are numbers.
         device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.
@@ -145,10 +140,9 @@ def estimate(
 
 
 def probe_packet(
-    checkpoint: Checkpoint, dtype: str, sampling: SamplingConfig, *, has_stepped: bool
+    checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, has_stepped: bool
 ) -> Tensors:
     """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
-    model = ModelConfig(name=checkpoint.name, dtype=dtype)  # type: ignore[arg-type]
     hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
     packet, _ = hollow.encode()
     return hollow.denoise(packet)[0] if has_stepped else packet
@@ -172,7 +166,7 @@ def bare_process_bytes() -> int:
 
 @torch.no_grad()
 def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
-    latent = torch.zeros(model.dummy_latent.shape, dtype=torch_dtype(model.dtype))
+    latent = torch.zeros(model.dummy_latent.shape, dtype=DTYPES[model.dtype])
     unet = DummyUNet(latent.shape[1]).to(latent.dtype)
     counter = FlopCounterMode(display=False)
     live = LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu)
@@ -211,16 +205,8 @@ class _Hollow:
             else:
                 parts[part] = load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
-        from_image = sampling.from_image
-        self._pipe = new_pipeline(checkpoint, from_image, parts, cpu)
-        loaded = Parts(
-            pipe=self._pipe,
-            checkpoint=checkpoint,
-            device=cpu,
-            dtype=model.dtype,
-            from_image=from_image,
-        )
-        self._model = EngineModel(loaded, sampling)
+        self._pipe = new_pipeline(checkpoint, sampling.from_image, parts, cpu)
+        self._model = EngineModel(self._pipe, checkpoint, model.dtype, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         """A packet before the first step, and the memory of an encode."""
@@ -228,21 +214,20 @@ class _Hollow:
         image = Image.new("RGB", size) if self._sampling.from_image else None
         prepared = {} if image is None else self._model.prepare(image)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
-        with self._measured(Roles(encode=True, denoise=False, decode=False)) as memory:
-            packet = self._model.encode(prepared, request)
-        return packet, memory[0]
+        roles = Roles(encode=True, denoise=False, decode=False)
+        return self._measured(roles, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
         """The packet after the first step, and the memory of a step."""
-        with self._measured(Roles(encode=False, denoise=True, decode=False), packet) as memory:
-            done = self._model.denoise(packet, 0, 1, lambda _, __: None)
-        return done, memory[0]
+        roles = Roles(encode=False, denoise=True, decode=False)
+        step = partial(self._model.denoise, packet, 0, 1, lambda _, __: None)
+        return self._measured(roles, step, packet)
 
     def decode(self, packet: Tensors) -> PartMemory:
         """The memory of a decode; `packet` is one after a step."""
-        with self._measured(Roles(encode=False, denoise=False, decode=True), packet) as memory:
-            self._model.decode_by(packet, lambda video, **_: video[:, :, :1])
-        return memory[0]
+        roles = Roles(encode=False, denoise=False, decode=True)
+        decode = partial(self._model.decode_by, packet, lambda video, **_: video[:, :, :1])
+        return self._measured(roles, decode, packet)[1]
 
     def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
         default = torch.get_default_dtype()
@@ -257,23 +242,20 @@ class _Hollow:
             torch.set_default_dtype(default)
         return module.eval()
 
-    @contextmanager
-    def _measured(self, roles: Roles, packet: Tensors | None = None) -> Iterator[list[PartMemory]]:
-        """Measures what runs while the context lasts, on a rank with these roles."""
-        memory: list[PartMemory] = []
-        self._flops, checkpoint = 0, self._checkpoint
-        unused = {
-            part: unused_parts(checkpoint, part, roles, self._sampling) for part in self._modules
-        }
+    def _measured(
+        self, roles: Roles, work: Callable[[], Any], packet: Tensors | None = None
+    ) -> tuple[Any, PartMemory]:
+        """The result and the memory of `work`, on a rank with these roles."""
         removed = [
             (module, name, module._modules.pop(name))
             for part, module in self._modules.items()
-            for name in module._modules.keys() & unused[part]
+            for name in module._modules.keys()
+            & unused_parts(self._checkpoint, part, roles, self._sampling)
         ]
-        loaded = checkpoint.components_of(roles, self._sampling)
+        loaded = self._checkpoint.components_of(roles, self._sampling)
         weights = num_bytes(self._modules[part] for part in loaded)
-        tensors = [each for module in self._modules.values() for each in _tensors(module)]
-        self._live = LiveBytes(tensors, count_workspace=self._on_cpu)
+        tensors = [tensor for module in self._modules.values() for tensor in _tensors(module)]
+        self._live, self._flops = LiveBytes(tensors, count_workspace=self._on_cpu), 0
         del tensors
         with ExitStack() as patches:
             for module in self._modules.values():
@@ -282,11 +264,11 @@ class _Hollow:
             if (decode := getattr(self._pipe, "decode_latents", None)) is not None:
                 patches.enter_context(self._replaced(self._pipe, {"decode_latents": decode}))
             with self._live:
-                yield memory
+                result = work()
         for module, name, child in removed:
             module._modules[name] = child
-        received = 0 if packet is None else sum(each.nbytes for each in packet.values())
-        memory.append(PartMemory(weights, self._live.above + received, self._flops))
+        received = sum(tensor.nbytes for tensor in (packet or {}).values())
+        return result, PartMemory(weights, self._live.above + received, self._flops)
 
     def _replaced(self, target: Any, methods: Any) -> Any:
         # Pipelines inspect signatures.
@@ -299,7 +281,7 @@ class _Hollow:
     def _call(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         if self._inside:
             return self._nested(real, args, kwargs)
-        args, kwargs = tree_map(self._faked, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
         self._counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
         self._inside = True
         try:
@@ -335,9 +317,6 @@ class _Hollow:
             for tensor in filter(torch.is_floating_point, _tensors(module)):
                 tensor.data = tensor.data.to(dtype)
         return module
-
-    def _faked(self, value: Any) -> Any:
-        return self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def _zeros_like(value: Any) -> Any:

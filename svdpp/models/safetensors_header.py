@@ -35,11 +35,7 @@ _SAMPLED_BYTES = 64
 def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Path, Header]:
     """The safetensors files with one component's weights, and the checked header of each.
 
-    Args:
-        folder: the checkpoint's folder.
-        component: one of `WEIGHT_STEMS`.
-        variant: such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None for the plain
-            names.
+    `variant` is such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None: plain names.
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # a pipe would never end
     names = [f"{component}/{path.name}" for path in paths]
@@ -69,12 +65,7 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
     """The files with a component's weights that the libraries read: one, or shards and their index.
 
     If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23).
-
-    Args:
-        names: all files, with the component's folder, as `vae/config.json`.
-        component: one of `WEIGHT_STEMS`.
-        variant: as for `weight_headers`.
+    diffusers 0.42 and transformers 5.23). `names` are all files, as `vae/config.json`.
     """
     start = f"{component}/"
     there = sorted(name.removeprefix(start) for name in names if name.startswith(start))

@@ -25,9 +25,26 @@ class Kind(StrEnum):
     DROP = "DROP"
     """Forget the clip: the other rank of the pair has the same latent and finishes it."""
     DECODE = "DECODE"
-    """Turn the final latent into frames."""
+    """Turn the final latent, or the part of it that `frames` names, into frames."""
+    RETURN = "RETURN"
+    """Send the decoded frames to `peer`, which finishes the clip, and forget the clip."""
+    GATHER = "GATHER"
+    """Wait for the frames that `peer` decodes."""
     FINISH = "FINISH"
     """Hash the result, write it in the background, and report the clip as finished."""
+
+
+class FrameRange(NamedTuple):
+    """The frames `first` to `end` (exclusive) of the `total` of a clip."""
+
+    first: int
+    end: int
+    total: int
+
+    @property
+    def fraction(self) -> float:
+        """Of all frames."""
+        return (self.end - self.first) / self.total
 
 
 class Action(NamedTuple):
@@ -40,6 +57,8 @@ class Action(NamedTuple):
         end: steps done when the action ends; equals `start` except for DENOISE.
         peer: the other rank of a transfer; of a DENOISE, the other rank of the pair, which does the
             same steps; -1 for other actions.
+        frames: those that the action decodes or transfers, or for which it transfers the latent, if
+            several ranks decode the clip; else None.
     """
 
     kind: Kind
@@ -47,17 +66,21 @@ class Action(NamedTuple):
     start: int
     end: int
     peer: int = -1
+    frames: FrameRange | None = None
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
         place = f"{self.start}:{self.end}" if has_range else f"@{self.start}"
         arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.peer >= 0 else ""
-        return f"{self.kind} c{self.clip} {place}{arrow}"
+        frames = " {}:{}/{}".format(*self.frames) if self.frames else ""
+        return f"{self.kind} c{self.clip} {place}{arrow}{frames}"
 
     @staticmethod
-    def at(kind: Kind, clip: int, step: int, peer: int = -1) -> Action:
+    def at(
+        kind: Kind, clip: int, step: int, peer: int = -1, frames: FrameRange | None = None
+    ) -> Action:
         """An action of `clip` with `step` steps done, which does none itself."""
-        return Action(kind, clip, step, step, peer)
+        return Action(kind, clip, step, step, peer, frames)
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -73,20 +96,32 @@ class Action(NamedTuple):
             raise ValueError(f"not an action: {text!r}")
         start = int(match["start"])
         end = int(match["end"]) if has_range else start
-        return Action(kind, int(match["clip"]), start, end, int(match["peer"] or -1))
+        numbers = map(int, re.findall(r"\d+", match["frames"] or ""))
+        frames = FrameRange(*numbers) if match["frames"] else None
+        return Action(kind, int(match["clip"]), start, end, int(match["peer"] or -1), frames)
 
     @property
     def is_compute(self) -> bool:
         """Whether the action keeps the rank's device busy."""
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
+    @property
+    def fraction(self) -> float:
+        """Of a decode: the part of the clip's frames that it makes."""
+        return 1.0 if self.frames is None else self.frames.fraction
+
+    @property
+    def helps(self) -> bool:
+        """Whether it decodes for another rank, which finishes the clip."""
+        return self.kind is Kind.DECODE and self.frames is not None and self.frames.first > 0
+
 
 #: Actions that send a packet.
-SENDS = (Kind.SEND, Kind.SHARE)
+SENDS = (Kind.SEND, Kind.SHARE, Kind.RETURN)
 
-_ARROWS = {Kind.RECV: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
+_ARROWS = {Kind.RECV: "<", Kind.GATHER: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
 _ACTION = re.compile(
     rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
-    r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?",
+    r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?(?: (?P<frames>\d+:\d+/\d+))?",
     re.ASCII,
 )

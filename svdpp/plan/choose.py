@@ -347,7 +347,8 @@ def _mean(value: PerRank) -> float:
 
 def _has_known_transfers(layout: Layout) -> bool:
     """Whether the costs give the time of each of its transfers."""
-    return all(layout.costs.knows_transfer(source, target) for source, target in layout.links)
+    links = *layout.links, *layout.decode_links
+    return all(layout.costs.knows_transfer(source, target) for source, target in links)
 
 
 def assign_cards(needs: Sequence[float], has: Sequence[float]) -> tuple[int, ...] | None:

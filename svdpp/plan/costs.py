@@ -140,7 +140,7 @@ class Costs:
             return (action.end - action.start) * step
         if action.kind is Kind.ENCODE:
             return self.encode_on(rank)
-        return self.decode_on(rank) if action.kind is Kind.DECODE else 0.0
+        return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(
         self, *, encode: bool, denoise: bool, decode: bool, num_experts: int = 1

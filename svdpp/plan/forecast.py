@@ -58,9 +58,10 @@ class DeadlockError(ValueError):
     """Every rank with work left waits for another: the action lists cannot be performed."""
 
 
-#: From rank, to rank, and the number of earlier transfers on that link; below 0 for a DENOISE of
-#: the pair of these ranks.
-Transfer = tuple[int, int, int]
+#: From rank, to rank, whether it is for a decode by several ranks.
+Link = tuple[int, int, bool]
+#: A link, and the number of earlier transfers on it; below 0 for a DENOISE of the pair.
+Transfer = tuple[Link, int]
 
 
 class _Replay:
@@ -80,12 +81,12 @@ class _Replay:
         self.spans: list[Span] = []
         self.clock = [0.0] * len(schedule)
         self.next_action = [0] * len(schedule)
-        self.sends_begun: dict[tuple[int, int], int] = {}
-        self.receives_posted: dict[tuple[int, int], int] = {}
+        self.sends_begun: dict[Link, int] = {}
+        self.receives_posted: dict[Link, int] = {}
         self.half_open: dict[Transfer, tuple[Action, float]] = {}
         self.transfer_ends: dict[Transfer, float] = {}
-        # A rank and a clip -> the transfer that carries it.
-        self.arrivals: dict[tuple[int, int], Transfer] = {}
+        # A rank and a clip, and the sender of frames -> the transfer that carries it.
+        self.arrivals: dict[tuple[int, ...], Transfer] = {}
         self.sleepers: dict[Transfer, list[int]] = {}
 
     def run(self) -> list[Span]:
@@ -103,12 +104,16 @@ class _Replay:
 
     def _perform(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
         """Perform the action, or return the transfer that it has to wait for."""
-        if action.kind is Kind.RECV:
-            transfer = self._next_transfer(self.receives_posted, action.peer, rank)
-            self.arrivals[rank, action.clip] = transfer
+        place: tuple[int, ...] = rank, action.clip
+        if action.kind is Kind.GATHER:
+            place = *place, action.peer
+        if action.kind is Kind.RECV or (action.kind is Kind.GATHER and place not in self.arrivals):
+            link = action.peer, rank, action.frames is not None
+            transfer = self.arrivals[place] = self._next_transfer(self.receives_posted, link)
             self._meet(transfer, action, self.clock[rank], ready)
+        if action.kind is Kind.RECV:
             return None
-        pending = self.arrivals.get((rank, action.clip))
+        pending = self.arrivals.get(place)
         if pending is not None:
             if pending not in self.transfer_ends:
                 return pending
@@ -118,7 +123,8 @@ class _Replay:
         if action.kind in (Kind.FINISH, Kind.DROP):
             return None  # in the background, or of negligible duration
         if action.kind is Kind.DENOISE and action.peer >= 0:
-            meeting = min(rank, action.peer), max(rank, action.peer), -1 - action.clip
+            pair = min(rank, action.peer), max(rank, action.peer), False
+            meeting = pair, -1 - action.clip
             if meeting not in self.transfer_ends and not self._joined(meeting, rank, action, ready):
                 return meeting
             self.clock[rank] = self.transfer_ends[meeting]
@@ -130,12 +136,13 @@ class _Replay:
         return None
 
     def _send(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
-        before = (rank, action.peer, self.sends_begun.get((rank, action.peer), 0) - 1)
-        if before[2] >= 0:
+        link = rank, action.peer, action.frames is not None
+        before = link, self.sends_begun.get(link, 0) - 1
+        if before[1] >= 0:
             if before not in self.transfer_ends:
                 return before
             self.clock[rank] = max(self.clock[rank], self.transfer_ends[before])
-        transfer = self._next_transfer(self.sends_begun, rank, action.peer)
+        transfer = self._next_transfer(self.sends_begun, link)
         self._meet(transfer, action, self.clock[rank], ready)
         return None
 
@@ -146,16 +153,16 @@ class _Replay:
             self.half_open[meeting] = action, self.clock[rank]
             return False
         if other[0][:4] != action[:4]:
-            raise DeadlockError(f"ranks {meeting[:2]}: {other[0]} does not match {action}")
+            raise DeadlockError(f"ranks {meeting[0][:2]}: {other[0]} does not match {action}")
         self.transfer_ends[meeting] = max(other[1], self.clock[rank])
         ready.extend(self.sleepers.pop(meeting, []))
         return True
 
     @staticmethod
-    def _next_transfer(counts: dict[tuple[int, int], int], source: int, target: int) -> Transfer:
-        index = counts.get((source, target), 0)
-        counts[source, target] = index + 1
-        return source, target, index
+    def _next_transfer(counts: dict[Link, int], link: Link) -> Transfer:
+        index = counts.get(link, 0)
+        counts[link] = index + 1
+        return link, index
 
     def _meet(self, transfer: Transfer, action: Action, at: float, ready: list[int]) -> None:
         """Register one end of a transfer; the second end completes it."""
@@ -163,14 +170,12 @@ class _Replay:
         if other is None:
             self.half_open[transfer] = action, at
             return
+        link, index = transfer
         if (other[0].clip, other[0].start) != (action.clip, action.start):
-            raise DeadlockError(
-                f"rank {transfer[0]} to {transfer[1]}: {other[0]} does not match {action}"
-            )
-        before = self.transfer_ends.get((transfer[0], transfer[1], transfer[2] - 1), 0.0)
-        self.transfer_ends[transfer] = max(other[1], at, before) + self.costs.transfer(
-            transfer[0], transfer[1]
-        )
+            raise DeadlockError(f"rank {link[0]} to {link[1]}: {other[0]} does not match {action}")
+        before = self.transfer_ends.get((link, index - 1), 0.0)
+        seconds = self.costs.transfer(link[0], link[1])
+        self.transfer_ends[transfer] = max(other[1], at, before) + seconds
         ready.extend(self.sleepers.pop(transfer, []))
 
     def _check_all_done(self) -> None:
@@ -186,7 +191,7 @@ class _Replay:
 def replay(
     schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
 ) -> list[Span]:
-    """Forecast when each rank does each ENCODE, LOAD, DENOISE and DECODE, in no order of ranks.
+    """Forecast when each rank does its ENCODE, LOAD, DENOISE, DECODE, GATHER, in no order of ranks.
 
     Args:
         schedule: the action list of each rank.
@@ -217,16 +222,19 @@ def summarise(
         raise ValueError("no spans to sum up")
     first: dict[int, Span] = {}
     last: dict[int, Span] = {}
+    finishers: dict[int, Span] = {}
     for span in spans:
         clip = span.action.clip
         first[clip] = min(first.get(clip, span), span, key=lambda each: each.start)
         last[clip] = max(last.get(clip, span), span, key=lambda each: (each.end, each.start))
+        if not span.action.helps:
+            finishers[clip] = max(finishers.get(clip, span), span, key=lambda each: each.end)
     came = {clip: span.start for clip, span in first.items()} | dict(arrivals or {})
     return sum_up(
         [(came[clip], last[clip].end) for clip in sorted(first)],
         busy=sum(span.end - span.start for span in spans),
         world_size=world_size,
-        num_finishers=len({span.rank for span in last.values()}),
+        num_finishers=len({span.rank for span in finishers.values()}),
     )
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Forecast, sum_up
+from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Route
+from svdpp.plan.schedule import Route, build_schedule
 from svdpp.plan.split import Cuts
 
 #: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
@@ -35,6 +35,10 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
 
     `arrivals` are the times at which the clips arrive, increasing; empty: all at the start.
     """
+    if layout.decode_ranks > layout.cfg_parallel:
+        routes, came = layout.routes(range(num_clips)), dict(enumerate(arrivals))
+        spans = replay(build_schedule(routes, layout.world_size), layout.costs, came)
+        return summarise(spans, layout.world_size, came)
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)
     known: dict[tuple[int, int, Cuts], tuple[Way, float]] = {}
@@ -113,12 +117,28 @@ def way_of(route: Route, costs: Costs) -> Way:
     if not route.start:
         seconds[0] += costs.encode_on(route.ranges[0].rank)
     if route.decodes:
-        seconds[-1] += costs.decode_on(route.ranges[-1].rank)
+        seconds[-1] += _seconds_to_decode(route, costs)
     ranks = [part.rank for part in route.ranges]
     first = next((at for at, part in enumerate(route.ranges) if part.num_steps), None)
     if route.paired and first is not None:
         seconds[first] += costs.transfer(ranks[first], ranks[first] + 1)
     return tuple(zip(ranks, seconds, strict=True))
+
+
+def _seconds_to_decode(route: Route, costs: Costs) -> float:
+    """Until the last rank has all frames; it gathers them from one rank after the other."""
+    writer = route.ranges[-1].rank
+    gathered, *others = _decode_seconds(route, costs)
+    for (rank, _), seconds in zip(route.shares[1:], others, strict=True):
+        sent = 0.0 if route.has_latent(rank) else costs.transfer(writer, rank)
+        gathered = max(gathered, sent + seconds) + costs.transfer(rank, writer)
+    return gathered
+
+
+def _decode_seconds(route: Route, costs: Costs) -> list[float]:
+    """Seconds for which each rank decodes."""
+    shares = [costs.decode_on(rank) * frames.fraction for rank, frames in route.shares]
+    return shares or [costs.decode_on(route.ranges[-1].rank)]
 
 
 def _step_seconds(route: Route, costs: Costs) -> list[float]:
@@ -129,7 +149,7 @@ def _step_seconds(route: Route, costs: Costs) -> list[float]:
 
 def _busy(route: Route, costs: Costs) -> float:
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
-    ends += costs.decode_on(route.ranges[-1].rank) if route.decodes else 0.0
+    ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
 
 

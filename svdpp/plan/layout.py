@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from svdpp.errors import RequestError
+from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
 from svdpp.plan.experts import EXPERTS, check_even, cut_stages
 from svdpp.plan.replicas import assign_replicas, divisors
-from svdpp.plan.schedule import Route
+from svdpp.plan.schedule import DecodeShare, Route
 from svdpp.plan.split import (
     Cuts,
     DitheredCuts,
@@ -115,6 +116,10 @@ class Layout:
     cfg_parallel: int = 1
     """2: ranks 2u and 2u + 1 are a pair. Both do the same steps, each one branch of the guidance,
     so that a pair stands where a single rank would."""
+    decode_ranks: int = 1
+    """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks."""
+    chunks: tuple[int, ...] = ()
+    """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
 
     def __post_init__(self) -> None:
         check_counts(self.num_steps, self.world_size)
@@ -147,6 +152,14 @@ class Layout:
             raise RequestError(
                 f"--decoders must be 1 to {self.replica_size}, the size of a replica, "
                 f"got {self.decoders}"
+            )
+        units, where = self.replica_size, "a replica"
+        if self.decoders > 1:
+            units, where = 1, f"each of {self.decoders} decoders"
+        if not 1 <= self.decode_ranks <= units * self.cfg_parallel:
+            raise RequestError(
+                f"--decode-ranks must be 1 to {units * self.cfg_parallel}, the ranks of {where}, "
+                f"got {self.decode_ranks}"
             )
 
     def _check_experts(self) -> None:
@@ -194,6 +207,8 @@ class Layout:
             return "one pair of ranks" if pairs else "one rank"
         count = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
         decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
+        if self.decode_ranks > 1:
+            decoders += f", {self.decode_ranks} decode ranks"
         shared = ", shared experts" if self.share_experts and self.expert_boundary else ""
         unit = "pairs" if pairs else "ranks"
         return f"{count} of {self.replica_size} {unit}, {self.split}{decoders}{shared}"
@@ -273,6 +288,12 @@ class Layout:
         return tuple(sorted({link for route in self._all_kinds_of_route() for link in route.links}))
 
     @cached_property
+    def decode_links(self) -> tuple[tuple[int, int], ...]:
+        """As `links`, for final latents and frames of clips that several ranks decode."""
+        routes = self._all_kinds_of_route()
+        return tuple(sorted({link for route in routes for link in route.decode_links}))
+
+    @cached_property
     def roles(self) -> tuple[Roles, ...]:
         """The parts of the model that each rank can need."""
         encode: set[int] = set()
@@ -281,6 +302,7 @@ class Layout:
         for route in self._all_kinds_of_route():
             encode.add(route.ranges[0].rank)
             decode.update([route.ranges[-1].rank] if route.decodes else [])
+            decode.update(share.rank for share in route.shares)
             for part in route.ranges:
                 for rank in range(part.rank, part.rank + self.cfg_parallel):
                     experts[rank] |= self.experts_of(part)
@@ -324,19 +346,18 @@ class Layout:
         """The stages of replica `replica`, in the order in which clips visit them."""
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
-        return [self._stage((rank,), is_first=rank == ranks[0]) for rank in body] + [
-            self._stage(tail, is_first=not body, is_last=True)
+        return [self._stage((rank,), tail[:1], is_first=rank == ranks[0]) for rank in body] + [
+            self._stage(tail, tail, is_first=not body)
         ]
 
-    def _stage(self, ranks: tuple[int, ...], *, is_first: bool, is_last: bool = False) -> Stage:
+    def _stage(self, ranks: tuple[int, ...], writers: tuple[int, ...], *, is_first: bool) -> Stage:
         costs = self.costs
         return Stage(
             ranks,
             tuple(self._step_on(rank) for rank in ranks),
             tuple(
-                (costs.encode_on(rank) if is_first else 0.0)
-                + (costs.decode_on(rank) if is_last and self.decodes else 0.0)
-                for rank in ranks
+                (costs.encode_on(rank) if is_first else 0.0) + self._decode_seconds(rank, writer)
+                for rank, writer in zip(ranks, writers, strict=True)
             ),
         )
 
@@ -344,6 +365,37 @@ class Layout:
         """Seconds of a step on `rank`, or on the pair of which it is the first."""
         paired = self.cfg_parallel == 2
         return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
+
+    def _decode_seconds(self, rank: int, writer: int) -> float:
+        """Seconds of work of `rank`, or the pair of which it is the first, for a decode."""
+        if not self.decodes or (self.decode_ranks == 1 and rank != writer):
+            return 0.0
+        shares = self._decode_shares[writer]
+        seconds = [
+            self.costs.decode_on(share.rank) * share.frames.fraction
+            for share in shares
+            if share.rank - rank in range(self.cfg_parallel)
+        ]
+        return max(seconds, default=0.0 if shares else self.costs.decode_on(rank))
+
+    @cached_property
+    def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
+        """By the rank that finishes a clip, the frames that each rank decodes of it, its own first.
+
+        The other rank of its pair comes next, then the ranks before them.
+        """
+        chunks = self.chunks or (1,) * self.decode_ranks
+        count = min(self.decode_ranks, len(chunks)) if self.decodes else 1
+        ends = (0, *accumulate(chunks))
+        cuts = pairwise(ends[index * len(chunks) // count] for index in range(count + 1))
+        parts = [FrameRange(first, end, ends[-1]) for first, end in cuts] if count > 1 else []
+        shares = {}
+        for ranks in self.replica_ranks:
+            for writer in ranks[-self.decoders :]:
+                units = ranks[::-1] if self.decoders == 1 else (writer,)
+                each = (unit + half for unit in units for half in range(self.cfg_parallel))
+                shares[writer] = tuple(map(DecodeShare, each, parts))
+        return shares
 
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
@@ -359,7 +411,8 @@ class Layout:
             if all_stages or index == 0 or cuts[index] < cuts[index + 1]
         ]
         last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
-        return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2)
+        shares = self._decode_shares[last.rank]
+        return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2, shares)
 
     def _cuts_of(self, replica: int) -> FixedCuts | DitheredCuts:
         return self._cuts[replica % len(self._cuts)]
@@ -380,3 +433,8 @@ class Layout:
         """One route of each kind that a clip of the replica can take; its clip index is 0."""
         for turn, cuts in self._cuts_of(replica).all_cuts():
             yield self._route(0, replica, turn, cuts)
+
+
+def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
+    """The frames of each chunk of a clip whose frames are decoded `size` at a time."""
+    return tuple(min(size, num_frames - first) for first in range(0, num_frames, size))

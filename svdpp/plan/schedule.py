@@ -6,14 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import SENDS, Action, FrameRange, Kind
 from svdpp.plan.split import StepRange
 
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 #: The action list of each rank.
 Schedule = tuple[tuple[Action, ...], ...]
+
+
+class DecodeShare(NamedTuple):
+    """The frames of a clip that `rank` decodes."""
+
+    rank: int
+    frames: FrameRange
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,15 @@ class Route:
         decodes: whether the last rank also decodes.
         paired: whether rank r + 1 does the same steps as each rank r of the route. The first rank
             of the pair encodes, decodes and finishes; the second starts from its packet.
+        shares: the frames that each of several ranks decodes, the last rank's first; empty: the
+            last rank decodes all.
     """
 
     clip: int
     ranges: tuple[StepRange, ...]
     decodes: bool = True
     paired: bool = False
+    shares: tuple[DecodeShare, ...] = ()
 
     def __post_init__(self) -> None:
         done = self.start
@@ -58,6 +69,23 @@ class Route:
         seconds = [part.rank + 1 for part in self.ranges if part.num_steps and self.paired]
         between = pairwise(part.rank for part in self.ranges)
         return {*between, *pairwise(seconds), *((rank - 1, rank) for rank in seconds)}
+
+    @property
+    def decode_links(self) -> set[tuple[int, int]]:
+        """All pairs of ranks (from, to) between which final latents and frames travel."""
+        writer = self.ranges[-1].rank
+        helpers = [share.rank for share in self.shares[1:]]
+        return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
+
+    def has_latent(self, rank: int) -> bool:
+        """Whether `rank` has done the last steps as the second of a pair."""
+        last = self.ranges[-1]
+        return self.paired and last.num_steps > 0 and rank == last.rank + 1
+
+    def stages_after(self, rank: int) -> int:
+        """The number of its ranges after that of `rank`, or of the pair; 0 if that has none."""
+        units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
+        return next((after for after, unit in enumerate(units) if rank in unit), 0)
 
     def resumed(self, at: int) -> Route:
         """The rest of the route after `at` steps, without the ranks that have no steps left.
@@ -93,15 +121,29 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
 
     A rank posts the receive of the next clip before it works on this one, so the transfer overlaps
     with denoising. At most two packets are in flight to a rank: the posted one, and one that its
-    sender still holds.
+    sender still holds. A rank that helps to decode a clip does so after its steps of the next
+    clips that keep it busy until the clip has passed the ranks between.
     """
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
+    helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
             visits[part.rank].append(_visit(route, index))
         for rank, visit in _second_visits(route):
             visits[rank].append(visit)
-    return tuple(_post_receives_ahead(rank_visits) for rank_visits in visits)
+        for rank, visit in _decode_visits(route):
+            earliest = helps[rank][-1][0] if helps[rank] else 0
+            after = len(visits[rank]) + route.stages_after(rank)
+            helps[rank].append((max(earliest, after), visit))
+    merged = map(_merged, visits, helps)
+    return tuple(_post_receives_ahead(rank_visits) for rank_visits in merged)
+
+
+def _merged(visits: Sequence[_Visit], helps: Sequence[tuple[int, _Visit]]) -> list[_Visit]:
+    """The visits of one rank, and each help behind as many visits as its number says."""
+    placed = [*((after, 0, visit) for after, visit in helps)]
+    placed += [(index, 1, visit) for index, visit in enumerate(visits)]
+    return [visit for *_, visit in sorted(placed, key=lambda each: each[:2])]
 
 
 def _visit(route: Route, index: int) -> _Visit:
@@ -118,12 +160,42 @@ def _visit(route: Route, index: int) -> _Visit:
     if not last:
         work.append(Action.at(Kind.SEND, clip, part.end, route.ranges[index + 1].rank))
     else:
-        work += [Action.at(Kind.DECODE, clip, part.end)] if route.decodes else []
-        work.append(Action.at(Kind.FINISH, clip, part.end))
+        work += [*_decode_actions(route), Action.at(Kind.FINISH, clip, part.end)]
     pending = (
         None if first else Action.at(Kind.RECV, clip, part.start, route.ranges[index - 1].rank)
     )
     return _Visit(pending, tuple(work))
+
+
+def _decode_actions(route: Route) -> Iterator[Action]:
+    """The last rank's decode, with what it sends to and gets from the ranks that help it."""
+    clip, end = route.clip, route.ranges[-1].end
+    helpers = route.shares[1:]
+    for rank, frames in helpers:
+        if not route.has_latent(rank):
+            yield Action.at(Kind.SHARE, clip, end, rank, frames)
+    if route.decodes:
+        yield Action.at(Kind.DECODE, clip, end, frames=route.shares[0].frames if helpers else None)
+    for rank, frames in helpers:
+        yield Action.at(Kind.GATHER, clip, end, rank, frames)
+
+
+def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
+    """What a rank that has the final latent does to decode its share."""
+    clip, last = route.clip, route.ranges[-1]
+    return (
+        Action.at(Kind.DECODE, clip, last.end, frames=share.frames),
+        Action.at(Kind.RETURN, clip, last.end, last.rank, share.frames),
+    )
+
+
+def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
+    """The ranks that get the final latent in order to decode a share of it, each with its visit."""
+    clip, last = route.clip, route.ranges[-1]
+    for share in route.shares[1:]:
+        if not route.has_latent(share.rank):
+            receive = Action.at(Kind.RECV, clip, last.end, last.rank, share.frames)
+            yield share.rank, _Visit(None, (receive, *_helps(route, share)))
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
@@ -131,13 +203,16 @@ def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
     parts = [part for part in route.ranges if part.num_steps] if route.paired else []
     for index, part in enumerate(parts):
         source = parts[index - 1].rank + 1 if index else part.rank
-        end = Action.at(Kind.DROP, route.clip, part.end)
+        ends: tuple[Action, ...] = (Action.at(Kind.DROP, route.clip, part.end),)
+        for share in route.shares:
+            if route.has_latent(share.rank):
+                ends = _helps(route, share)
         if part is not parts[-1]:
-            end = Action.at(Kind.SEND, route.clip, part.end, parts[index + 1].rank + 1)
+            ends = (Action.at(Kind.SEND, route.clip, part.end, parts[index + 1].rank + 1),)
         denoise = Action(Kind.DENOISE, route.clip, part.start, part.end, part.rank)
         yield (
             part.rank + 1,
-            _Visit(Action.at(Kind.RECV, route.clip, part.start, source), (denoise, end)),
+            _Visit(Action.at(Kind.RECV, route.clip, part.start, source), (denoise, *ends)),
         )
 
 
@@ -178,15 +253,16 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
     rank can work only on a clip that it holds, and only at the current step of that clip. It no
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
-    skipped or repeated. Both ranks of a pair do the same steps.
+    skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
 
     Raises:
         ValueError: it names the first action that cannot be done, or what is missing at the end.
     """
-    transfers: Counter[tuple[int, int, int, int]] = Counter()
+    transfers: Counter[tuple[int, int, int, int, tuple[int, ...]]] = Counter()
     started: Counter[int] = Counter()
     finished: Counter[int] = Counter()
     halves: Counter[tuple[int, int, int, int]] = Counter()
+    decodes: dict[int, list[FrameRange]] = {}
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
@@ -195,10 +271,13 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
             steps = num_steps if isinstance(num_steps, int) else num_steps[action.clip]
             if not _can_follow(action, held, decoded, steps):
                 raise ValueError(f"rank {rank} cannot do {action} of {steps} with {before}")
-            if action.kind is Kind.RECV:
-                transfers[action.peer, rank, action.clip, action.start] -= 1
-            elif action.kind in (Kind.SEND, Kind.SHARE):
-                transfers[rank, action.peer, action.clip, action.start] += 1
+            packet = action.clip, action.start, action.frames or ()
+            if action.kind in (Kind.RECV, Kind.GATHER):
+                transfers[action.peer, rank, *packet] -= 1
+            elif action.kind in SENDS:
+                transfers[rank, action.peer, *packet] += 1
+            elif action.kind is Kind.DECODE:
+                decodes.setdefault(action.clip, []).append(action.frames or FrameRange(0, 1, 1))
             elif action.kind is Kind.DENOISE:
                 pair = max(rank, action.peer) if action.peer >= 0 else -1
                 halves[pair, *action[1:4]] += 1 if pair >= 0 else 2
@@ -208,11 +287,13 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
                 finished[action.clip] += 1
         if held:
             raise ValueError(f"rank {rank} ends with unfinished clips: {_clips(held)}")
-    odd = sorted(transfer for transfer, count in transfers.items() if count)
+    odd = sorted(transfer[:4] for transfer, count in transfers.items() if count)
     if odd:
         raise ValueError(f"unmatched transfers (from, to, clip, step): {odd[:3]}")
     if halved := sorted(half for half, count in halves.items() if count != 2):
         raise ValueError(f"not done once, or by both of a pair (rank, clip, steps): {halved[:3]}")
+    if wrong := sorted(clip for clip, parts in decodes.items() if not _is_whole(parts)):
+        raise ValueError(f"frames not decoded once: clips {wrong[:3]}")
     for what, clips in (("started", started), ("finished", finished)):
         if wrong := sorted(clip for clip, count in clips.items() if count != 1):
             raise ValueError(f"{what} more than once: clips {wrong[:3]}")
@@ -238,8 +319,18 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
         return first and action.start == num_steps
     if action.kind is Kind.SHARE:
         return True
+    if action.kind in (Kind.GATHER, Kind.RETURN) and clip not in decoded:
+        return False
+    if action.kind is Kind.GATHER:
+        return True
     del held[clip]
     return action.kind is Kind.SEND or action.start == num_steps
+
+
+def _is_whole(parts: Iterable[FrameRange]) -> bool:
+    """Whether each frame is in one of `parts`."""
+    firsts, ends, totals = zip(*sorted(parts), strict=True)
+    return (*firsts, totals[0]) == (0, *ends) and len(set(totals)) == 1
 
 
 def _clips(held: dict[int, int]) -> str:

@@ -33,7 +33,6 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-_STEPS_SECONDS = 0.25
 _MAX_BACK_OFF = 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0
@@ -72,8 +71,6 @@ class Engine:
         self.state: State = "starting"
         self.restarts = 0
         """How often the ranks have ended and been started again."""
-        self.last_error: BaseException | None = None
-        """What ended the ranks last; None since the latest finished clip."""
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
@@ -105,7 +102,7 @@ class Engine:
         )
         """Places and ETAs of the open jobs."""
         self._first_back_off = self._back_off = first_back_off
-        self._retry_at = self._start_at = self._stepped_at = 0.0
+        self._retry_at = self._start_at = 0.0
         self._start_seconds = _START_SECONDS
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
@@ -153,7 +150,7 @@ class Engine:
             return True
         end = time.monotonic() + timeout
         self.feeder.ask_to_cancel(job_id)
-        while self._is_in_progress(job_id):
+        while (job := self._queue.get(job_id)) and job.state is JobState.IN_PROGRESS:
             left = end - time.monotonic()
             if left <= 0 or not self._thread.is_alive():
                 return False
@@ -199,7 +196,6 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
         self._become("restarting")
-        self.last_error = error
         self.feeder.put_back_all(error, self._blamed(error))
         if self._is_launched:
             raise error
@@ -244,24 +240,11 @@ class Engine:
                 raise reraisable(pipeline.run_error)
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
-                self._back_off, self.last_error = self._first_back_off, None
-            self._notify()
-            self._wait()
-
-    def _notify(self) -> None:
-        if time.monotonic() - self._stepped_at >= _STEPS_SECONDS:
-            self._stepped_at = time.monotonic()
-            self._notifier.stepped(self.feeder.take_stepped())
-        self._notifier.moved(
-            lambda: {id: clip.place for id, clip in self.estimates.all(max_age=0.0).items()}
-        )
-
-    def _wait(self) -> None:
-        timeout = min(_POLL_SECONDS, self._seconds_left())
-        if self.feeder.has_stepped:
-            timeout = min(timeout, self._stepped_at + _STEPS_SECONDS - time.monotonic())
-        with self._changed:
-            self._changed.wait_for(lambda: self.feeder.has_work, max(0.0, timeout))
+                self._back_off = self._first_back_off
+            self._notifier.refresh(clip.job.id for clip in self.feeder.clips())
+            timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
+            with self._changed:
+                self._changed.wait_for(lambda: self.feeder.has_work, timeout)
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
@@ -300,13 +283,6 @@ class Engine:
             if not self._is_closing():
                 self.state = state
 
-    def _is_in_progress(self, job_id: str) -> bool:
-        job = self._queue.get(job_id)
-        return job is not None and job.state is JobState.IN_PROGRESS
-
     def _seconds_to_ready(self) -> float:
-        if self.state == "ready":
-            return 0.0
-        return max(
-            0.0, max(self._retry_at, self._start_at) + self._start_seconds - time.monotonic()
-        )
+        ready_at = max(self._retry_at, self._start_at) + self._start_seconds
+        return 0.0 if self.state == "ready" else max(0.0, ready_at - time.monotonic())

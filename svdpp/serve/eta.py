@@ -88,7 +88,8 @@ class MeasuredCosts:
             case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
                 # Of an image that was not prepared ahead, the clip also waits for that.
                 waited = event.waits.get("photograph", 0.0)
-                kind, seconds = str(event.action.kind), event.end - event.start + waited
+                seconds = (event.end - event.start + waited) / event.action.fraction
+                kind = str(event.action.kind)
             case _:
                 return
         shape = _shape(sampling)

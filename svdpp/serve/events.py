@@ -21,10 +21,10 @@ from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 
 _MAX_JOBS = 1000
-_PLACES_SECONDS = 0.5
-# The pause after places are published, in multiples of the time that it takes: with hundreds of
-# waiting jobs that are watched, it must not keep requests from the processor.
-_PLACES_PAUSE = 20.0
+_REFRESH_SECONDS = 0.25
+# The pause after waiting jobs are looked at, in multiples of the time that it takes: with hundreds
+# that are watched, it must not keep requests from the processor.
+_WAITING_PAUSE = 20.0
 
 
 class JobEvent(NamedTuple):
@@ -177,13 +177,10 @@ class Notifier:
         self._events = events
         self._describe = describe
         self._on_ended = on_ended
-        self._places: dict[str, int | None] = {}
-        self._places_changed = False
-        self._places_next = 0.0
+        self._refresh_at = self._waiting_at = 0.0
 
     def changed(self, job_id: str) -> Job | None:
         """Publishes the job as it is now; returns it, None if it does not exist any more."""
-        self._places_changed = True
         job = self._queue.get(job_id)
         if job is None:
             self._events.forget(job_id)
@@ -191,33 +188,35 @@ class Notifier:
         if job.state.is_final:
             logger.info("{} is {}", job_id, job.state)
             _quietly(lambda: self._on_ended(job))
-        self._publish(job)
+        _quietly(lambda: self._publish(job))
         return job
 
-    def stepped(self, job_ids: Iterable[str]) -> None:
-        """Publishes jobs whose progress has changed, if somebody watches them."""
-        for job_id in self._events.watched().intersection(job_ids):
+    def refresh(self, running: Iterable[str]) -> None:
+        """Publishes the open jobs that somebody watches and that have changed.
+
+        Those that are not `running` are looked at less often.
+        """
+        begun = time.monotonic()
+        if begun < self._refresh_at:
+            return
+        self._refresh_at = begun + _REFRESH_SECONDS
+        watched, sees_all = self._events.watched(), begun >= self._waiting_at
+        for job_id in watched if sees_all else watched.intersection(running):
             job = self._queue.get(job_id)
             if job is not None and not job.state.is_final:
-                self._publish(job)
-
-    def moved(self, places: Callable[[], Mapping[str, int | None]]) -> None:
-        """Publishes waiting jobs whose place has changed, if somebody watches them."""
-        begun = time.monotonic()
-        if not self._places_changed or begun < self._places_next:
-            return
-        self._places_changed = False
-        watched = self._events.watched()
-        now = {id: place for id, place in places().items() if id in watched} if watched else {}
-        before, self._places = self._places, now
-        self.stepped(id for id, place in now.items() if before.get(id) != place)
-        pause = max(_PLACES_SECONDS, _PLACES_PAUSE * (time.monotonic() - begun))
-        self._places_next = begun + pause
+                _quietly(lambda job=job: self._publish(job))  # type: ignore[misc]
+        if sees_all:
+            self._waiting_at = begun + _WAITING_PAUSE * (time.monotonic() - begun)
 
     def _publish(self, job: Job) -> None:
-        _quietly(
-            lambda: self._events.publish(job.id, self._describe(job), is_final=job.state.is_final)
-        )
+        data, newest = self._describe(job), self._events.newest(job.id)
+        if newest is None or _without_eta(newest.data) != _without_eta(data):
+            self._events.publish(job.id, data, is_final=job.state.is_final)
+
+
+def _without_eta(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is worth an event: the ETA changes all the time."""
+    return {name: value for name, value in data.items() if name != "eta_seconds"}
 
 
 def _quietly(call: Callable[[], object]) -> None:

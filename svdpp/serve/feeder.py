@@ -84,7 +84,6 @@ class Feeder:
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
-        self._stepped: set[str] = set()
         self._to_cancel: set[str] = set()
         self._is_woken = True
         self._is_queue_empty = False
@@ -136,17 +135,6 @@ class Feeder:
     def has_work(self) -> bool:
         """Whether there is something to do at once."""
         return bool(self._done or self._to_cancel) or self._may_take
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether `take_stepped` has something to return."""
-        return bool(self._stepped)
-
-    def take_stepped(self) -> set[str]:
-        """The jobs whose progress has changed since the last call."""
-        with self._changed:
-            stepped, self._stepped = self._stepped, set()
-            return stepped
 
     @property
     def _may_take(self) -> bool:
@@ -218,7 +206,6 @@ class Feeder:
         """Called in the pipeline's thread."""
         with self._changed:
             clip.moved_at = time.monotonic()
-            self._stepped.add(clip.job.id)
             self._changed.notify_all()
 
     def _note_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:

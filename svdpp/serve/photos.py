@@ -26,16 +26,6 @@ from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
 
-#: By the suffixes of stored photographs.
-MEDIA_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".webp": "image/webp",
-    ".bmp": "image/bmp",
-    ".tif": "image/tiff",
-    ".gif": "image/gif",
-}
-
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.

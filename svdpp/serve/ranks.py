@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from svdpp.errors import BrokenLinkError, Interrupted
 from svdpp.plan.actions import Action, Kind
@@ -20,11 +20,7 @@ _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 # Types of errors that follow from the failure of another rank, or from a signal.
 _CONSEQUENCES = (BrokenLinkError.__name__, Interrupted.__name__)
-_SPAN_KINDS: dict[Kind, SpanKind] = {
-    Kind.ENCODE: "encode",
-    Kind.DENOISE: "denoise",
-    Kind.DECODE: "decode",
-}
+_SHOWN = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,11 @@ class RankView:
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
         """The span of an action between monotonic times, if it is one that the page shows."""
-        if action.kind not in _SPAN_KINDS:
+        if action.kind not in _SHOWN:
             return []
         ahead = time.time() - time.monotonic()
-        kind, job_id = _SPAN_KINDS[action.kind], self._job_of(action.clip)
-        return [RankSpan(rank, job_id, kind, start + ahead, end + ahead)]
+        kind = cast("SpanKind", action.kind.lower())
+        return [RankSpan(rank, self._job_of(action.clip), kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
         """The clip of the rank's last report; None if it was between actions."""

@@ -28,7 +28,6 @@ from svdpp.serve.auth import Owner
 from svdpp.serve.form import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.photos import MEDIA_TYPES
 from svdpp.serve.service import Service
 from svdpp.serve.views import DeletedVideo, Video, VideoPage
 
@@ -338,7 +337,8 @@ def get_input(id: str, service: Served, owner: Owned, request: Request) -> Respo
     path = service.photo_path(job)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
-    return _private_file(path, MEDIA_TYPES[path.suffix], request)
+    kind = {".jpg": "jpeg", ".tif": "tiff"}.get(path.suffix, path.suffix[1:])
+    return _private_file(path, f"image/{kind}", request)
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))

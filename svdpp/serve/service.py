@@ -204,7 +204,7 @@ class Service:
         return ApiError(
             429,
             "queue_full",
-            f"the queue {whose} is full: it has {details['open']} clips",
+            f"the queue {whose} is full: {details['open']} open, the limit is {details['limit']}",
             f"the next place is free in about {seconds} s",
             retry=seconds,
             open=details["open"],

@@ -126,6 +126,7 @@ def clip_metadata(
         "replicas": config.replicas,
         "decoders": config.decoders,
         "cfg_parallel": config.cfg_parallel,
+        "decode_ranks": config.decode_ranks,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
         **({} if sampling.family == "svd" else _prompts(made_from)),
@@ -281,8 +282,8 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     # An unknown family, or none, is checked as SVD, whose error then names the field.
     model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
     try:
-        found = model.model_validate(values)
-        return found.model_dump(exclude={"audio_sha256", "lora"} - found.model_fields_set)
+        checked = model.model_validate(values)
+        return checked.model_dump(exclude={"audio_sha256", "lora"} - checked.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -314,7 +315,7 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
         {
             **{name: metadata[name] for name in _latent_identity(metadata)},
             "versions": {
-                name: each for name, each in metadata["versions"].items() if name != "svdpp"
+                name: number for name, number in metadata["versions"].items() if name != "svdpp"
             },
             "weights": weights,
         }
@@ -322,8 +323,8 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
 
 
 def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
-    found = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
-    return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found]
+    files = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
+    return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in files]
 
 
 def _sha256(values: Mapping[str, Any]) -> str:

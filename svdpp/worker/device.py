@@ -48,14 +48,14 @@ def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
     """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
-    found = determinism.conditions(device, channels_last=config.model.channels_last)
+    known = determinism.conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):
-        found["driver"] = gpus.driver_version()
+        known["driver"] = gpus.driver_version()
     if checkpoint is not None:
         from svdpp.models.engine.load import conditions  # imports diffusers: seconds
 
-        found |= conditions(checkpoint)
-    return found
+        known |= conditions(checkpoint)
+    return known
 
 
 def gpu_uuid(device: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import ASK, BEGIN, END, FILE, RankHello
+from svdpp.launch.connections import ASK, BEGIN, END, FILE, Terms
 from svdpp.launch.group import Entry, PipeChannel, RankContext
 from svdpp.launch.world import World
 from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse_event
@@ -30,13 +30,9 @@ _SIGNAL_REPORT_SECONDS = 1.0
 def serve_joined(
     entry: Entry,
     argument: Any,
+    terms: Terms,
     *,
-    world: World,
-    backend: str,
     device: str,
-    shared_settings: Mapping[str, str],
-    start_timeout: float,
-    peer_timeout: float,
     observers: Sequence[Callable[[int, Event], None]],
     answer: Callable[[bytes], bytes],
     say: Callable[[str, bool], None],
@@ -45,29 +41,27 @@ def serve_joined(
     """Runs `entry` as a rank other than 0 of a launcher's world.
 
     Returns only if all work succeeded; otherwise the process exits. `observers` get this rank's
-    events. For `answer` and `say` see `Pipeline.serve`, for the others `joined.JoinedGroup`. With
-    `ignores_signals` the rank survives INT, TERM and HUP, which its launcher also sends to rank 0:
-    that one ends the run in its own time.
+    events. For `answer` and `say` see `Pipeline.serve`. With `ignores_signals` the rank survives
+    INT, TERM and HUP, which its launcher also sends to rank 0: that one ends the run in its own
+    time.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
         process_lifetime.ignore_signals()
     else:
         process_lifetime.exit_on_signals(_exit_on_signal)
-    hello = _hello(world, shared_settings)
-    _, store = process_group.open_store(world, start_timeout)
-    deadline = time.monotonic() + start_timeout
-    connection = connections.connect(store, hello, peer_timeout=peer_timeout, deadline=deadline)
-    parent = _ParentLink(connection, world, device, peer_timeout, start_timeout)
+    world, hello = terms.world, terms.hello()
+    _, store = process_group.open_store(world, terms.start_timeout)
+    parent = _ParentLink(connections.connect(store, hello, terms), terms, device)
     parent.observers, parent.answer, parent.say = observers, answer, say
     parent.listen()
     _parents[:] = [parent]
     parent.wait_for_begin()
     context = RankContext(
         world,
-        backend,
+        terms.backend,
         parent,
-        join=lambda: process_group.join_store(world, backend, store, parent.token),
+        join=lambda: process_group.join_store(world, terms.backend, store, parent.token),
         leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=hello.host,
         clock=parent.clock,
@@ -84,11 +78,10 @@ def serve_joined(
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
     """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached."""
+    terms = Terms(world=world, start_timeout=timeout, peer_timeout=timeout)
     try:
         _, store = process_group.open_store(world, timeout)
-        hello = _hello(world, {}, error)
-        deadline = time.monotonic() + timeout
-        connections.connect(store, hello, peer_timeout=timeout, deadline=deadline)
+        connections.connect(store, terms.hello(error), terms)
     except (RankError, RequestError):
         return False
     return True
@@ -104,37 +97,22 @@ def _exit_on_signal(number: int) -> NoReturn:
     process_lifetime.exit_with_signal_code(number)
 
 
-def _hello(
-    world: World, shared_settings: Mapping[str, str], error: dict[str, Any] | None = None
-) -> RankHello:
-    return RankHello(
-        rank=world.rank,
-        local_rank=world.local_rank,
-        host=socket.gethostname(),
-        host_index=world.host,
-        shared_settings=dict(shared_settings),
-        error=error,
-    )
-
-
 class _ParentLink:
     """A joined rank's channel to rank 0, and the thread that handles rank 0's control messages."""
 
     def __init__(
         self,
         connection: Connection,
-        world: World,
+        terms: Terms,
         device: str,
-        peer_timeout: float,
-        start_timeout: float,
     ) -> None:
         self.observers: Sequence[Callable[[int, Event], None]] = ()
         self.answer: Callable[[bytes], bytes] = lambda _: b""
         self.say: Callable[[str, bool], None] = lambda _sentence, _is_loud: None
-        self._world = world
-        self._name = f"rank {world.rank} ({device} of {socket.gethostname()})"
+        self._world = terms.world
+        self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
         self._channel = PipeChannel(connection)
-        self._peer_timeout = peer_timeout
+        self._peer_timeout = terms.peer_timeout
         self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         #: Files that rank 0 sends. A wait for one has no deadline of its own: if the connection is
@@ -142,7 +120,7 @@ class _ParentLink:
         self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._begun = threading.Event()
         self._is_disconnected = False
-        deadline = time.monotonic() + start_timeout
+        deadline = time.monotonic() + terms.start_timeout
         try:
             welcome = json.loads(connections.receive(connection, deadline))
             self.clock = connections.compare_clocks(connection, deadline)

@@ -57,12 +57,12 @@ class LatentCheckpoints:
             "sha256": _sha256(packet.tensors),
         }
         path = self._path(key, packet.next_step)
-        about = {"svdpp": json.dumps(metadata)}
+        text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
                 # Not by `save_file`, which writes under a name of its own and then replaces the
                 # locked file: a killed rank would leave it behind.
-                temporary.write_bytes(save(packet.tensors, metadata=about))
+                temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
                     self._path(key, step).unlink(missing_ok=True)
@@ -87,10 +87,10 @@ class LatentCheckpoints:
             "conditions": (metadata["conditions"], self._conditions),
             "sha256": (_sha256(tensors), metadata["sha256"]),
         }
-        for name, (found, needed) in pairs.items():
-            if found != needed:
+        for name, (actual, needed) in pairs.items():
+            if actual != needed:
                 raise InputError(
-                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {found}, "
+                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {actual}, "
                     f"not {needed}",
                     hint,
                 )

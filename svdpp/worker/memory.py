@@ -134,5 +134,5 @@ def _part(
 def _asked_and_free(text: str) -> dict[str, str]:
     if host := _HOST_ASKED.search(text):
         return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
-    asked, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
-    return {"asked": asked[1], "free": free[1]} if asked and free else {}
+    requested, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
+    return {"asked": requested[1], "free": free[1]} if requested and free else {}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.memory import out_of_memory_named, peak_bytes
 from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
-from svdpp.worker.prefetch import ReadPhoto, from_disk
+from svdpp.worker.prefetch import from_disk
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.stage import PipelineStage
@@ -68,7 +67,10 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
             sampler = GpuSampler(uuid, reporter.send)
             sampler.start()
         inbox = Inbox(context.channel)
-        _serve(context, setup, device, reporter, inbox)
+        stage = _Preparation(context, setup, reporter, device).stage(inbox)
+        for action in inbox.actions(stage.expect, stage.rest):
+            stage.perform(action)
+        stage.finish()
     except BaseException as error:
         reporter.failed(error)
         raise
@@ -81,130 +83,106 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     context.leave()
 
 
-def _serve(
-    context: RankContext,
-    setup: RankSetup,
-    device: torch.device,
-    reporter: Reporter,
-    inbox: Inbox,
-) -> None:
-    stage = _prepare(context, setup, device, reporter, inbox)
-    for action in inbox.actions(stage.expect, stage.rest):
-        stage.perform(action)
-    stage.finish()
+@dataclass(frozen=True)
+class _Preparation:
+    """Everything before the first action."""
 
+    context: RankContext
+    setup: RankSetup
+    reporter: Reporter
+    device: torch.device
 
-def _prepare(
-    context: RankContext,
-    setup: RankSetup,
-    device: torch.device,
-    reporter: Reporter,
-    inbox: Inbox,
-) -> PipelineStage:
-    config, rank = setup.config, context.world.rank
-    conditions = conditions_of(config, setup.checkpoint, str(device))
-    reporter.send(Started(device=str(device), uuid=gpu_uuid(str(device)), conditions=conditions))
-    reporter.measure_memory(str(device))
-    reporter.phase("loading the model")
-    begun = time.monotonic()
-    if setup.fault:
-        setup.fault.reach(rank, -1, "load")
-    with out_of_memory_named(None):
-        model = load_model(config, setup.checkpoint, str(device), setup.roles[rank], rank)
-        load_seconds = time.monotonic() - begun
-        if setup.fault:
-            setup.fault.reach(rank, -1, "join")
-        reporter.phase("joining the other ranks")
-        context.join()
-        transport = _connected(context, setup, device, reporter)
-    ahead = context.clock.monotonic_ahead
-    reporter.send(Joined(device=str(device), load_seconds=load_seconds, clock_ahead=ahead))
-    reporter.at(None)
-    return _new_stage(context, setup, model, transport, reporter, inbox, conditions)
+    def stage(self, inbox: Inbox) -> PipelineStage:
+        """The rank's stage, for which `Joined` is reported: the model is loaded, links are open."""
+        setup, reporter, name = self.setup, self.reporter, str(self.device)
+        config, rank = setup.config, self.context.world.rank
+        conditions = conditions_of(config, setup.checkpoint, name)
+        reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
+        reporter.measure_memory(name)
+        reporter.phase("loading the model")
+        begun = time.monotonic()
+        self._reach("load")
+        with out_of_memory_named(None):
+            model = load_model(config, setup.checkpoint, name, setup.roles[rank], rank)
+            load_seconds = time.monotonic() - begun
+            self._reach("join")
+            reporter.phase("joining the other ranks")
+            self.context.join()
+            transport = self._connected()
+        ahead = self.context.clock.monotonic_ahead
+        reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
+        reporter.at(None)
+        tensor_store, folder = self._tensor_store(), setup.latents_folder
+        return PipelineStage(
+            rank,
+            model,
+            transport,
+            ClipWriter(
+                reporter,
+                conditions,
+                self.device,
+                tensor_store,
+                fps=config.sampling.fps,
+                host=self.context.host,
+                folder=Path(setup.output_folder) if setup.output_folder else None,
+            ),
+            reporter,
+            config.sampling,
+            is_cancelled=inbox.is_cancelled,
+            # The second rank of a pair has the latents of the first.
+            checkpoints=LatentCheckpoints(Path(folder), conditions)
+            if folder and not config.layout.is_second(rank)
+            else None,
+            tensor_store=tensor_store,
+            profiler=self._profiler(),
+            fault=setup.fault,
+            read_photo=from_disk if self.context.fetch is None else self._from_rank_0,
+        )
 
+    def _reach(self, place: str) -> None:
+        if self.setup.fault:
+            self.setup.fault.reach(self.context.world.rank, -1, place)
 
-def _connected(
-    context: RankContext, setup: RankSetup, device: torch.device, reporter: Reporter
-) -> Transport:
-    transport = Transport(
-        context.world.rank,
-        device,
-        context.backend,
-        reporter.transfer,
-        checksum=setup.config.checksum,
-        tamper=setup.fault.tamper(context.world.rank) if setup.fault else None,
-        wall_ahead=context.clock.wall_ahead,
-    )
-    pairs = setup.config.layout.pairs
-    transport.connect(connect_rounds(setup.links), reporter.connecting, pairs)
-    return transport
+    def _connected(self) -> Transport:
+        config, fault, rank = self.setup.config, self.setup.fault, self.context.world.rank
+        transport = Transport(
+            rank,
+            self.device,
+            self.context.backend,
+            self.reporter.transfer,
+            checksum=config.checksum,
+            tamper=fault.tamper(rank) if fault else None,
+            wall_ahead=self.context.clock.wall_ahead,
+        )
+        layout, rounds = config.layout, connect_rounds(self.setup.links)
+        decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
+        transport.connect(rounds, self.reporter.connecting, layout.pairs, decode)
+        return transport
 
-
-def _new_stage(
-    context: RankContext,
-    setup: RankSetup,
-    model: VideoModel,
-    transport: Transport,
-    reporter: Reporter,
-    inbox: Inbox,
-    conditions: dict[str, Any],
-) -> PipelineStage:
-    config, folder, rank = setup.config, setup.latents_folder, context.world.rank
-    tensor_store = _tensor_store(context, setup, reporter)
-    clip_writer = ClipWriter(
-        reporter,
-        conditions,
-        model.device,
-        tensor_store,
-        fps=config.sampling.fps,
-        host=context.host,
-        folder=Path(setup.output_folder) if setup.output_folder else None,
-    )
-    return PipelineStage(
-        rank,
-        model,
-        transport,
-        clip_writer,
-        reporter,
-        config.sampling,
-        is_cancelled=inbox.is_cancelled,
-        # The second rank of a pair has the latents of the first.
-        checkpoints=LatentCheckpoints(Path(folder), conditions)
-        if folder and not config.layout.is_second(rank)
-        else None,
-        tensor_store=tensor_store,
-        profiler=_profiler(setup, rank, str(model.device)),
-        fault=setup.fault,
-        read_photo=_from_rank_0(context.fetch, reporter) if context.fetch else from_disk,
-    )
-
-
-def _from_rank_0(fetch: Callable[[], bytes], reporter: Reporter) -> ReadPhoto:
-    def read(clip: int, path: Path) -> bytes:
-        reporter.send(PhotoWanted(clip=clip))
-        data = fetch()
+    def _from_rank_0(self, clip: int, path: Path) -> bytes:
+        """Reads an image from rank 0's host, which is another one."""
+        assert self.context.fetch is not None
+        self.reporter.send(PhotoWanted(clip=clip))
+        data = self.context.fetch()
         if not data:
             raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
         return data
 
-    return read
+    def _tensor_store(self) -> TensorStore | None:
+        """Keeps results for verification; a rank that may be on another host sends them."""
+        if self.setup.tensor_folder is None:
+            return None
+        is_member = self.context.world.is_member
+        return TensorStore(Path(self.setup.tensor_folder), self._send_file if is_member else None)
 
+    def _send_file(self, name: str, data: bytes) -> None:
+        self.reporter.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
-def _tensor_store(context: RankContext, setup: RankSetup, reporter: Reporter) -> TensorStore | None:
-    if setup.tensor_folder is None:
-        return None
-    if not context.world.is_member:
-        return TensorStore(Path(setup.tensor_folder))
-    return TensorStore(
-        Path(setup.tensor_folder),
-        lambda name, data: reporter.send(StoredTensor(name=name, data=base64.b64encode(data))),
-    )
-
-
-def _profiler(setup: RankSetup, rank: int, device: str) -> ClipProfiler | None:
-    if setup.profile_path is None or rank != PROFILED_RANK:
-        return None
-    return ClipProfiler(Path(setup.profile_path), device)
+    def _profiler(self) -> ClipProfiler | None:
+        path = self.setup.profile_path
+        if path is None or self.context.world.rank != PROFILED_RANK:
+            return None
+        return ClipProfiler(Path(path), str(self.device))
 
 
 def load_model(

@@ -75,8 +75,8 @@ class Reporter:
         self.phase(f"opening its link with rank {peer}", peer)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Reports a packet that was received or sent; predictions are part of their steps."""
-        if transfer.channel == "predictions":
+        """Reports a clip's packet that was received or sent; steps and decodes include others."""
+        if transfer.channel != "clips":
             return
         self.send(
             TransferDone(

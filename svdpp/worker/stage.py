@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -12,7 +13,7 @@ from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
-from svdpp.comm.transport import PendingPacket, Transport
+from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
@@ -37,6 +38,7 @@ from svdpp.worker.reporter import Reporter
 from svdpp.worker.step_checks import StepChecks
 from svdpp.worker.tensor_store import TensorStore
 
+_FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
 _MODELS_KEPT = 8
 
@@ -87,6 +89,8 @@ class PipelineStage:
         self._sampling = sampling
         self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
         self._samplings: dict[int, SamplingConfig] = {}
+        # The clips that this rank will help to decode.
+        self._helps: set[int] = set()
         self._is_cancelled = is_cancelled
         self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
         self._checkpoints = checkpoints
@@ -114,6 +118,7 @@ class PipelineStage:
         self._jobs.update(jobs)
         self._keys.update(work.latents_keys)
         self._samplings.update(work.samplings)
+        self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         if self._profiler is not None:
@@ -160,6 +165,8 @@ class PipelineStage:
             Kind.DENOISE: self._denoise,
             Kind.SHARE: self._share,
             Kind.SEND: self._send,
+            Kind.RETURN: self._return,
+            Kind.GATHER: self._gather,
             Kind.DROP: lambda action: self._forget(self._packet(action).clip),
             Kind.DECODE: self._decode,
             Kind.FINISH: self._finish_clip,
@@ -191,7 +198,7 @@ class PipelineStage:
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer
+            action.clip, action.start, action.peer, _channel_of(action)
         )
 
     def _denoise(self, action: Action) -> None:
@@ -280,7 +287,8 @@ class PipelineStage:
     def _share(self, action: Action) -> None:
         packet = self._packet(action)
         with self._waiting(action, "send"):
-            self._transport.send(packet, action.peer)
+            # A copy, as this rank goes on and may drop the clip while the packet leaves.
+            self._transport.send(replace(packet), action.peer, _channel_of(action))
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
@@ -295,13 +303,40 @@ class PipelineStage:
         packet = self._packet(action)
         if packet.tombstone:
             return
+        if action.helps:
+            packet.compute_seconds = 0.0  # the other rank counts what was before
         with self._isolated(packet), self._timed(action):
             model = self._model_of(action.clip)
-            self._frames[action.clip] = model.decode(packet.tensors)
+            self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
             streams.wait_for_queue(self._device)
             packet.memory_pressure |= self._memory_pressure.rose()
+
+    def _return(self, action: Action) -> None:
+        packet = self._packet(action)
+        packet.tensors = {} if packet.tombstone else {_FRAMES: self._frames[action.clip]}
+        with self._waiting(action, "send"):
+            self._transport.send(packet, action.peer, _channel_of(action))
+        self._helps.remove(action.clip)
+        self._forget(action.clip)
+
+    def _gather(self, action: Action) -> None:
+        packet = self._packet(action)
+        pending = self._transport.post_receive(
+            action.clip, action.start, action.peer, _channel_of(action)
+        )
+        with self._waiting(action):
+            part = pending.wait()
+        packet.memory_pressure |= part.memory_pressure
+        packet.compute_seconds += part.compute_seconds
+        if part.tombstone:
+            packet.make_tombstone()
+        if packet.tombstone:
+            return
+        with self._timed(action):
+            both = [self._frames[action.clip], part.tensors[_FRAMES]]
+            self._frames[action.clip] = torch.cat(both)
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -349,8 +384,10 @@ class PipelineStage:
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._jobs, self._keys, self._samplings, self._frames, self._audio):
+        for values in (self._jobs, self._keys, self._frames, self._audio):
             values.pop(clip, None)
+        if clip not in self._helps:
+            self._samplings.pop(clip, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""
@@ -400,3 +437,7 @@ class PipelineStage:
         yield
         self._reporter.at(action)
         self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
+
+
+def _channel_of(action: Action) -> Channel:
+    return "clips" if action.frames is None else "decode"

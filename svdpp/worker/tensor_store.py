@@ -114,8 +114,8 @@ class TensorStore:
 
     def forget_frames(self, clip: int) -> None:
         """Removes the kept frames and sound of `clip`, if there are any."""
-        for what in ("frames.npy", "audio.safetensors"):
-            self._path(clip, what).unlink(missing_ok=True)
+        for suffix in ("frames.npy", "audio.safetensors"):
+            self._path(clip, suffix).unlink(missing_ok=True)
 
-    def _path(self, clip: int, what: str) -> Path:
-        return self._folder / f"clip{clip}_{what}"
+    def _path(self, clip: int, suffix: str) -> Path:
+        return self._folder / f"clip{clip}_{suffix}"

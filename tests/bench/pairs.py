@@ -1,6 +1,7 @@
 """Pairs of ranks against single ranks: time of a clip, rate of a queue, forecast and measured.
 
     python tests/bench/pairs.py sleep    ranks that sleep for their steps, for any number of cores
+    python tests/bench/pairs.py decode   the same, for a decode by several ranks
     python tests/bench/pairs.py wan      tiny Wan that computes; needs two free cores
 
 All ratios are of runs in this process, one after the other.
@@ -66,6 +67,36 @@ def sleep() -> None:
     say("one clip, measured over forecast", pair.makespan / forecast.makespan, "0.95 to 1.05")
 
 
+def decode() -> None:
+    """One clip's decode in eight chunks, by four ranks of a pipeline and by both of a pair."""
+
+    def config(world_size: int, **changes: Any) -> PipelineConfig:
+        return PipelineConfig(
+            world_size=world_size,
+            model=ModelConfig(name="dummy", dummy_sleeps=True, dummy_latent_shape=(1, 4, 8, 8, 8)),
+            sampling=SvdSampling(num_inference_steps=4, decode_chunk_size=1),
+            costs=Costs(step_seconds=STEP, decode_seconds=8.0),
+            **changes,
+        )
+
+    def seconds(config: PipelineConfig) -> float:
+        """From the start of the first decode until the last rank has all frames."""
+        with Pipeline(config) as pipeline:
+            pipeline.run([ClipRequest(seed=0)])
+        kinds = Kind.DECODE, Kind.GATHER
+        spans = [span for span in pipeline.trace.spans if span.action.kind in kinds]
+        return max(span.end for span in spans) - min(span.start for span in spans)
+
+    alone = seconds(config(1))
+    say("decode, 4 ranks over 1", seconds(config(4, decode_ranks=4)) / alone, "<= 0.35")
+    say("decode, pair over 1", seconds(config(2, cfg_parallel=2)) / alone, "about 0.5")
+    queue = [ClipRequest(seed=seed) for seed in range(8)]
+    for changes in ({"world_size": 4, "decode_ranks": 4}, {"world_size": 2, "cfg_parallel": 2}):
+        measured, forecast, _ = run(config(**changes), queue)
+        name = f"makespan of {changes}, measured over forecast"
+        say(name, measured.makespan / forecast.makespan, "0.95 to 1.05")
+
+
 def wan() -> None:
     """One clip of a small Wan from text, whose ranks compute with one thread each.
 
@@ -88,4 +119,4 @@ def wan() -> None:
 
 
 if __name__ == "__main__":
-    {"sleep": sleep, "wan": wan}[sys.argv[1]]()
+    {"sleep": sleep, "decode": decode, "wan": wan}[sys.argv[1]]()

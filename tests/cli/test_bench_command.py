@@ -230,17 +230,3 @@ def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
         assert json.loads((folder / "profile.json").read_text())["traceEvents"]
     assert layouts == {"1 replica of 2 ranks, uniform", "data parallel"}
     assert "point 2 of 2" in answer.err
-
-
-@pytest.mark.long
-@pytest.mark.processes
-@pytest.mark.full
-def test_the_same_bench_twice_is_equal(tmp_path: Path) -> None:
-    for _ in range(2):
-        answer = svdpp_alone("bench", "smoke", *TINY, "--measure.repeats=3", "-q", cwd=tmp_path)
-        assert answer.code == 0, answer
-    a, b = sorted((tmp_path / "results/smoke").iterdir())
-    answer = svdpp_here("bench", "--compare", str(a), str(b), "--json")
-    found = json.loads(answer.out)
-    assert found["equal"] is True, found
-    assert found["same_bits"] is True

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.plan.costs import PRESETS, Costs
-from tests.cli.shell import ROOT, Answer, assert_error, svdpp_here
+from tests.cli.shell import ROOT, assert_error, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
 #: A step takes a second, everything else no time.
@@ -42,6 +42,7 @@ def test_json_is_that_of_the_issue() -> None:
             "replicas": 1,
             "decoders": 1,
             "cfg_parallel": 1,
+            "decode_ranks": 1,
             "reason": None,
         },
         "ranks": [
@@ -104,12 +105,13 @@ def test_json_with_costs() -> None:
 
 
 def test_text_says_what_the_json_says() -> None:
-    answer = svdpp_here("plan", "--world", "4", *STEPS_ALONE)
+    """The other names of options are those of diffusers and torchrun."""
+    answer = svdpp_here("plan", "--gpus", "4", "--total-steps", "28", *STEPS_ALONE)
     lines = answer.out.splitlines()
 
     assert (answer.code, answer.err) == (0, "")
-    assert lines[0].split() == ["rank", "start", "end", "steps"]
-    assert [line.split() for line in lines[1:5]] == [
+    assert [line.split() for line in lines[:5]] == [
+        ["rank", "start", "end", "steps"],
         ["0", "0", "7", "7"],
         ["1", "7", "14", "7"],
         ["2", "14", "21", "7"],
@@ -129,41 +131,17 @@ def test_the_assumed_costs_are_named() -> None:
     assert strict_json(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--world", "1"),
-        ("--world", "4"),
-        ("--world", "28", "--clips", "60"),
-        ("--world", "100", "--steps", "1000"),
-        ("--world", "7", "--step-seconds", "1.2345678", "--decode-seconds", "4"),
-    ],
-    ids=" ".join,
-)
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_is_printed_fits_the_terminal(options: tuple[str, ...], width: int) -> None:
-    answer = svdpp_here("plan", *options, env={"COLUMNS": str(width)})
+@pytest.mark.parametrize("options", ["--world 4", "--world 100 --steps 1000"])
+def test_what_is_printed_fits_the_terminal_and_uses_it(options: str, width: int) -> None:
+    answer = svdpp_here("plan", *options.split(), env={"COLUMNS": str(width)})
 
     assert answer.code == 0
-    assert [line for line in answer.out.splitlines() if len(line) > width] == []
+    assert width - 25 < max(map(len, answer.out.splitlines())) <= width
 
 
-def test_the_picture_uses_a_wider_terminal() -> None:
-    narrow, wide = (
-        svdpp_here("plan", *STEPS_ALONE, env={"COLUMNS": str(width)}).out for width in (80, 120)
-    )
-
-    def rank_0(text: str) -> str:
-        return next(line for line in text.splitlines() if line.startswith("rank 0 |"))
-
-    assert len(rank_0(narrow)) < 80 < len(rank_0(wide)) <= 120
-    assert re.fullmatch(r"rank 0 \|0{7}1{7}.*\.{21}\|", rank_0(wide))
-
-
-@pytest.mark.parametrize("width", ["1", "10", "30"])
-def test_a_terminal_too_narrow_is_no_error(width: str) -> None:
-    assert svdpp_here("plan", env={"COLUMNS": width}).code == 0
+def test_a_terminal_too_narrow_is_no_error() -> None:
+    assert svdpp_here("plan", env={"COLUMNS": "1"}).code == 0
 
 
 def test_quiet_keeps_the_result_and_nothing_else() -> None:
@@ -171,13 +149,6 @@ def test_quiet_keeps_the_result_and_nothing_else() -> None:
 
     assert (quiet.code, quiet.out, quiet.err) == (0, talking.out, "")
     assert talking.err != ""
-
-
-def test_gpus_and_total_steps_are_other_names() -> None:
-    one = svdpp_here("plan", "--gpus", "5", "--total-steps", "25", "--json")
-
-    assert one == svdpp_here("plan", "--world", "5", "--steps", "25", "--json")
-    assert one.code == 0
 
 
 A100 = ("--costs", "svd-xt-a100", "--steps", "25")
@@ -204,14 +175,6 @@ def test_the_published_costs_make_decode_a_rank_of_its_own() -> None:
         "clip 3 is cut at 4 8 12 16 21 25",
     ]
     assert "a clip takes 33.38 s from its encode" in answer.out
-
-
-def test_given_seconds_replace_those_of_the_costs() -> None:
-    plan = strict_json(
-        svdpp_here("plan", *A100, "--world", "5", "--decode-seconds", "9", "--json").out
-    )
-
-    assert plan["costs"] == A100_COSTS.to_json() | {"decode_seconds": 9}
 
 
 def test_costs_from_a_file(tmp_path: Path) -> None:
@@ -373,99 +336,6 @@ def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
     assert "100000 clips on 4096 ranks" in answer.out
     assert "the first of 4096 replicas:" in answer.out
     assert len(answer.out.splitlines()) < 20
-
-
-REFUSED = [
-    (("--replicas", "3"), "4 ranks cannot form 3 replicas of equal size"),
-    (("--decoders", "5"), "--decoders must be 1 to 4, the size of a replica, got 5"),
-    (("--split", "fair"), "--split must be one of uniform, balanced, dithered, got 'fair'"),
-    (("--layout", "best"), "--layout must be auto, pipeline or data-parallel, got 'best'"),
-    (
-        ("--layout", "auto", "--decoders", "2"),
-        "--layout auto chooses the layout: leave out --decoders",
-    ),
-    (("--compare", "--split", "balanced"), "--compare chooses the layout: leave out --split"),
-    (("--compare", "--layout", "auto"), "--compare shows all layouts: leave out --layout"),
-    (("--compare", "--cfg-parallel", "2"), "--compare shows all layouts: leave out --cfg-parallel"),
-    (("--cfg-parallel", "3"), "--cfg-parallel must be auto, 1 or 2, got '3'"),
-    (("--costs", "svd-xt"), "--costs 'svd-xt' is neither a file nor a preset"),
-    (("--device-memory", "0"), "--device-memory must be a finite number above 0, got '0'"),
-    (("--device-memory", "nan"), "--device-memory must be a finite number above 0, got 'nan'"),
-    (("--device-memory", "2xmany"), "must be a finite number above 0, got '2xmany'"),
-    (("--device-memory", "0x9"), "must be a finite number above 0, got '0x9'"),
-    (("--device-memory", "2x79,47"), "names 3 devices, but there are 4 ranks"),
-    (("--device-memory", "2000000000x9"), "names 5 devices, but there are 4 ranks"),
-    (
-        ("--device-memory", "9"),
-        "--device-memory has an effect only with --layout auto or --compare",
-    ),
-    (("--model", "nonsense"), "--model has an effect only with --memory"),
-    (("--device", "cpu"), "--device has an effect only with --memory"),
-    (("--height", "13"), "--height has an effect only with --memory"),
-    (("--frames", "4"), "--frames has an effect only with --memory"),
-    (("--decode-chunk-size", "4"), "leave out --decode-chunk-size"),
-    (("--arrivals", ""), "--arrivals must be clips per s, min or h, got ''"),
-    (("--compare", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
-    (("--compare", "--steps", "0"), "the number of steps must be 1 or more, got 0"),
-    (("--layout", "auto", "--world", "0"), "the number of ranks must be 1 or more, got 0"),
-    (("--arrivals", "2"), "--arrivals must be clips per s, min or h, got '2'"),
-    (("--arrivals", "0/s"), "--arrivals must be clips per s, min or h, got '0/s'"),
-    (("--arrivals", "-1/s"), "--arrivals must be clips per s, min or h, got '-1/s'"),
-    (("--arrivals", "1e3/s"), "--arrivals must be clips per s, min or h"),
-    (("--clips", "100000000"), "--clips must be 1 to 100000, got 100000000"),
-    (("--world", "100000"), "a plan has at most 65536 ranks, got 100000"),
-    (
-        ("--world", "4096", "--clips", "9999", "--split", "dithered"),
-        "9999 clips on 4096 ranks in replicas of 4096 are too many to forecast",
-    ),
-    (
-        ("--world", "7", "--steps", "25"),
-        "25 steps cannot be split evenly over 7 ranks; the nearest step counts that can are 21 "
-        "and 28",
-    ),
-    (("--world", "29"), "29 ranks are more than 28 steps"),
-    (("--world", "0"), "the number of ranks must be 1 or more, got 0"),
-    (("--world", "-1"), "the number of ranks must be 1 or more, got -1"),
-    (("--steps", "0"), "the number of steps must be 1 or more, got 0"),
-    (("--steps", "-28"), "the number of steps must be 1 or more, got -28"),
-    (("--clips", "0"), "--clips must be 1 to 100000, got 0"),
-    (("--clips", "-1"), "--clips must be 1 to 100000, got -1"),
-    (("--step-seconds", "0"), "--step-seconds must be above 0"),
-    (("--step-seconds", "-1"), "--step-seconds must be a finite number, 0 or more, got -1.0"),
-    (("--step-seconds", "nan"), "--step-seconds must be a finite number"),
-    (("--decode-seconds", "inf"), "--decode-seconds must be a finite number"),
-    (("--encode-seconds", "-0.1"), "--encode-seconds must be a finite number"),
-    (("--transfer-seconds", "-1"), "--transfer-seconds must be a finite number"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=str)
-@pytest.mark.parametrize("more", [(), ("--json",), ("-q",)], ids=str)
-def test_refused(options: tuple[str, ...], words: str, more: tuple[str, ...]) -> None:
-    assert_error(svdpp_here("plan", *options, *more), 2, words)
-
-
-def usage_error(answer: Answer) -> bool:
-    return answer.code == 2 and answer.out == "" and "Traceback" not in answer.err
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (("--world", "four"), "--world"),
-        (("--world", "4.5"), "--world"),
-        (("--world",), "--world"),
-        (("--step-seconds", "soon"), "--step-seconds"),
-        (("--bogus",), "--bogus"),
-        (("extra",), "extra"),
-    ],
-    ids=str,
-)
-def test_what_typer_refuses_is_a_wrong_request_too(options: tuple[str, ...], word: str) -> None:
-    answer = svdpp_here("plan", *options)
-
-    assert usage_error(answer)
-    assert word in answer.err
 
 
 @pytest.mark.parametrize(

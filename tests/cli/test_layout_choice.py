@@ -99,9 +99,16 @@ def test_auto_may_let_a_rank_hold_both_experts() -> None:
     assert "share_experts" not in auto(*(41.0,) * 4, needs=needs, **experts)[0]
 
 
-def test_auto_needs_the_number_of_clips() -> None:
-    with pytest.raises(RequestError, match="only rank 0 knows it"):
-        auto_layout(LayoutOptions(layout="auto"), {"num_clips": None}, None, costs=Costs())
+@pytest.mark.parametrize(
+    ("layout", "option"),
+    [
+        (LayoutOptions(layout="auto"), "--layout auto"),
+        (LayoutOptions(cfg_parallel="auto"), "--cfg-parallel auto"),
+    ],
+)
+def test_auto_needs_the_number_of_clips(layout: LayoutOptions, option: str) -> None:
+    with pytest.raises(RequestError, match=f"{option} needs .* only rank 0 knows it"):
+        auto_layout(layout, {"num_clips": None}, None, costs=Costs())
 
 
 @pytest.mark.parametrize(

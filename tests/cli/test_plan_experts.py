@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.plan.costs import Costs
-from tests.cli.shell import ROOT, assert_error, svdpp_here
+from tests.cli.shell import ROOT, svdpp_here
 from tests.plan.plans import WAN_COSTS
 
 WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
@@ -95,23 +95,3 @@ def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
 def test_layouts_of_two_experts_are_compared() -> None:
     answer = svdpp_here(*WAN, "--compare")
     assert answer.code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--share-experts",), "--share-experts has an effect only with --expert-boundary"),
-        (
-            ("--expert-boundary", "28"),
-            "--expert-boundary must be 1 or more and less than the number of steps (28), got 28",
-        ),
-        (("--memory", "--expert-boundary", "9"), "leave out --expert-boundary"),
-        (
-            ("--hosts", "2x4", "--expert-boundary", "5"),
-            "5 high-noise and 23 low-noise steps cannot be split evenly over 8 ranks",
-        ),
-    ],
-    ids=str,
-)
-def test_refused(options: tuple[str, ...], words: str) -> None:
-    assert_error(svdpp_here("plan", *options), 2, words)

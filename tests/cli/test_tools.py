@@ -151,7 +151,7 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     costs = Costs.from_json(json.loads(path.read_text()), "costs.json")
     assert costs.name == "demo fp32, 2 frames of 32x32, decoded by 2"
     assert costs.source.startswith("measured by: svdpp profile --model demo")
-    assert costs.device.startswith("2 ranks x 1 threads on one ")
+    assert costs.device.startswith("2 ranks x 1 thread on one ")
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert 0 < seconds < 60

@@ -16,6 +16,7 @@ from svdpp.worker.messages import (
     Joined,
     StepDone,
 )
+from tests.driver.dummies import config
 
 JOINED = Joined(device="cpu", load_seconds=0.1)
 IDLE = Heartbeat()
@@ -32,9 +33,9 @@ def _opening(peer: int) -> Heartbeat:
 
 
 def _liveness(world_size: int = 3, *, joined: bool = True, start_timeout: float = 60) -> Liveness:
-    liveness = Liveness(
-        world_size, 0.0, start_timeout=start_timeout, heartbeat_timeout=10, timeout=100
-    )
+    limits = {"heartbeat_timeout_seconds": 10.0, "timeout_seconds": 100.0}
+    deadlines = config(world_size, steps=6, start_timeout_seconds=start_timeout, **limits)
+    liveness = Liveness(deadlines, 0.0)
     for rank in range(world_size if joined else 0):
         liveness.heard(rank, JOINED, 0.0)
     return liveness

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 
 ALL = Roles(encode=True, denoise=True, decode=True)
 DENOISE = Roles(encode=False, denoise=True, decode=False)
+ENCODE = Roles(encode=True, denoise=False, decode=False)
 
 
 def _config(world_size: int = 2, **sampling: int) -> PipelineConfig:
@@ -62,6 +63,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             marks=pytest.mark.long,
         ),
         (_config(height=32, width=32, num_frames=2), (ALL,) * 16, "16 CPU", "--world"),
+        # An image takes memory beside the model.
+        (_config(height=32, width=32, num_frames=2), (ENCODE, ENCODE), "2 CPU", ""),
     ],
 )
 def test_ranks_that_need_more_than_is_free_are_refused(

@@ -43,17 +43,18 @@ REQUESTS = [
 ]
 MORE = [pytest.mark.long, pytest.mark.full]
 
-#: How each model is saved, its dtype, and whether clips are made from an image.
-MODELS: dict[str, tuple[dict[str, Any], Any, bool]] = {
-    "t2v-two-experts": ({"boundary_ratio": 0.875}, "fp32", False),
-    "i2v-bf16": ({"image_to_video": True, "dtype": torch.bfloat16}, "bf16", True),
-    "5b": ({"expand_timesteps": True}, "fp32", False),
+#: How each model is saved, and whether clips are made from an image.
+MODELS: dict[str, tuple[dict[str, Any], bool]] = {
+    "t2v-two-experts": ({"boundary_ratio": 0.875}, False),
+    "i2v": ({"image_to_video": True}, True),
+    "5b": ({"expand_timesteps": True}, False),
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def config_of(name: str, folder: Path, **changes: Any) -> PipelineConfig:
-    saved, dtype, from_image = MODELS[name]
-    save_tiny_wan(folder, **saved)
+def config_of(name: str, folder: Path, dtype: Any = "fp32", **changes: Any) -> PipelineConfig:
+    saved, from_image = MODELS[name]
+    save_tiny_wan(folder, **saved, dtype=DTYPES[dtype])
     return PipelineConfig(
         model=ModelConfig(name=str(folder), dtype=dtype),
         sampling=WanSampling(**WAN, from_image=from_image),
@@ -70,23 +71,37 @@ def requests_of(config: PipelineConfig) -> list[ClipRequest]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "dtype", "layout"),
     [
-        ("t2v-two-experts", {"world_size": 4, "split": "dithered"}),
-        ("i2v-bf16", {"world_size": 4, "replicas": 2}),
-        ("5b", {"share_experts": False}),
-        pytest.param("t2v-two-experts", {"world_size": 6, "split": "balanced"}, marks=MORE),
-        pytest.param(
-            "t2v-two-experts",
-            {"world_size": 4, "split": "uniform", "share_experts": True},
-            marks=MORE,
+        ("t2v-two-experts", "fp32", {"world_size": 4, "split": "dithered"}),
+        ("i2v", "bf16", {"world_size": 4, "replicas": 2}),
+        ("5b", "fp32", {"share_experts": False}),
+        *(
+            pytest.param(*case, marks=MORE)
+            for case in [
+                ("t2v-two-experts", "fp32", {}),
+                ("t2v-two-experts", "bf16", {}),
+                ("t2v-two-experts", "bf16", {"world_size": 4, "split": "balanced"}),
+                ("t2v-two-experts", "fp32", {"world_size": 4, "share_experts": True}),
+                ("t2v-two-experts", "fp32", {"world_size": 6, "split": "balanced"}),
+                ("i2v", "fp32", {}),
+                ("i2v", "bf16", {}),
+                ("i2v", "fp32", {"world_size": 4, "split": "uniform"}),
+                ("i2v", "bf16", {"world_size": 4, "split": "balanced"}),
+                ("i2v", "fp32", {"world_size": 4, "split": "dithered"}),
+                ("5b", "bf16", {}),
+                ("5b", "bf16", {"world_size": 4, "split": "uniform"}),
+                ("5b", "fp32", {"world_size": 4, "split": "balanced"}),
+                ("5b", "bf16", {"world_size": 4, "split": "dithered"}),
+                ("5b", "fp32", {"world_size": 6, "decoders": 2, "split": "balanced"}),
+            ]
         ),
-        pytest.param("i2v-bf16", {"world_size": 4, "split": "balanced"}, marks=MORE),
-        pytest.param("5b", {"world_size": 6, "decoders": 2, "split": "balanced"}, marks=MORE),
     ],
 )
-def test_verify_finds_equal_bits(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
-    config, _ = resolve(config_of(name, tmp_path, **layout))
+def test_verify_finds_equal_bits(
+    tmp_path: Path, name: str, dtype: str, layout: dict[str, Any]
+) -> None:
+    config, _ = resolve(config_of(name, tmp_path, dtype, **layout))
     result = verify(config, requests_of(config))
     assert result.bitwise
     assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"} - (
@@ -123,20 +138,27 @@ def test_a_fault_at_one_rank_is_one_of_the_pair(tmp_path: Path, kind: str, rank:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "first", [1, 2], ids=["from one rank to a pair", "from a pair to one rank"]
+    ("name", "dtype", "first"),
+    [
+        ("t2v-two-experts", "fp32", 1),
+        ("t2v-two-experts", "fp32", 2),
+        pytest.param("i2v", "bf16", 1, marks=MORE),
+        pytest.param("i2v", "fp32", 2, marks=MORE),
+        pytest.param("5b", "bf16", 2, marks=MORE),
+    ],
 )
-def test_a_clip_resumes_in_another_layout(tmp_path: Path, first: int) -> None:
-    """The second half of the first run is lost; the clip goes on from the latent checkpoint."""
-    config = config_of(
-        "t2v-two-experts", tmp_path / "model", world_size=2 * first, cfg_parallel=first
-    )
-    key = "ab" * 32
-    asked = replace(REQUESTS[0], latents_key=key)
+def test_a_clip_resumes_in_another_layout(
+    tmp_path: Path, name: str, dtype: str, first: int
+) -> None:
+    """From one rank to a pair, or back, when the second half of the first run is lost."""
+    config = config_of(name, tmp_path / "model", dtype, world_size=2 * first, cfg_parallel=first)
+    request = requests_of(config)[0]
+    asked = replace(request, latents_key="ab" * 32)
     latents = tmp_path / "latents"
     latents.mkdir()
     whole = replace(config, world_size=1, cfg_parallel=1)
     with Pipeline(whole) as pipeline:
-        expected = pipeline.run(REQUESTS[0]).metadata
+        expected = pipeline.run(request).metadata
     last = config.world_size - 1
     fault = Damage("nan", last - (first - 1), 0)
     with Pipeline(config, latents_folder=str(latents), fault=fault) as pipeline:

@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from svdpp.driver import supervisor
-from svdpp.driver.liveness import Liveness
 from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import (
     BrokenLinkError,
@@ -18,6 +17,7 @@ from svdpp.errors import (
 )
 from svdpp.launch.group import RankLocation
 from svdpp.worker.messages import Event, Failed, Finished, Joined
+from tests.driver.dummies import config
 
 
 def _failed(error: BaseException) -> Failed:
@@ -76,8 +76,7 @@ def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Grou
 
 
 def _of(group: Group) -> Supervisor:
-    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
-    return Supervisor(group, liveness, device="cpu")
+    return Supervisor(group, config(3, steps=6))
 
 
 def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
@@ -169,10 +168,7 @@ def test_only_a_rank_that_never_began_could_not_import_the_script(
 
 
 def test_before_it_joins_a_rank_is_named_by_the_device_of_the_order() -> None:
-    liveness = Liveness(3, 0.0, start_timeout=1e9, heartbeat_timeout=1e9, timeout=1e9)
-    ordered = Supervisor(Group([], {}), liveness, device="cuda", device_order=(2, 0, 1))
-    assert [ordered._name(rank).split()[2] for rank in range(3)] == [
-        "(cuda:2",
-        "(cuda:0",
-        "(cuda:1",
-    ]
+    on_gpus = config(3, steps=6, device="cuda", device_order=(2, 0, 1))
+    ordered = Supervisor(Group([], {}), on_gpus)
+    names = [ordered._name(rank).split()[2] for rank in range(3)]
+    assert names == ["(cuda:2", "(cuda:0", "(cuda:1"]

@@ -264,6 +264,25 @@ def test_a_rank_is_named_and_not_its_neighbour_or_the_other_of_its_pair(
     assert f"at clip 1, step {step} " in error.message
 
 
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_rank_that_decodes_is_named_and_not_those_that_wait(
+    rank: int, number: signal.Signals
+) -> None:
+    stop = InjectedStop("hang", rank, 1, place="decode")
+    asleep = replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8))
+    sampling = replace(DUMMY.sampling, decode_chunk_size=1)
+    config = replace(DUMMY, model=asleep, sampling=sampling, decode_ranks=WORLD_SIZE)
+    config = replace(config, heartbeat_timeout_seconds=allowing_for_others(2.5))
+    faulty = Faulty(config, stop, _stands(stop), _kill(rank, number))
+    error, seconds = faulty.run(_clips())
+    assert seconds <= config.heartbeat_timeout_seconds + allowing_for_others(5)
+    how = "was killed by SIGKILL" if number is signal.SIGKILL else "has sent no heartbeat for"
+    assert re.match(rf"rank {rank} \(cpu of .*\) {how}", error.message)
+    assert "at clip 1 (DECODE c1 @6" in error.message
+
+
 @pytest.mark.parametrize("attempt", range(20))
 def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int) -> None:
     """A rank is killed, stopped or interrupted at any event; another layout makes the rest."""

@@ -7,18 +7,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from svdpp.errors import RankError, RequestError
 from svdpp.launch import connections
-from svdpp.launch.connections import RankHello, RankListener
+from svdpp.launch.connections import RankHello, RankListener, Terms
 from svdpp.launch.process_group import choose_interface
+from svdpp.launch.world import World
 
-HELLO = RankHello(
-    rank=1, local_rank=1, host="here", host_index=0, shared_settings={"dtype": "fp16"}
-)
+WORLD = World(rank=1, local_rank=1, size=2, local_size=2, launcher="torchrun")
+TERMS = Terms(world=WORLD, shared_settings={"dtype": "fp16"}, start_timeout=20, peer_timeout=5)
+HELLO = replace(TERMS.hello(), host="here")
 
 
 class InMemoryStore:
@@ -69,8 +71,7 @@ def _connect_in_thread(
     store: InMemoryStore, connected: list[connections.Connection]
 ) -> threading.Thread:
     def work() -> None:
-        deadline = time.monotonic() + 20
-        connected.append(connections.connect(store, HELLO, peer_timeout=5, deadline=deadline))
+        connected.append(connections.connect(store, HELLO, TERMS))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -137,7 +138,7 @@ def test_the_endpoint_of_an_earlier_attempt_is_skipped(
 
 def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
     with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
-        connections.connect(store, HELLO, peer_timeout=5, deadline=time.monotonic() + 0.3)
+        connections.connect(store, HELLO, replace(TERMS, start_timeout=0.3))
 
 
 def test_clocks_are_compared(store: InMemoryStore, listener: RankListener) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -14,13 +13,13 @@ import pytest
 
 from svdpp.errors import Interrupted, RankError
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import BEGIN
+from svdpp.launch.connections import BEGIN, Terms
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.world import World
 from svdpp.worker import joined_rank
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
-from tests.launch.test_connections import HELLO, InMemoryStore, _connect_in_thread
+from tests.launch.test_connections import HELLO, TERMS, InMemoryStore, _connect_in_thread
 
 # The tests replace the exit of a process by SystemExit, also in threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -47,14 +46,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryStore]:
             assert not thread.is_alive()
 
 
+def _terms(world: World, start_timeout: float = 20) -> Terms:
+    return replace(TERMS, world=world, start_timeout=start_timeout)
+
+
 def _joined_group(start_timeout: float) -> JoinedGroup:
-    return JoinedGroup(
-        world=WORLD,
-        backend="gloo",
-        shared_settings=HELLO.shared_settings,
-        start_timeout=start_timeout,
-        peer_timeout=5,
-    )
+    return JoinedGroup(_terms(WORLD, start_timeout))
 
 
 def _group_of_two(
@@ -68,9 +65,8 @@ def _group_of_two(
 
     def work() -> None:
         hello = replace(HELLO, host_index=1)
-        deadline = time.monotonic() + 20
-        connection = connections.connect(store, hello, peer_timeout=5, deadline=deadline)
-        link = joined_rank._ParentLink(connection, RANK_1, "cpu", 5, 20)
+        connection = connections.connect(store, hello, _terms(RANK_1))
+        link = joined_rank._ParentLink(connection, _terms(RANK_1), "cpu")
         link.answer, link.say = answer, lambda sentence, _: said.append(sentence)
         link.listen()
         joined_rank._parents[:] = [link]
@@ -142,7 +138,7 @@ def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        joined_rank._ParentLink(theirs, RANK_1, "cpu", 5, 0.1)
+        joined_rank._ParentLink(theirs, _terms(RANK_1, 0.1), "cpu")
     ours.close()
 
 

@@ -23,13 +23,24 @@ def whole_clip(
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
     """The same and the sound."""
     checkpoint = find_checkpoint(model)
-    latents: list[torch.Tensor] = []
     reference = Reference(checkpoint, model, "cpu")
+    made = run_reference(reference, checkpoint.resolve(sampling), request, image)
+    return *made, reference.audio
+
+
+def run_reference(
+    reference: Reference,
+    sampling: SamplingConfig,
+    request: ClipRequest,
+    image: Image.Image | None = None,
+) -> tuple[list[torch.Tensor], Frames]:
+    """Latents after each step, and frames."""
+    latents: list[torch.Tensor] = []
     _, frames = reference.run(
         request,
         image,
-        checkpoint.resolve(sampling),
+        sampling,
         before_steps=lambda: None,
         after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
     )
-    return latents, frames, reference.audio
+    return latents, frames

@@ -16,6 +16,7 @@ from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.safetensors_header import weight_headers
+from tests.cli.test_strangers import MODEL_FAULTS
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -115,17 +116,18 @@ def test_finding_needs_no_torch() -> None:
 
 # Checkpoints with one defect each.
 
-
-def replace_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
-def defect(name: str, change: Callable[[Path], Any], *phrases: str) -> Any:
-    return pytest.param(change, phrases, id=name)
-
-
 HTML = b"\n<!DOCTYPE html><html><title>Sign in</title></html>"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+MODEL_INDEX = "model_index.json"
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+def content(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def values(name: str, **changes: object) -> Callable[[Path], Any]:
+    return lambda folder: edit_json(folder / name, **changes)
 
 
 def replace_by_folder(folder: Path) -> None:
@@ -133,207 +135,80 @@ def replace_by_folder(folder: Path) -> None:
     (folder / UNET).mkdir()
 
 
-def rename_to_pickle(folder: Path) -> None:
-    (folder / UNET).rename(folder / "unet/diffusion_pytorch_model.bin")
-
-
 def rename_to_variant(folder: Path) -> None:
     (folder / UNET).rename(folder / "unet/diffusion_pytorch_model.fp16.safetensors")
 
 
-def write_index(**weight_map: object) -> Callable[[Path], None]:
+def write_index(index: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / UNET).rename(folder / SHARD)
-        index = {"metadata": {}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index))
 
     return change
 
 
-def set_component(**entries: object) -> Callable[[Path], None]:
-    return lambda folder: edit_json(folder / "model_index.json", **entries)
+def shards(name: object) -> Callable[[Path], None]:
+    return write_index({"metadata": {}, "weight_map": {"a": name}})
 
 
-def set_config(part: str, **values: object) -> Callable[[Path], None]:
-    file = "scheduler_config.json" if part == "scheduler" else "config.json"
-    return lambda folder: edit_json(folder / part / file, **values)
-
-
-DEFECTS = [
-    defect("no index", lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
-    defect(
-        "index is not JSON",
-        lambda f: replace_bytes(f / "model_index.json", b"{"),
-        "model_index.json does not hold valid JSON",
+NOT_JSON = f"{MODEL_INDEX} does not hold valid JSON"
+#: Those that no user of `tests/cli/test_strangers.py` has.
+DEFECTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "index deeply nested": (content(MODEL_INDEX, b'{"a":' + b"[" * 100_000), NOT_JSON),
+    "index not an object": (content(MODEL_INDEX, b"[]"), "does not hold a JSON object"),
+    "index not UTF-8": (content(MODEL_INDEX, b'{"\xff": 1}'), NOT_JSON),
+    "index huge": (content(MODEL_INDEX, b" " * (16 * 2**20 + 1)), "is too long"),
+    "index a web page": (content(MODEL_INDEX, HTML), f"{MODEL_INDEX} is a web page"),
+    "custom pipeline": (
+        values(MODEL_INDEX, _class_name=["pipeline", "Mine"]),
+        "the pipeline is ['pipeline', 'Mine']",
     ),
-    defect(
-        "index is deeply nested",
-        lambda f: replace_bytes(f / "model_index.json", b'{"a":' + b"[" * 100_000),
-        "model_index.json does not hold valid JSON",
+    "component null": (values(MODEL_INDEX, vae=[None, None]), "the component vae is missing"),
+    "component odd": (values(MODEL_INDEX, vae="x\n\x1b[2J" * 999), "the vae is of class"),
+    "component a number": (values(MODEL_INDEX, vae=5), "the vae is of class 5"),
+    "denoiser of another class": (
+        values(MODEL_INDEX, unet=["diffusers", "UNet2DConditionModel"]),
+        "the unet is of class 'UNet2DConditionModel'",
     ),
-    defect(
-        "index is not an object",
-        lambda f: replace_bytes(f / "model_index.json", b"[]"),
-        "model_index.json does not hold a JSON object",
+    "encoder of another class": (
+        values(MODEL_INDEX, image_encoder=["transformers", "AutoModel"]),
+        "the image_encoder is of class 'AutoModel'",
     ),
-    defect(
-        "index is not UTF-8",
-        lambda f: replace_bytes(f / "model_index.json", b'{"\xff": 1}'),
-        "model_index.json does not hold valid JSON",
-    ),
-    defect(
-        "index is huge",
-        lambda f: replace_bytes(f / "model_index.json", b" " * (16 * 2**20 + 1)),
-        "model_index.json is too long",
-    ),
-    defect(
-        "index is a web page",
-        lambda f: replace_bytes(f / "model_index.json", HTML),
-        "model_index.json is a web page",
-    ),
-    defect(
-        "other pipeline",
-        set_component(_class_name="StableDiffusionPipeline"),
-        "model_index.json: the pipeline is 'StableDiffusionPipeline'",
-    ),
-    defect(
-        "custom pipeline",
-        set_component(_class_name=["pipeline", "Mine"]),
-        "model_index.json: the pipeline is ['pipeline', 'Mine']",
-    ),
-    defect("component missing", set_component(vae=None), "model_index.json", "vae"),
-    defect("component null", set_component(vae=[None, None]), "the component vae is missing"),
-    defect("component odd", set_component(vae="x\n\x1b[2J" * 999), "the vae is of class"),
-    defect(
-        "component of another class",
-        set_component(unet=["diffusers", "UNet2DConditionModel"]),
-        "model_index.json: the unet is of class 'UNet2DConditionModel'",
-    ),
-    defect(
-        "component of its own module",
-        set_component(unet=["my_unet", "UNetSpatioTemporalConditionModel"]),
-        "model_index.json: 'unet' is from the module 'my_unet'",
-        "svdpp runs no code from a checkpoint",
-    ),
-    defect(
-        "code beside the index",
-        lambda f: (f / "pipeline.py").write_text("1"),
-        "'pipeline.py'",
-        "svdpp runs no code from a checkpoint",
-    ),
-    defect(
-        "code in a component",
-        lambda f: (f / "unet/modeling.py").write_text("1"),
-        "'unet/modeling.py'",
-        "svdpp runs no code from a checkpoint",
-    ),
-    defect(
-        "key that loads code",
-        set_config("image_encoder", auto_map={"AutoModel": "a.B"}),
-        "image_encoder/config.json: the key 'auto_map'",
-    ),
-    defect(
-        "key that loads a kernel",
-        set_config("image_encoder", attn_implementation="someone/kernel"),
+    "code beside the index": (content("pipeline.py", b"1"), "'pipeline.py'"),
+    "key that loads a kernel": (
+        values("image_encoder/config.json", attn_implementation="someone/kernel"),
         "image_encoder/config.json: the key 'attn_implementation'",
     ),
-    defect(
-        "config missing", lambda f: (f / "vae/config.json").unlink(), "vae/config.json is missing"
+    "scipy sigmas": (values(SCHEDULER, use_beta_sigmas=True), "use_beta_sigmas"),
+    "training steps above the limit": (
+        values(SCHEDULER, num_train_timesteps=10**9),
+        f"{SCHEDULER}: num_train_timesteps is 1000000000",
     ),
-    defect("scipy sigmas", set_config("scheduler", use_beta_sigmas=True), "use_beta_sigmas"),
-    defect(
-        "training steps above the limit",
-        set_config("scheduler", num_train_timesteps=10**9),
-        "scheduler/scheduler_config.json: num_train_timesteps is 1000000000",
-    ),
-    defect(
-        "width above the limit",
-        set_config("unet", block_out_channels=[32, 10**9]),
-        "unet/config.json: block_out_channels is [32, 1000000000]",
-    ),
-    defect(
-        "frames true", set_config("unet", num_frames=True), "unet/config.json: num_frames is True"
-    ),
-    defect(
-        "frames missing",
-        set_config("unet", num_frames=None),
-        "unet/config.json: num_frames is None",
-    ),
-    defect(
-        "channels differ", set_config("unet", in_channels=9), "unet/config.json: in_channels is 9"
-    ),
-    defect(
-        "embedding differs",
-        set_config("unet", cross_attention_dim=1024),
+    "frames true": (values("unet/config.json", num_frames=True), "num_frames is True"),
+    "embedding differs": (
+        values("unet/config.json", cross_attention_dim=1024),
         "unet/config.json: cross_attention_dim is 1024 but must be 16",
     ),
-    defect(
-        "time ids differ",
-        set_config("unet", projection_class_embeddings_input_dim=64),
-        "unet/config.json: projection_class_embeddings_input_dim is 64 but must be 96",
-    ),
-    defect(
-        "image size differs",
-        set_config("image_encoder", image_size=336),
+    "image size differs": (
+        values("image_encoder/config.json", image_size=336),
         "image_encoder/config.json: image_size is 336 but must be 224",
     ),
-    defect("weights missing", lambda f: (f / UNET).unlink(), f"{UNET} is missing"),
-    defect("weights are a folder", replace_by_folder, UNET),
-    defect(
-        "weights truncated",
-        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:-1]),
-        f"{UNET} is damaged or truncated",
-    ),
-    defect(
-        "weights truncated in the header",
-        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes()[:900]),
-        f"{UNET} is damaged or truncated",
-    ),
-    defect(
-        "weights too long",
-        lambda f: replace_bytes(f / UNET, (f / UNET).read_bytes() + b"0"),
-        f"{UNET} is damaged or truncated",
-    ),
-    defect("weights empty", lambda f: replace_bytes(f / UNET, b""), f"{UNET} is empty (0 bytes)"),
-    defect(
-        "weights are a web page", lambda f: replace_bytes(f / UNET, HTML), f"{UNET} is a web page"
-    ),
-    defect(
-        "weights are a pointer",
-        lambda f: replace_bytes(f / UNET, LFS),
-        f"{UNET} is a git-lfs pointer",
-    ),
-    defect("pickle only", rename_to_pickle, UNET, "'diffusion_pytorch_model.bin' is a pickle"),
-    defect("variant only", rename_to_variant, UNET, "available variants: fp16"),
-    defect(
-        "shard outside the folder",
-        write_index(a="../../x.safetensors"),
-        INDEX,
-        "'../../x.safetensors'",
-    ),
-    defect("shard with absolute path", write_index(a="/x.safetensors"), INDEX, "'/x.safetensors'"),
-    defect("shard is a pickle", write_index(a="part.bin"), INDEX, "'part.bin'"),
-    defect("shard is a list", write_index(a=[1]), INDEX, "[1]"),
-    defect(
-        "shard missing",
-        lambda f: (f / UNET).rename(f / INDEX),
-        f"{INDEX}: 1 of 1 shards miss",
-    ),
-    defect(
-        "index of shards without map",
-        lambda f: (write_index()(f), (f / INDEX).write_text("{}")),
-        f"{INDEX}: not an index of shards",
-    ),
-]
+    "weights a folder": (replace_by_folder, UNET),
+    "weights empty": (content(UNET, b""), f"{UNET} is empty (0 bytes)"),
+    "weights a pointer": (content(UNET, LFS), f"{UNET} is a git-lfs pointer"),
+    "variant only": (rename_to_variant, "available variants: fp16"),
+    "shard with absolute path": (shards("/x.safetensors"), "'/x.safetensors'"),
+    "shard a pickle": (shards("part.bin"), "'part.bin'"),
+    "shard a list": (shards([1]), "[1]"),
+    "index of shards without map": (write_index({}), f"{INDEX}: not an index of shards"),
+}
 
 
-@pytest.mark.parametrize(("change", "phrases"), DEFECTS)
-def test_defect_is_named(
-    folder: Path, change: Callable[[Path], Any], phrases: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("defect", [*DEFECTS, *(name for name in MODEL_FAULTS if name != "a file")])
+def test_defect_is_named(folder: Path, defect: str) -> None:
+    change, words = (DEFECTS | MODEL_FAULTS)[defect]
     change(folder)
-    message = error_of(folder).message
-    assert all(phrase in message for phrase in phrases), message
+    assert words in error_of(folder).message
 
 
 @pytest.mark.parametrize("name", ["PNDMScheduler", "EulerAncestralDiscreteScheduler", {"a": []}])

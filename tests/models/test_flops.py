@@ -104,7 +104,7 @@ def test_a_step_of_a_family_with_prompts_equals_a_hand_count(
     roles = Roles(encode=True, denoise=True, decode=True)
     model = load_model(checkpoint, named, sampling, "cpu", roles)
     tensors = model.encode({}, request_of())
-    hand = HandCount(model._parts.pipe.transformer, monkeypatch)
+    hand = HandCount(model._pipe.transformer, monkeypatch)
 
     model.denoise(tensors, 0, 1, nothing)
 

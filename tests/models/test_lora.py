@@ -9,40 +9,25 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
-import torch
 
-from svdpp.config import SAMPLING_CLASSES, Lora, ModelConfig
+from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.model import load_model
 from svdpp.models.engine.reference import Reference
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
-from tests.models.range_checks import check_every_cut, read_folder, request_of
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.diffusers_pipeline import latents_and_frames, run_reference
+from tests.models.range_checks import check_every_cut, ranks, read_folder, request_of
+from tests.models.test_rows import CASES
+from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_loras import save_tiny_lora
 from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = 4
-SIZES: dict[str, dict[str, Any]] = {
-    "wan": {"height": 32, "width": 32, "num_frames": 5},
-    "ltx": {"height": 64, "width": 96, "num_frames": 9},
-    "hunyuan_video": {"height": 16, "width": 16, "num_frames": 9},
-    "cogvideox": {"height": 32, "width": 32, "num_frames": 9},
-    "ltx2": {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1},
-    "skyreels_v2": {"height": 16, "width": 16, "num_frames": 9},
-    "mochi": {"height": 16, "width": 16, "num_frames": 7},
-}
-MORE = [pytest.mark.long]
+NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "mochi")
 WHOLE = {"encode": True, "denoise": True, "decode": True}
-
-
-def save(family: str, folder: Path) -> Path:
-    if family == "wan":
-        return save_tiny_wan(folder, boundary_ratio=0.875)
-    return save_tiny_ltx(folder) if family == "ltx" else save_tiny(family, folder)
 
 
 def loras_of(family: str, folder: Path) -> tuple[Lora, ...]:
@@ -60,43 +45,23 @@ def loras_of(family: str, folder: Path) -> tuple[Lora, ...]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        *("wan", "ltx"),
-        *(pytest.param(name, marks=MORE) for name in SIZES if name not in ("wan", "ltx")),
-    ],
+    "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:])]
 )
 def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
-    tmp_path: Path, family: str
+    tmp_path: Path, name: str
 ) -> None:
-    folder = save(family, tmp_path)
-    kind: Any = SAMPLING_CLASSES[family]
-    sampling = kind(num_inference_steps=STEPS, max_sequence_length=8, **SIZES[family])
+    family, sampling = CASES[name].family, CASES[name].config()
+    folder, steps = save_tiny(family, tmp_path, **CASES[name].changes), sampling.num_inference_steps
     model = ModelConfig(name=str(folder), loras=loras_of(family, folder))
     checkpoint: Any = find_checkpoint(model)
-    boundary = checkpoint.expert_boundary(sampling)
-    models: dict[Roles, EngineModel] = {}
-
-    def rank_for(start: int, end: int) -> EngineModel:
-        steps = range(start, end)
-        experts = {int(boundary is not None and step >= boundary) for step in steps}
-        roles = Roles(
-            encode=end == 0,
-            denoise=start < end,
-            decode=start == STEPS,
-            experts=frozenset(experts),
-        )
-        if roles not in models:
-            models[roles] = load_model(checkpoint, model, sampling, "cpu", roles)
-        return models[roles]
-
+    rank_for = ranks(checkpoint, sampling, model=model)
     request = request_of()
     plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
     assert not np.array_equal(plain[1], with_loras[1])
-    check_every_cut(rank_for, STEPS, with_loras, request, None)
-    whole = _run(Reference(checkpoint, model, "cpu"), sampling, request)
+    check_every_cut(rank_for, steps, with_loras, request, None)
+    whole = latents_and_frames(model, sampling, request, None)
     assert np.array_equal(whole[1], with_loras[1])
-    assert not hasattr(rank_for(STEPS, STEPS)._pipe.transformer, "peft_config")
+    assert not hasattr(rank_for(steps, steps)._pipe.transformer, "peft_config")
 
 
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
@@ -109,19 +74,7 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)
     if loras:
         pipe.set_adapters(names, [lora.weight for lora in loras])
-    return _run(reference, sampling, request)
-
-
-def _run(reference: Any, sampling: Any, request: Any) -> tuple[list[torch.Tensor], Any]:
-    latents: list[torch.Tensor] = []
-    _, frames = reference.run(
-        request,
-        None,
-        sampling,
-        before_steps=lambda: None,
-        after_step=lambda _, tensors: latents.append(tensors["latents"].clone()),
-    )
-    return latents, frames
+    return run_reference(reference, sampling, request)
 
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
@@ -184,7 +137,6 @@ def test_a_lora_of_another_model_is_refused(wan: Path, tmp_path: Path) -> None:
     mochi = save_tiny("mochi", tmp_path / "mochi")
     file = save_tiny_lora(mochi, tmp_path / "mochi.safetensors", seed=1)
     checkpoint = _find(wan, Lora(name=str(file)))
-    sampling: Any = SAMPLING_CLASSES["wan"](max_sequence_length=8, **SIZES["wan"])
-    model = ModelConfig(name=str(wan))
+    sampling, model = CASES["wan"].config(), ModelConfig(name=str(wan))
     with pytest.raises(ModelError, match=r"the LoRA .*mochi\.safetensors"):
         load_model(checkpoint, model, sampling, "cpu", Roles(**WHOLE))

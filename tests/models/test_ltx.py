@@ -148,11 +148,3 @@ def test_a_missing_tokenizer_is_named(
     (folder / "tokenizer/spiece.model").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
         rank_for(0, 0)
-
-
-def test_a_probe_has_the_tensors_of_an_encode(save: Save) -> None:
-    model = ranks(read_folder(save()), sampling_of())(0, 0)
-    packet, probe = model.encode({}, request_of()), model.probe_packet()
-    assert {name: (each.shape, each.dtype) for name, each in probe.items()} == {
-        name: (each.shape, each.dtype) for name, each in packet.items()
-    }

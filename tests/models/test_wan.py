@@ -16,8 +16,6 @@ from transformers import TokenizersBackend
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
-from svdpp.models.engine.model import load_model
-from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.range_checks import (
     loaded,
@@ -108,33 +106,6 @@ def test_a_missing_shard_is_named_before_a_rank_starts(copy: Save) -> None:
         Pipeline(PipelineConfig(world_size=2, model=model, sampling=sampling_of()))
 
 
-def test_flipped_bits_in_the_solvers_history_change_the_clip(save: Save) -> None:
-    sampling = sampling_of()
-    rank_for = ranks(read_folder(save(**T2V)), sampling)
-    packet = rank_for(0, 0).encode({}, request_of())
-    half = rank_for(0, 2).denoise(packet, 0, 2, nothing)
-    expected = rank_for(2, STEPS).denoise(half, 2, STEPS, nothing)["latents"]
-    # Of the older output, one bit is lost in rounding.
-    for name in ("scheduler.last_sample", "scheduler.model_outputs.1"):
-        sample = torch.nextafter(half[name], torch.tensor(torch.inf))
-        result = rank_for(2, STEPS).denoise({**half, name: sample}, 2, STEPS, nothing)
-        assert not torch.equal(result["latents"], expected), name
-
-
-def test_an_exception_after_a_step_ends_the_call(save: Save) -> None:
-    rank_for = ranks(read_folder(save(**T2V)), sampling_of())
-    packet = rank_for(0, 0).encode({}, request_of())
-    steps = []
-
-    def cancel(step: int, _: torch.Tensor) -> None:
-        steps.append(step)
-        raise KeyError("cancelled")
-
-    with pytest.raises(KeyError, match="cancelled"):
-        rank_for(0, 2).denoise(packet, 0, 2, cancel)
-    assert steps == [0]
-
-
 def test_frames_that_are_not_finite_are_an_error(save: Save) -> None:
     rank_for = ranks(read_folder(save(**T2V)), sampling_of())
     packet = rank_for(0, 0).encode({}, request_of())
@@ -194,20 +165,6 @@ def test_steps_of_an_expert_that_is_not_loaded_are_an_error(save: Save) -> None:
         rank_for(STEPS - 1, STEPS).denoise(packet, 0, 1, nothing)
     with pytest.raises(ValueError, match="step 2 needs transformer_2"):
         rank_for(0, 1).denoise(packet, 0, STEPS, nothing)
-
-
-def test_a_model_with_one_expert_has_no_boundary(save: Save) -> None:
-    assert read_folder(save(**I2V_CLIP)).expert_boundary(sampling_of()) is None
-
-
-def test_variant_and_shards_are_read(tmp_path: Path) -> None:
-    folder = save_tiny_wan(tmp_path, **T2V, variant="bf16", max_shard_size="20KB", **BF16)
-    assert list((folder / "transformer").glob("*-00002-of-*.safetensors"))
-    roles = Roles(encode=True, denoise=True, decode=True, experts=frozenset({0, 1}))
-    config = ModelConfig(name=str(folder), dtype="bf16")
-    model = load_model(read_folder(folder, "bf16"), config, sampling_of(), "cpu", roles)
-    packet = model.denoise(model.encode({}, request_of()), 0, STEPS, nothing)
-    assert model.decode(packet).shape == model.frames_shape
 
 
 # What is refused.
@@ -310,18 +267,6 @@ def test_wrong_configs_are_refused(
     with pytest.raises(ModelError, match=message) as error:
         read_folder(folder)
     assert f": {file}: " in error.value.message or ": scheduler/" in error.value.message
-
-
-def test_a_missing_or_wrong_weight_is_named(copy: Save) -> None:
-    folder = copy(**T2V)
-    rank_for = ranks(read_folder(folder), sampling_of())
-    edit_json(folder / "transformer_2/config.json", ffn_dim=32)
-    with pytest.raises(ModelError, match=r"transformer_2.*expected shape"):
-        rank_for(STEPS - 1, STEPS)
-    (folder / "transformer_2/diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="is missing"):
-        rank_for(STEPS - 1, STEPS)
-    rank_for(0, 1)
 
 
 def test_the_solver_order_decides_how_much_history_travels(save: Save) -> None:

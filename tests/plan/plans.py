@@ -123,6 +123,8 @@ def layouts(
         expert_boundary=boundary,
         share_experts=share,
         cfg_parallel=cfg_parallel,
+        decode_ranks=draw(st.integers(1, cfg_parallel * (replica_size if decoders == 1 else 1))),
+        chunks=draw(st.sampled_from([(8,), (8, 8), (8, 4, 4), (4,) * 4, (2,) * 8])),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Action, FrameRange, Kind
 
 counts = st.integers(0, 10**6)
 alone = st.sampled_from([Kind.ENCODE, Kind.LOAD, Kind.DECODE, Kind.FINISH])
@@ -14,7 +14,13 @@ transfers = st.sampled_from([Kind.RECV, Kind.SEND])
 any_action = st.one_of(
     st.builds(Action.at, alone, counts, counts, st.just(-1)),
     st.builds(Action.at, transfers, counts, counts, counts),
-    st.builds(Action, st.just(Kind.DENOISE), counts, counts, counts, st.just(-1)),
+    st.builds(Action, st.just(Kind.DENOISE), counts, counts, counts, st.just(-1), st.none()),
+    st.builds(
+        Action.at,
+        st.sampled_from([Kind.RECV, Kind.SHARE, Kind.RETURN, Kind.GATHER]),
+        *(counts, counts, counts),
+        st.builds(FrameRange, counts, counts, counts),
+    ),
 )
 
 TEXTS = {
@@ -24,6 +30,9 @@ TEXTS = {
     "DENOISE c3 7:14": Action(Kind.DENOISE, 3, 7, 14),
     "SEND c3 @14 >2": Action.at(Kind.SEND, 3, 14, 2),
     "DECODE c12 @28": Action.at(Kind.DECODE, 12, 28),
+    "DECODE c12 @28 0:16/25": Action.at(Kind.DECODE, 12, 28, frames=FrameRange(0, 16, 25)),
+    "RETURN c12 @28 >0 16:25/25": Action.at(Kind.RETURN, 12, 28, 0, FrameRange(16, 25, 25)),
+    "GATHER c12 @28 <1 16:25/25": Action.at(Kind.GATHER, 12, 28, 1, FrameRange(16, 25, 25)),
     "FINISH c12 @28": Action.at(Kind.FINISH, 12, 28),
 }
 
@@ -65,6 +74,8 @@ BAD = [
     "DENOISE c0 0:7 >1",
     "DENOISE c0 0:",
     "DECODE c0 @28 <1",
+    "DECODE c0 @28 0:1",
+    "GATHER c0 @28 >1 0:1/2",
     "PRAY c0 @0",
     "ENCODE c0 @0; ENCODE c1 @0",
 ]

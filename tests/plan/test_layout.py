@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
@@ -61,6 +61,7 @@ def test_so_can_it_when_clips_are_resumed(layout: Layout, clips: int, data: st.D
     check_schedule(schedule, layout.num_steps)
     replay(schedule, layout.costs)
     assert talking(schedule) <= set(layout.links)
+    assert talking(schedule, decode=True) <= set(layout.decode_links)
 
 
 @given(layouts(pairs=True), num_clips)
@@ -73,12 +74,12 @@ def test_a_clips_way_depends_on_its_index_alone(layout: Layout, clips: int) -> N
 BARE = {"num_steps": 1, "world_size": 1}
 
 
-def talking(schedule: Schedule) -> set[tuple[int, int]]:
+def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]:
     return {
         (rank, action.peer)
         for rank, actions in enumerate(schedule)
         for action in actions
-        if action.kind in (Kind.SEND, Kind.SHARE)
+        if action.kind in SENDS and (action.frames is not None) == decode
     }
 
 
@@ -106,6 +107,7 @@ def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     used = [used_roles(layout, actions) for actions in schedule]
 
     assert talking(schedule) <= set(layout.links)
+    assert talking(schedule, decode=True) <= set(layout.decode_links)
     assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
         assert role | own == role

@@ -45,6 +45,7 @@ def from_text(text: str, world_size: int) -> Schedule:
 
 
 PAIRS = Layout(num_steps=4, world_size=4, cfg_parallel=2)
+PAIR = Layout(num_steps=4, world_size=2, cfg_parallel=2, decode_ranks=2, chunks=(8, 8, 8, 1))
 
 GOLDEN_SCHEDULES = {
     "schedule_w4_n28_m3.txt": Pipeline(28, 4, 3).schedule,
@@ -76,6 +77,14 @@ GOLDEN_SCHEDULES = {
             PAIRS.route(2).resumed(3),
         ],
         4,
+    ),
+    # Both ranks of a pair decode; the last clip was resumed after its last step.
+    "schedule_pair_decodes_w2_n4_m3.txt": build_schedule(
+        [*PAIR.routes(range(2)), PAIR.route(2).resumed(4)], 2
+    ),
+    # All ranks decode, ranks 0 and 1 between their steps of later clips.
+    "schedule_decode_ranks_w3_n6_m4.txt": build_schedule(
+        Layout(num_steps=6, world_size=3, decode_ranks=3, chunks=(8, 8, 8)).routes(range(4)), 3
     ),
     # Rank 0 only encodes, rank 3 only decodes; two replicas share both.
     "schedule_two_replicas.txt": build_schedule(

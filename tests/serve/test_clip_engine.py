@@ -78,14 +78,6 @@ def test_closing_while_the_ranks_start_is_quick(tmp_path: Path) -> None:
         assert service.wait_final([job_id])[0].state is JobState.COMPLETED
 
 
-def test_a_grace_long_enough_loses_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2, step_seconds=0.02), stop=(0, 1, 1)) as service:
-        ids = service.add(0, 1)
-        service.wait_for_step(ids[1], 1)
-        service.go_on()
-    assert [job.state for job in service.ended] == [JobState.COMPLETED] * 2
-
-
 def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, dummy_config(1), stop=(0, 0, 1)) as service:
         ids = service.add(*range(6))
@@ -128,7 +120,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
 def test_events_tell_states_steps_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for pause in ("_PLACES_SECONDS", "_PLACES_PAUSE"):  # these clips are over before it
+    for pause in ("_REFRESH_SECONDS", "_WAITING_PAUSE"):  # these clips are over before it
         monkeypatch.setattr(f"svdpp.serve.events.{pause}", 0.0)
     seen: list[tuple[Any, ...]] = []
 

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from base64 import b64encode
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serve.http_server import HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, wait
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -130,24 +129,6 @@ def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
     wait(lambda: streams(0), HANG_SECONDS)
     assert server.video(video["id"])["status"] in ("in_progress", "completed")
     server.client.delete(f"/v1/videos/{video['id']}")
-
-
-def test_a_client_that_waits_is_told_when_the_server_ends(tmp_path: Path) -> None:
-    answers: list[httpx.Response] = []
-    with HttpServer(tmp_path / "data", *QUICK, "--grace", "0.1") as server:
-        server.wait_ready()
-        body = {"input_reference": BASE64, "steps": 1000}
-        thread = threading.Thread(
-            target=lambda: answers.append(server.client.post(SYNC, json=body))
-        )
-        thread.start()
-        wait(lambda: server.client.get("/v1/videos").json()["data"], HANG_SECONDS)
-        (video,) = server.client.get("/v1/videos").json()["data"]
-        assert server.stop() == 0, server.err
-        thread.join(HANG_SECONDS)
-
-    error = error_of(answers[0], 503, "closing")
-    assert error["details"] == {"id": video["id"]}
 
 
 def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:

@@ -39,7 +39,6 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
         service.go_on()
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 1
-        assert service.engine.last_error is None
         resumed = [job.metadata["resumed_from_step"] for job in jobs]
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert [job.id for job in service.ended] == ids
@@ -93,11 +92,9 @@ def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> N
             assert service.engine._retry_at - time.monotonic() <= 0.2 * restarts
             doubled = pytest.approx(0.4 * restarts)
             service.wait(lambda: service.engine._back_off == doubled, "it does not double")  # noqa: B023
-            assert "SIGKILL" in str(service.engine.last_error)
             service.wait(lambda: service.engine.state == "ready", "not ready")
         service.wait_final(service.add(1))
-        service.wait(lambda: service.engine.last_error is None, "the error stays")
-        assert service.engine._back_off == 0.2
+        service.wait(lambda: service.engine._back_off == 0.2, "it is not reset")
         assert service.engine.restarts == 2
 
 

@@ -81,16 +81,6 @@ def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
     assert found["resumed"].place == 1
 
 
-def test_larger_clips_take_longer() -> None:
-    small, large = (
-        ClipAhead(id=name, route=_route(LAYOUTS[0], 0), costs=COSTS.scaled(pace))
-        for name, pace in (("small", 1.0), ("large", 4.0))
-    )
-    assert estimate([large])["large"].eta_seconds == pytest.approx(
-        4 * estimate([small])["small"].eta_seconds, rel=0.05
-    )
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_long_queue_is_extrapolated_closely(layout: Layout) -> None:

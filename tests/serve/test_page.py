@@ -382,6 +382,28 @@ def test_on_a_narrow_window_the_queue_comes_before_the_form(page: Page) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("clips")
+def test_a_card_shows_its_image_and_says_what_its_buttons_do(page: Page) -> None:
+    page.wait(lambda: page.all(".card .about .thumb"))
+    for button in page.all(".card .actions button"):
+        assert button.text, "an icon alone"
+    lines = (
+        "return [...document.querySelectorAll('.card .actions')].every((each) => new Set("
+        "[...each.querySelectorAll('.icon-button')].map((button) => button.offsetTop)).size === 1)"
+    )
+    cut = "return [...document.querySelectorAll('.about > .note')].filter("
+    cut += "(each) => each.scrollWidth > each.clientWidth).length"
+    try:
+        for width in (1600, 1200, 1000, 360):
+            size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            assert page.run(lines), f"the buttons of a card in two lines at {width}"
+            assert page.run(cut) == 0
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("clips")
 def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     from selenium.webdriver import Keys
 

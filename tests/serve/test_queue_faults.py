@@ -260,15 +260,6 @@ def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
         JobQueue(disk / "data")
 
 
-def test_a_limit_of_files_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.serve.test_queue_faults import fill;"
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
-        "fill(Path(sys.argv[1]))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], check=True)
-
-
 def test_a_folder_is_created_for_this_user_only(tmp_path: Path) -> None:
     JobQueue(tmp_path / "data").close()
     assert os.stat(tmp_path / "data").st_mode & 0o077 == 0

@@ -13,8 +13,8 @@ from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
 from svdpp.worker.inbox import ActionQueue
 
 
-def _layouts() -> st.SearchStrategy[Layout]:
-    def layout(stages: int, replicas: int, decoders: int, steps: int) -> Layout:
+def _layouts(most_decode_ranks: int = 1) -> st.SearchStrategy[Layout]:
+    def layout(stages: int, replicas: int, decoders: int, steps: int, decode_ranks: int) -> Layout:
         decoders = min(decoders, stages)
         return Layout(
             num_steps=steps + stages,
@@ -22,10 +22,11 @@ def _layouts() -> st.SearchStrategy[Layout]:
             split="dithered",
             replicas=replicas,
             decoders=decoders,
+            decode_ranks=1 if decoders > 1 else min(decode_ranks, stages),
         )
 
     counts = st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)
-    return st.builds(layout, *counts)
+    return st.builds(layout, *counts, st.integers(1, most_decode_ranks))
 
 
 def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:
@@ -50,7 +51,7 @@ def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: in
         assert tuple(_emptied(queue)) == together[rank]
 
 
-@given(_layouts(), st.integers(1, 8), st.data())
+@given(_layouts(4), st.integers(1, 8), st.data())
 def test_lists_that_come_at_any_time_can_be_performed(
     layout: Layout, clips: int, data: st.DataObject
 ) -> None:

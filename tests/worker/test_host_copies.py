@@ -57,8 +57,8 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode_there(model: DummyModel, *arguments: Any) -> Tensors:
         return {LATENTS: encode(model, *arguments)[LATENTS].as_subclass(DeviceTensor)}
 
-    def decode_there(model: DummyModel, tensors: Tensors) -> torch.Tensor:
-        return decode(model, tensors).as_subclass(DeviceTensor)
+    def decode_there(model: DummyModel, *arguments: Any) -> torch.Tensor:
+        return decode(model, *arguments).as_subclass(DeviceTensor)
 
     def save(tensors: Tensors, **options: Any) -> bytes:
         assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}

@@ -58,6 +58,13 @@ class LayoutOptions:
         shown="1; with --layout auto auto",
         choices=("auto", "1", "2"),
     )
+    decode_ranks: int | None = setting(
+        LAYOUT,
+        "N",
+        "Ranks that decode each clip of SVD together, each some chunks of --decode-chunk-size "
+        "frames.",
+        shown="both ranks of a pair, if there are several chunks, else 1",
+    )
     costs: str | None = setting(
         LAYOUT,
         "FILE|PRESET",
@@ -78,6 +85,8 @@ class LayoutOptions:
             raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
+        if self.chooses and self.decode_ranks is not None:
+            raise RequestError("auto chooses the layout: leave out --decode-ranks")
 
     @property
     def refined(self) -> dict[str, Any]:
@@ -88,7 +97,8 @@ class LayoutOptions:
     @property
     def given(self) -> dict[str, Any]:
         """All given options of the layout, by name."""
-        others = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
+        others: dict[str, Any] = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
+        others["decode-ranks"] = self.decode_ranks
         return {**self.refined, **{name: value for name, value in others.items() if value}}
 
     @property
@@ -129,10 +139,12 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        pairs = {} if self.cfg_parallel is None else {"cfg_parallel": self.pair_size}
+        others = {"cfg_parallel": self.cfg_parallel and self.pair_size}
+        others["decode_ranks"] = self.decode_ranks
+        given = {name: value for name, value in others.items() if value is not None}
         if self.layout == "data-parallel":
-            return {"replicas": max(1, world_size // self.pair_size), **pairs}
-        return {**self.refined, **pairs}
+            return {"replicas": max(1, world_size // self.pair_size), **given}
+        return {**self.refined, **given}
 
     def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
         """Names a faster layout if the user has not chosen one; else "".

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
@@ -104,8 +104,8 @@ class RangeCall:
         # By the order of their first `step`: each scheduler, and its state before it.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
-        self._calls: dict[int, int] = {}
-        self._results: list[tuple[int, Any, Any, list[int]]] = []
+        # Of this step: the scheduler, what its `step` returned, and a copy.
+        self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
         self._chunk = 0
@@ -120,12 +120,10 @@ class RangeCall:
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
         _refuse_caches(self._pipe)
-        extra: dict[str, Any] = {}
-        if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
-            extra["callback_on_step_end"] = self._on_step_end
+        callback = step_callback(self._pipe, self._on_step_end)
         before, result, name = _global_states(self._device), None, type(self._pipe).__name__
         with self._patched(), suppress(_Stop):
-            result = self._pipe(**arguments, **extra, return_dict=False)
+            result = self._pipe(**arguments, **callback, return_dict=False)
         if _differ(before, _global_states(self._device)):
             raise ModelError(
                 f"{name} draws random numbers from torch's global generator, so that no two runs "
@@ -210,7 +208,6 @@ class RangeCall:
         self._finish_step()
         if self._stepped:
             self._index, self._stepped = self._index + 1, False
-            self._calls.clear()
             self._outputs.clear()
             self._results.clear()
         if self._index == self._end:
@@ -233,21 +230,19 @@ class RangeCall:
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
             self._schedulers.append((scheduler, snapshot(scheduler)))
-        call = self._calls[place] = self._calls.get(place, -1) + 1
         self._stepped = True
         if self._index < self._start:
-            result = self._phantom_step(scheduler, place, call)
+            result = self._phantom_step(scheduler, place)
         else:
             self._ran = True
             if self._branches is not None:
                 self._branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self._end is not None and place >= self._row.results_in_latents
-        versions = [tensor._version for tensor in _tensors_in(result)]
-        self._results.append((place, result, _copied(result) if travels else None, versions))
+        self._results.append((place, result, _copied(result) if travels else None))
         return result
 
-    def _phantom_step(self, scheduler: Any, place: int, call: int) -> Any:
+    def _phantom_step(self, scheduler: Any, place: int) -> Any:
         assert self._given is not None
         step = self._given["step"]
         if place == len(self._states):
@@ -256,7 +251,8 @@ class RangeCall:
         if self._index == self._start - 1:
             self._restore(step["generators"])
         chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
-        return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][call])
+        calls = sum(place == known for known, *_ in self._results)
+        return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
         """Ends a step that ran; only now, as a pipeline may change what its scheduler keeps."""
@@ -345,13 +341,13 @@ class RangeCall:
     def _packed_results(self, name: str) -> list[list[Node]]:
         """What `step` returned last, of each scheduler."""
         results: list[list[Node]] = [[] for _ in self._schedulers]
-        for place, result, before, versions in self._results:
+        for place, result, before in self._results:
             if before is None:
                 results[place].append(describe(result))
                 continue
-            changed = versions != [tensor._version for tensor in _tensors_in(result)]
+            is_changed = _differ(_tensors_in(before), _tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
-            results[place].append(self._packer.pack(before if changed else result, place_name))
+            results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
 
     def _packed_step(self, packer: Packer) -> Node:
@@ -409,6 +405,12 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     found = {name: getattr(component, name, None) for name in names}
     return {name: method for name, method in found.items() if callable(method)}
+
+
+def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The argument of `__call__` that is called after each step; empty if there is none."""
+    name = "callback_on_step_end"
+    return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
 
 
 def _refuse_caches(pipe: Any) -> None:
@@ -476,7 +478,7 @@ def _has_tensors(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     """The value with copies of its tensors, in the same order in memory."""
-    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, value)
+    return tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:

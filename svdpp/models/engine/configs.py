@@ -23,22 +23,9 @@ class SchedulerConfig:
     name: str
     values: Mapping[str, Any] = field(hash=False)
 
-    def shifted(self, shift: float | None) -> SchedulerConfig:
-        """With the shift of the noise levels that the user asked for; None: as it is."""
-        if shift is None:
-            return self
-        key = "flow_shift" if "flow_shift" in self.values or "UniPC" in self.name else "shift"
-        return SchedulerConfig(name=self.name, values={**self.values, key: shift})
-
 
 class Configs:
-    """The configs of one checkpoint's components, each read once.
-
-    Args:
-        folder: of the checkpoint.
-        index: its `model_index.json`.
-        schedulers: the classes that it may have.
-    """
+    """The configs of one checkpoint's components, each read once."""
 
     def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
         self.folder = folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from svdpp.config.limits import require
@@ -25,50 +26,32 @@ def facts_15(configs: Configs) -> Facts:
     """The pipeline has a fixed length of prompts, and sizes of its own for an image."""
     unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
     target = configs.of("transformer", target_size=640).count("target_size", 8192)
-    return {"unused_parameters": ("max_sequence_length",), "image_sizes": image_sizes(target, unit)}
-
-
-def image_sizes(target: int, unit: int) -> tuple[tuple[int, int], ...]:
-    """Heights and widths of images whose size the pipeline keeps.
-
-    It takes the first of its own list whose ratio is nearest, on the side of the square.
-    """
-    sizes = _listed_sizes(target, unit)
-    ratios = [round(height / width, 5) for height, width in sizes]
-
-    def kept(height: int, width: int) -> tuple[int, int]:
-        ratio = height / width
-        fits = [
-            k for k, each in enumerate(ratios) if (each <= ratio if ratio >= 1 else each >= ratio)
-        ]
-        return sizes[min(fits, key=lambda k: abs(ratios[k] - ratio))] if fits else (0, 0)
-
-    return tuple(size for size in sizes if kept(*size) == size)
-
-
-def _listed_sizes(target: int, unit: int) -> list[tuple[int, int]]:
-    """As diffusers' `generate_crop_size_list`."""
-    sizes, long, short = [], round((target / unit) ** 2), 1
-    patches = long
-    while long > 0:
-        if max(long, short) / min(long, short) <= 4:
-            sizes.append((long * unit, short * unit))
-        if (short + 1) * long <= patches:
-            short += 1
-        else:
-            long -= 1
-    return sizes
+    return {"unused_parameters": ("max_sequence_length",), "image_sizes": (target, unit)}
 
 
 def check_15(checkpoint: Any, sampling: Any) -> None:
     """Refuses the size of a clip from an image that the pipeline would change."""
-    size, sizes = (sampling.height, sampling.width), checkpoint.image_sizes
-    if not sampling.from_image or size in sizes:
+    if not sampling.from_image:
+        return
+    from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
+
+    target, unit = checkpoint.image_sizes
+    processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
+
+    def is_kept(size: tuple[int, int]) -> bool:
+        with suppress(ValueError):  # diffusers' own for a ratio beyond its list
+            return bool(processor.calculate_default_height_width(*size, target) == size)
+        return False
+
+    if is_kept((sampling.height, sampling.width)):
         return
     ratio = sampling.height / sampling.width
-    height, width = min(sizes, key=lambda each: abs(each[0] / each[1] - ratio))
+    sizes = image_processor.generate_crop_size_list(target, unit)
+    sizes.sort(key=lambda size: abs(size[0] / size[1] - ratio))
+    height, width = next(filter(is_kept, sizes))
     raise RequestError(
-        f"from an image the model makes no clips of --height {size[0]} --width {size[1]}",
+        f"from an image the model makes no clips of --height {sampling.height} "
+        f"--width {sampling.width}",
         f"nearest: --height {height} --width {width}",
     )
 

@@ -4,57 +4,33 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass, field, replace
+import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import diffusers
 import torch
-from transformers.utils import is_torchvision_available
 
 from svdpp.config import ModelConfig
+from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.call import replaced
 from svdpp.models.engine.configs import library_errors
-from svdpp.models.engine.lora import load_loras
 from svdpp.models.engine.rows import ROWS
+from svdpp.models.hub import show_name
 from svdpp.models.loading import (
     load_module,
     load_processor,
     new_module,
     silence_libraries,
-    torch_dtype,
 )
+from svdpp.models.lora import LoraFile
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
 _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 #: Submodules of VAEs that are used by an encode of images alone, and by a decode.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """What one rank has loaded; shared by all models that `with_sampling` derives."""
-
-    pipe: Any
-    """diffusers' pipeline; components of other ranks are skeletons."""
-    checkpoint: Checkpoint
-    device: torch.device
-    dtype: str
-    from_image: bool
-    """Whether clips are made from an image."""
-    texts: dict[Any, Any] = field(default_factory=dict)
-    """Embeddings of the last prompts, so that each distinct prompt is encoded once."""
-
-    def for_clips(self, *, from_image: bool) -> Parts:
-        """The same components, in the pipeline for clips from an image, or from text alone.
-
-        Components for images also make clips from text, but not the other way round.
-        """
-        if from_image == self.from_image:
-            return self
-        assert self.from_image, "a rank for clips from text has no encoder of images"
-        pipe = new_pipeline(self.checkpoint, from_image, self.pipe.components, self.device)
-        return replace(self, pipe=pipe, from_image=from_image)
 
 
 def preload(family: str) -> None:
@@ -65,10 +41,10 @@ def preload(family: str) -> None:
             getattr(diffusers, name)
 
 
-def load_parts(
+def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
-) -> Parts:
-    """Loads the components for a rank with these roles, and skeletons of the others."""
+) -> Any:
+    """The pipeline of a rank with these roles; components of other ranks are skeletons."""
     silence_libraries()
     place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
@@ -85,13 +61,7 @@ def load_parts(
             parts[part] = skeleton(cls, checkpoint, part, dtype, place)
     pipe = new_pipeline(checkpoint, sampling.from_image, parts, place)
     load_loras(pipe, checkpoint)
-    return Parts(
-        pipe=pipe,
-        checkpoint=checkpoint,
-        device=place,
-        dtype=model.dtype,
-        from_image=sampling.from_image,
-    )
+    return pipe
 
 
 def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -126,9 +96,7 @@ def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
 
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
-    if name in ("CLIPImageProcessor", "CLIPFeatureExtractor"):
-        # Without torchvision, transformers takes the second class, with a warning.
-        name = "CLIPImageProcessor" if is_torchvision_available() else "CLIPImageProcessorPil"
+    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
@@ -152,7 +120,7 @@ def apply_memory_options(
 
 def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
     """The dtype of a component's weights."""
-    return torch.float32 if part in checkpoint.row.fp32 else torch_dtype(dtype)
+    return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
 
 
 def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
@@ -184,3 +152,43 @@ def _on_device(cls: Any, device: str) -> Any:
     place = property(lambda _: torch.device(device))
     attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
+
+
+def load_loras(pipe: Any, checkpoint: Checkpoint) -> None:
+    """Loads LoRAs as diffusers does; of a rank's pipeline, into the components that it holds."""
+    if not checkpoint.loras:
+        return
+    loadable = [getattr(pipe, part, None) for part in pipe._lora_loadable_modules]
+    skeletons = [module for module in loadable if getattr(module, "is_skeleton", False)]
+    with ExitStack() as patches:
+        patches.enter_context(warnings.catch_warnings(action="ignore"))
+        for module in skeletons:
+            patches.enter_context(replaced(module, load_lora_adapter=lambda *_, **__: None))
+        for place, file in enumerate(checkpoint.loras):
+            with library_errors(f"the LoRA {show_name(file.lora.name)}", checkpoint):
+                _load_lora(pipe, file, f"lora{place}")
+    names = {name for names in pipe.get_list_adapters().values() for name in names}
+    weights = {f"lora{place}": file.lora.weight for place, file in enumerate(checkpoint.loras)}
+    held = {name: weight for name, weight in weights.items() if name in names}
+    if held:
+        pipe.set_adapters(list(held), list(held.values()))
+
+
+def _load_lora(pipe: Any, file: LoraFile, name: str) -> None:
+    """Raises ValueError if a tensor of the file has no place; diffusers only warns of that."""
+    from peft import get_peft_model_state_dict  # an extra
+
+    source = {"weight_name": file.path.name, "local_files_only": True, "use_safetensors": True}
+    expert = {"load_into_transformer_2": True} if file.part == "transformer_2" else {}
+    pipe.load_lora_weights(str(file.path.parent), adapter_name=name, **source, **expert)
+    denoiser = getattr(pipe, file.part)
+    if getattr(denoiser, "is_skeleton", False):
+        return
+    tensors = pipe.lora_state_dict(str(file.path.parent), **source)
+    given = {key.removeprefix("transformer.") for key in tensors if key.startswith("transformer.")}
+    if name not in getattr(denoiser, "peft_config", {}):
+        raise ValueError(f"none of its tensors is for a {type(denoiser).__name__}")
+    known = get_peft_model_state_dict(denoiser, adapter_name=name)
+    strange = sorted(key for key in given - known.keys() if ".lora_A." in key)
+    if strange:
+        raise ValueError(f"{strange[0]} is not in a {type(denoiser).__name__}")

@@ -14,9 +14,7 @@ from svdpp.models.json_file import JsonFile, short_repr
 def facts(configs: Configs) -> Facts:
     """What the configs of a checkpoint say of its sizes and its VAE."""
     vae, transformer = configs.of("vae", **_VAE), configs.of("transformer", **_TRANSFORMER)
-    text_dim = configs.of("text_encoder").count("d_model", 2**18)
     channels = vae.count("latent_channels", 4096)
-    transformer.require("caption_channels", text_dim, "the text encoder's d_model")
     transformer.require("in_channels", channels, "the VAE's latent_channels")
     for key in ("patch_size", "patch_size_t"):
         transformer.require(key, 1, "as in the published LTX-Video")
@@ -84,13 +82,12 @@ def arguments_2(sampling: Any) -> dict[str, Any]:
 def _compression(vae: JsonFile) -> tuple[int, int]:
     """Pixels and frames per latent cell, as `AutoencoderKLLTXVideo.__init__` computes them."""
     halvings = 2 ** sum(map(bool, _list(vae, "spatio_temporal_scaling")))
-    spatial = vae.count("patch_size", 64) * halvings
-    temporal = vae.count("patch_size_t", 64) * halvings
-    if vae.values["spatial_compression_ratio"] is not None:
-        spatial = vae.count("spatial_compression_ratio", 1024)
-    if vae.values["temporal_compression_ratio"] is not None:
-        temporal = vae.count("temporal_compression_ratio", 1024)
-    return spatial, temporal
+    sizes = []
+    for ratio, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")):
+        key = f"{ratio}_compression_ratio"
+        is_given = vae.values[key] is not None
+        sizes.append(vae.count(key, 1024) if is_given else vae.count(patch, 64) * halvings)
+    return sizes[0], sizes[1]
 
 
 def _list(config: JsonFile, key: str) -> list[Any]:
@@ -112,9 +109,4 @@ _VAE: Mapping[str, Any] = {
     "timestep_conditioning": False,
     "decoder_inject_noise": [],
 }
-_TRANSFORMER: Mapping[str, Any] = {
-    "in_channels": 128,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "caption_channels": 4096,
-}
+_TRANSFORMER: Mapping[str, Any] = {"in_channels": 128, "patch_size": 1, "patch_size_t": 1}

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
-from svdpp.models.engine.load import Parts, load_parts, set_up
+from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
+from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
 _IMAGE = "image"
@@ -28,25 +29,31 @@ _MAX_CACHED_TEXTS = 16
 
 
 class EngineModel:
-    """A model of any family that has a row.
+    """A model of any family that has a row, with resolved sampling parameters."""
 
-    Args:
-        parts: what this rank has loaded.
-        sampling: resolved.
-    """
-
-    def __init__(self, parts: Parts, sampling: Any) -> None:
-        self.device = parts.device
+    def __init__(
+        self,
+        pipe: Any,
+        checkpoint: Checkpoint,
+        dtype: Dtype,
+        sampling: Any,
+        texts: dict[Any, Any] | None = None,
+    ) -> None:
+        self.device: torch.device = pipe.device
         self.audio: Audio | None = None
-        self._parts = parts
-        self._pipe = parts.pipe
-        self._row = parts.checkpoint.row
-        self._sampling = sampling
+        self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
+        self._dtype, self._sampling = dtype, sampling
+        # Embeddings of the last prompts, so that each distinct prompt is encoded once.
+        self._texts = {} if texts is None else texts
         self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """The same loaded components with other sampling parameters."""
-        return EngineModel(self._parts.for_clips(from_image=sampling.from_image), sampling)
+        pipe = self._pipe
+        if sampling.from_image != self._sampling.from_image:
+            assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
+            pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
+        return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
 
     def prepare(self, image: Image.Image) -> Tensors:
         """What the row prepares, or the pixels of the image: (H, W, 3) uint8."""
@@ -56,13 +63,8 @@ class EngineModel:
         return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Encodes the prompts and the image, and draws the noise.
-
-        Args:
-            prepared: the result of `prepare`; empty if clips are made from text alone.
-            request: gives the prompts and the seed.
-        """
-        assert bool(prepared) == self._parts.from_image
+        """Encodes the prompts and the image, which is `prepared`, and draws the noise."""
+        assert bool(prepared) == self._sampling.from_image
         pixels = prepared.get(_IMAGE)
         image = self._stand_in() if pixels is None else Image.fromarray(pixels.numpy())
         generator = torch.Generator(self._generator_device).manual_seed(request.seed)
@@ -73,7 +75,7 @@ class EngineModel:
                 cached = self._cached(name, getattr(self._pipe, name))
                 patches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
-                call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
+                call_arguments(self._pipe, self._checkpoint, self._sampling)
                 | request_arguments(self._row, self._sampling, request, image, generator)
                 | {"output_type": "latent"}
             )
@@ -100,8 +102,11 @@ class EngineModel:
         call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
         return _packet(call, {"given": structure["given"]})
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device."""
+    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
+        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
+
+        With `frames`, whole chunks of them, the pipeline's own decode gets the latents of these.
+        """
         postprocess = self._pipe.video_processor.postprocess_video
 
         def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
@@ -109,7 +114,16 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        video, *audio = self.decode_by(tensors, check_and_postprocess)
+        decode = self._pipe.decode_latents if frames else None
+
+        def decode_part(latents: torch.Tensor, _: int, chunk_size: int) -> Any:
+            assert decode is not None
+            assert frames is not None
+            part = latents[:, frames.first : frames.end]
+            return decode(part, frames.end - frames.first, chunk_size)
+
+        with replaced(self._pipe, **({"decode_latents": decode_part} if frames else {})):
+            video, *audio = self.decode_by(tensors, check_and_postprocess)
         self.audio = audio_of(self._pipe, self._row, *audio)
         return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 
@@ -128,8 +142,9 @@ class EngineModel:
         """See `VideoModel`."""
         from svdpp.models.memory import probe_packet  # imports this module
 
-        parts, generator = self._parts, torch.Generator().manual_seed(0)
-        made = probe_packet(parts.checkpoint, parts.dtype, self._sampling, has_stepped=has_stepped)
+        model = ModelConfig(name=self._checkpoint.name, dtype=self._dtype)
+        made = probe_packet(self._checkpoint, model, self._sampling, has_stepped=has_stepped)
+        generator = torch.Generator().manual_seed(0)
         return {
             name: tensor
             if tensor.dtype == torch.uint8  # in host memory in real packets too
@@ -156,8 +171,7 @@ class EngineModel:
 
     @property
     def _generator_device(self) -> str:
-        checkpoint = self._parts.checkpoint
-        return self._row.generator_device(checkpoint, self._sampling, str(self.device))
+        return self._row.generator_device(self._checkpoint, self._sampling, str(self.device))
 
     def _call(
         self,
@@ -168,13 +182,13 @@ class EngineModel:
         after_step: AfterStep | None = None,
         branches: Branches | None = None,
     ) -> RangeCall:
-        set_up(self._pipe, self._parts.checkpoint, self._sampling)
+        set_up(self._pipe, self._checkpoint, self._sampling)
         given = packet, start, end, [generator], after_step, branches
         return RangeCall(self._pipe, self._row, *given)
 
     def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""
-        arguments = call_arguments(self._pipe, self._parts.checkpoint, self._sampling)
+        arguments = call_arguments(self._pipe, self._checkpoint, self._sampling)
         negative = "" if structure["given"]["negative_prompt"] else None
         prompt = "" if self._row.takes_prompt else None
         request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
@@ -184,7 +198,7 @@ class EngineModel:
     def _stand_in(self) -> Image.Image | None:
         """An image that is not used, for clips from an image."""
         size = self._sampling.width, self._sampling.height
-        return Image.new("RGB", size) if self._parts.from_image else None
+        return Image.new("RGB", size) if self._sampling.from_image else None
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
         """The structure and the tensors of a packet after `steps`."""
@@ -201,7 +215,7 @@ class EngineModel:
         return opened
 
     def _cached(self, name: str, encode: Any) -> Any:
-        texts = self._parts.texts
+        texts = self._texts
         signature = inspect.signature(encode)
 
         def embeds(*args: Any, **kwargs: Any) -> Any:
@@ -226,9 +240,9 @@ def load_model(
     device: str,
     roles: Roles,
 ) -> EngineModel:
-    """Loads only the components for one rank; see `load_parts` for errors."""
-    parts = load_parts(checkpoint, model, sampling=sampling, roles=roles, device=device)
-    return EngineModel(parts, sampling)
+    """Loads only the components for one rank; see `load_module` for errors."""
+    pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
+    return EngineModel(pipe, checkpoint, model.dtype, sampling)
 
 
 def call_arguments(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import diffusers
@@ -18,23 +16,17 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import in_halves
-from svdpp.models.engine.call import replaced
+from svdpp.models.engine.call import replaced, step_callback
 from svdpp.models.engine.configs import library_errors
-from svdpp.models.engine.load import apply_memory_options, dtype_of, set_up
-from svdpp.models.engine.lora import load_loras
+from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, set_up
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
+from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
 from svdpp.models.loading import silence_libraries
 
 
 class Reference:
-    """diffusers' unmodified pipeline, as a user of diffusers loads it.
-
-    Args:
-        checkpoint: found and checked.
-        model: precision and memory options, the same as those of the ranks.
-        device: of all components.
-    """
+    """diffusers' unmodified pipeline, as a user of diffusers loads it, on one device."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
         self._checkpoint, self._model, self._device = checkpoint, model, device
@@ -65,53 +57,18 @@ class Reference:
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(image is not None)
         set_up(pipe, checkpoint, sampling)
-        before: dict[str, Any] = {}
-        last: Tensors = {}
-        outputs: list[Any] = []
-
-        def begin(*_: Any) -> None:
-            if not before:
-                before.update(snapshot(pipe.scheduler))
-                before_steps()
-
-        steps = itertools.count()  # those of all loops, if there are several
-
-        def on_step_end(_: Any, __: int, ___: Any, values: Tensors) -> Tensors:
-            packer = Packer()
-            packed_state(packer, changed_state(before, pipe.scheduler))
-            for branch, output in enumerate(outputs):
-                packer.pack(output, f"{PREDICTION}{branch}")
-            outputs.clear()
-            last[LATENTS] = values[LATENTS]
-            after_step(next(steps), {**packer.tensors, **last})
-            return {}
-
-        callback: dict[str, Any] = {"callback_on_step_end": on_step_end}
-        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
-            callback = {}
-            _observe_steps(pipe.scheduler, on_step_end)
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
-        # They change no tensor; the first call is the end of the encode.
-        modules = [getattr(pipe, name, None) for name in row.denoisers]
-        denoisers = [module for module in modules if module is not None]
-        hooks = [each.register_forward_pre_hook(begin) for each in denoisers]
-        if row.branches == "calls":
-            keep = lambda *call: outputs.append(call[-1])  # noqa: E731
-            hooks += [each.register_forward_hook(keep) for each in denoisers]
-        with ExitStack() as patches:
-            for each in denoisers if divided else ():
-                patches.enter_context(replaced(each, forward=in_halves(each.forward)))
+        steps = _Steps(pipe, before_steps, after_step)
+        with steps.observed(row, divided=divided) as callback:
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling),
                 **request_arguments(row, sampling, request, image, generator),
                 **callback,
                 output_type="pil",
             )
-        for hook in hooks:
-            hook.remove()
         self.audio = audio_of(pipe, row, output.get("audio"))
-        return last[LATENTS], stack_frames(output.frames[0])
+        return steps.latent, stack_frames(output.frames[0])
 
     def _pipe(self, from_image: bool) -> Any:
         """The pipeline as a user of diffusers loads it; kept for the next clips."""
@@ -141,17 +98,68 @@ class Reference:
         return pipe
 
 
-def _observe_steps(scheduler: Any, on_step_end: Callable[..., Any]) -> None:
-    """Calls `on_step_end` after each `scheduler.step`, of a pipeline without such a callback."""
-    step = scheduler.step
+class _Steps:
+    """The steps of one call, those of all its loops; observing them changes no tensor."""
 
-    @functools.wraps(step)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        on_step_end(None, 0, None, {LATENTS: result[0]})
-        return result
+    latent: torch.Tensor
 
-    scheduler.step = observed
+    def __init__(
+        self,
+        pipe: Any,
+        before_steps: Callable[[], None],
+        after_step: Callable[[int, Tensors], None],
+    ) -> None:
+        self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
+        self._count = 0
+        self._state: dict[str, Any] = {}
+        self._outputs: list[Any] = []
+
+    @contextmanager
+    def observed(self, row: Row, *, divided: bool) -> Iterator[dict[str, Any]]:
+        """Arguments for a call within the block."""
+        modules = [getattr(self._pipe, name, None) for name in row.denoisers]
+        denoisers = [module for module in modules if module is not None]
+        hooks = [module.register_forward_pre_hook(self._begin) for module in denoisers]
+        if row.branches == "calls":
+            keep = lambda *call: self._outputs.append(call[-1])  # noqa: E731
+            hooks += [module.register_forward_hook(keep) for module in denoisers]
+        callback = step_callback(self._pipe, self._end)
+        if not callback:
+            self._pipe.scheduler.step = self._observed(self._pipe.scheduler.step)
+        with ExitStack() as patches:
+            for module in denoisers if divided else ():
+                patches.enter_context(replaced(module, forward=in_halves(module.forward)))
+            for hook in hooks:
+                patches.callback(hook.remove)
+            yield callback
+
+    def _begin(self, *_: Any) -> None:
+        """The denoiser's first call is the end of the encode."""
+        if not self._state:
+            self._state = snapshot(self._pipe.scheduler)
+            self._before_steps()
+
+    def _end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+        packer = Packer()
+        packed_state(packer, changed_state(self._state, self._pipe.scheduler))
+        for branch, output in enumerate(self._outputs):
+            packer.pack(output, f"{PREDICTION}{branch}")
+        self._outputs.clear()
+        self.latent = values[LATENTS]
+        self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
+        self._count += 1
+        return {}
+
+    def _observed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`scheduler.step` of a pipeline that has no callback."""
+
+        @functools.wraps(step)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._end(None, 0, None, {LATENTS: result[0]})
+            return result
+
+        return observed
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:

@@ -97,8 +97,10 @@ class Row:
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
     branches: Literal["calls", "batch"] | None = None
-    """How a guided step evaluates its two branches: by two calls whose results are used after both,
-    or by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    """A guided step evaluates its two branches by two calls whose results are used after both, or
+    by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    decodes_in_chunks: bool = False
+    """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     facts: Callable[[Configs], Facts] = lambda _: {}
@@ -108,16 +110,13 @@ class Row:
     arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
-    """Where a clip's noise is drawn: the CPU, where diffusers accepts that, as all devices then
-    give the same clip."""
+    """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
     prepare: Callable[[Any, Any, Any], Any] | None = None
-    """Does the part of an image's encode that needs no device, of a pipeline (first), an image and
-    sampling parameters; None: that takes no time worth mentioning."""
+    """Does what needs no device of an image's encode: of pipeline, image, sampling parameters."""
     prepared: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext()
     """While it lasts, the pipeline uses what `prepare` has made."""
     old_packet: Callable[[Any, Any, int], Any] | None = None
-    """The structure and tensors of a packet of an earlier version, of its tensors, the sampling
-    parameters, and the number of steps that have run."""
+    """Structure and tensors of an earlier version's packet: of tensors, sampling, steps run."""
 
     @property
     def parts(self) -> frozenset[str]:
@@ -164,6 +163,7 @@ ROWS: Mapping[str, Row] = {
         encode=("feature_extractor", "image_encoder"),
         texts=(),
         results_in_latents=1,
+        decodes_in_chunks=True,
         memory_options=True,
         facts=svd.facts,
         prepare=svd.prepare,

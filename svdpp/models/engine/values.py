@@ -35,11 +35,7 @@ class NotPackableError(Exception):
 
 
 class Packer:
-    """Takes values apart; a tensor that several of them hold travels once.
-
-    Args:
-        keeps: whether it keeps the tensors; otherwise nothing of them travels but their shape.
-    """
+    """Takes values apart; a tensor that several hold travels once, and none does if not `keeps`."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.tensors: Tensors = {}

@@ -19,13 +19,11 @@ def facts(configs: Configs) -> Facts:
     JsonFile("scheduler/scheduler_config.json", configs.scheduler.values).refuse(_UNSUPPORTED)
     expand = bool(configs.index.values.get("expand_timesteps"))
     takes_image = _takes_image(transformer, vae.count("z_dim", 1024), expand)
-    patch = transformer.counts("patch_size", 16)
-    if len(patch) != 3:
-        raise transformer.error(f"patch_size is {patch}, not three integers")
-    factor, boundary_ratio = vae.count("scale_factor_spatial", 64), _boundary_ratio(configs)
+    transformer.require("patch_size", [1, 2, 2], "as in the published Wan")
+    unit, boundary_ratio = 2 * vae.count("scale_factor_spatial", 64), _boundary_ratio(configs)
     return {
         "boundary_ratio": boundary_ratio,
-        "size_multiple": (factor * patch[1], factor * patch[2]),
+        "size_multiple": (unit, unit),
         "image_use": "optional" if expand else "needed" if takes_image else "refused",
         "unused_parameters": () if boundary_ratio is not None else ("guidance_scale_2",),
     }

@@ -1,0 +1,184 @@
+"""Wrong requests: each command line is refused with exit code 2 and a sentence, before any work."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shell import PHOTO, assert_error, svdpp_here
+
+_DEMO = "--model demo --device cpu"
+
+PLAN = [
+    ("--replicas 3", "4 ranks cannot form 3 replicas of equal size"),
+    ("--decoders 5", "--decoders must be 1 to 4, the size of a replica, got 5"),
+    ("--split fair", "--split must be one of uniform, balanced, dithered, got 'fair'"),
+    ("--layout best", "--layout must be auto, pipeline or data-parallel, got 'best'"),
+    ("--layout auto --decoders 2", "--layout auto chooses the layout: leave out --decoders"),
+    ("--compare --split balanced", "--compare chooses the layout: leave out --split"),
+    ("--compare --layout auto", "--compare shows all layouts: leave out --layout"),
+    ("--compare --cfg-parallel 2", "--compare shows all layouts: leave out --cfg-parallel"),
+    ("--compare --decode-ranks 2", "--compare shows all layouts: leave out --decode-ranks"),
+    ("--layout auto --decode-ranks 2", "auto chooses the layout: leave out --decode-r"),
+    ("--decode-ranks 5", "--decode-ranks must be 1 to 4, the ranks of a replica, got 5"),
+    ("--cfg-parallel 3", "--cfg-parallel must be auto, 1 or 2, got '3'"),
+    ("--costs svd-xt", "--costs 'svd-xt' is neither a file nor a preset"),
+    ("--device-memory 0", "--device-memory must be a finite number above 0, got '0'"),
+    ("--device-memory nan", "--device-memory must be a finite number above 0, got 'nan'"),
+    ("--device-memory 2xmany", "must be a finite number above 0, got '2xmany'"),
+    ("--device-memory 0x9", "must be a finite number above 0, got '0x9'"),
+    ("--device-memory 2x79,47", "names 3 devices, but there are 4 ranks"),
+    ("--device-memory 2000000000x9", "names 5 devices, but there are 4 ranks"),
+    ("--device-memory 9", "has an effect only with --layout auto or --compare"),
+    ("--model nonsense", "--model has an effect only with --memory"),
+    ("--frames 4", "--frames has an effect only with --memory"),
+    ("--decode-chunk-size 4", "leave out --decode-chunk-size"),
+    ("--compare --world 0", "the number of ranks must be 1 or more, got 0"),
+    ("--layout auto --world 0", "the number of ranks must be 1 or more, got 0"),
+    ("--arrivals ''", "--arrivals must be clips per s, min or h, got ''"),
+    ("--arrivals 2", "--arrivals must be clips per s, min or h, got '2'"),
+    ("--arrivals 0/s", "--arrivals must be clips per s, min or h, got '0/s'"),
+    ("--arrivals 1e3/s", "--arrivals must be clips per s, min or h"),
+    ("--clips 100000000", "--clips must be 1 to 100000, got 100000000"),
+    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--world 100000", "a plan has at most 65536 ranks, got 100000"),
+    ("--world 4096 --clips 9999 --split dithered", "replicas of 4096 are too many to forecast"),
+    ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
+    ("--world 29", "29 ranks are more than 28 steps"),
+    ("--world -1", "the number of ranks must be 1 or more, got -1"),
+    ("--steps 0", "the number of steps must be 1 or more, got 0"),
+    ("--step-seconds 0", "--step-seconds must be above 0"),
+    ("--step-seconds -1", "--step-seconds must be a finite number, 0 or more, got -1.0"),
+    ("--decode-seconds inf", "--decode-seconds must be a finite number"),
+    ("--transfer-seconds nan", "--transfer-seconds must be a finite number"),
+    ("--share-experts", "--share-experts has an effect only with --expert-boundary"),
+    ("--expert-boundary 28", "--expert-boundary must be 1 or more and less than the number of"),
+    ("--memory --expert-boundary 9", "leave out --expert-boundary"),
+    ("--hosts 2x4 --expert-boundary 5", "cannot be split evenly over 8 ranks"),
+    ("--world four", "--world must be a whole number, got 'four'"),
+    ("--world 4.5", "--world must be a whole number, got '4.5'"),
+    ("--world", "--world"),
+    ("--step-seconds soon", "--step-seconds must be a number, got 'soon'"),
+    ("--bogus", "no such option: --bogus"),
+]
+
+RUN = [
+    ("--height 100", "--height must be a multiple of 8 from 8 to 4096, got 100"),
+    ("--width 0", "--width must be a multiple of 8 from 8 to 4096, got 0"),
+    ("--frames 0", "--frames must be 1 to 1024, got 0"),
+    ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
+    ("--motion-bucket-id 2000", "--motion-bucket-id must be 0 to 1023, got 2000"),
+    ("--noise-aug-strength -1", "--noise-aug-strength must be a finite number"),
+    ("--max-guidance-scale nan", "--max-guidance-scale must be a finite number"),
+    ("--decode-chunk-size 0", "--decode-chunk-size must be 1 to 1024, got 0"),
+    ("--decode-chunk-size two", "--decode-chunk-size must be a number or auto, got 'two'"),
+    ("--fit zoom", "--fit must be crop, pad or stretch, got 'zoom'"),
+    ("--dtype int8", "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
+    ("--steps 0", "must be 1 to 1000, got 0"),
+    ("--world 3", "the nearest step counts that can are 27 and 30"),
+    ("--world 29", "29 ranks are more than 28 steps"),
+    ("--world 0", "--world must be 1 to 65536, got 0"),
+    ("--gpus 0", "--gpus must be 1 to 65536, got 0"),
+    ("--threads 0", "--threads must be 1 to "),
+    ("--timeout 0", "--timeout must be above 0 and at most 604800 s, got 0.0"),
+    ("--start-timeout nan", "--start-timeout must be above 0 and at most 604800 s, got nan"),
+    ("--seed -1", "seed must be 0 to 2^63 - 1, got -1"),
+    ("--device tpu", "--device must be cpu, cuda or cuda:N, got 'tpu'"),
+    ("--format avi", "--format must be one of mp4, gif, webp, frames, got 'avi'"),
+    ("--crf 52", "--crf must be 0 to 51, got 52"),
+    ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),
+    ("--overwrite --skip-existing", "--overwrite and --resume contradict"),
+    ("--seeds 1,a", "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
+    ("--model dummy", "the dummy model makes no video files"),
+    ("--model ''", "--model is empty"),
+]
+
+# What these commands have of their own; the rest is that of `run`.
+SIMULATE = [
+    ("--world 3", "the nearest step counts that can are 27 and 30"),
+    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--steps 0", "must be 1 to 1000, got 0"),
+    ("--frames 4", "--frames has no effect on the dummy model"),
+    ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
+    ("--latent-shape 1 4 2 -8 8", "latent shape 1 4 2 -8 8 needs 5 positive"),
+]
+VERIFY = [
+    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
+    ("--tolerance -1", "--tolerance must be 0 or more, got -1.0"),
+    ("--tolerance nan", "--tolerance must be 0 or more, got nan"),
+    ("--inject-fault melt@rank0.clip0", "'melt@rank0.clip0' is not a fault"),
+    ("--world 2 --inject-fault ulp@rank9.clip0", "ulp@rank9.clip0"),  # strikes nowhere
+    ("--world 2 --inject-fault ulp@rank1.clip9", "ulp@rank1.clip9"),
+    (f"--model dummy {shlex.quote(PHOTO)}", "the dummy model takes no images"),
+    ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
+    ("a.json --inject-fault ulp@rank1.clip0", "no effect on a finished clip: --inject-fault;"),
+    ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
+    ("a.json --share-experts", "finished clip: --share-experts;"),
+]
+REFUSED = [
+    *((f"plan {options}", words) for options, words in PLAN),
+    *((f"run {shlex.quote(PHOTO)} {_DEMO} {options}", words) for options, words in RUN),
+    *((f"simulate {options}", words) for options, words in SIMULATE),
+    *((f"verify {options}", words) for options, words in VERIFY),
+]
+
+
+@pytest.fixture
+def without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, in which no rank starts."""
+    from svdpp.driver import pipeline
+
+    def go_on(*_: object) -> None:
+        raise AssertionError("ranks would have been started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline.Pipeline, "__enter__", go_on)
+
+
+@pytest.mark.usefixtures("without_ranks")
+@pytest.mark.parametrize(
+    ("line", "words"), REFUSED, ids=[line.replace(PHOTO, "PHOTO") for line, _ in REFUSED]
+)
+def test_refused(line: str, words: str) -> None:
+    command = shlex.split(line)
+    if command[0] == "verify" and ".json" not in line and "dummy" not in line:
+        command += shlex.split(_DEMO)
+    assert_error(svdpp_here(*command), 2, words)
+    as_json = svdpp_here(*command, "--json")
+    assert_error(as_json, 2, words)
+    assert "error" in as_json.out
+    assert os.listdir() == []
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+RUN_DEMO = f"run {shlex.quote(PHOTO)} {_DEMO}"
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "words"),
+    [
+        (f"{RUN_DEMO} --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
+        ("simulate --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
+        ("simulate", {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
+        ("verify --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
+        ("verify", TORCHRUN, "MASTER_ADDR is not set"),
+        (f"{RUN_DEMO} --decode-chunk-size auto", TORCHRUN, "auto is chosen before ranks start"),
+        (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
+        (RUN_DEMO, {"RANK": "0"}, "incomplete torchrun environment"),
+        (RUN_DEMO, {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),
+        (RUN_DEMO, {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),
+        (RUN_DEMO, {"PIPELINE_BACKEND": "nccl"}, "PIPELINE_BACKEND=nccl"),
+    ],
+    ids=str,
+)
+def test_worlds_of_torchrun(line: str, env: dict[str, str], words: str) -> None:
+    assert_error(svdpp_here(*shlex.split(line), env=env), 2, words)
+
+
+def test_a_message_names_the_option_that_was_typed() -> None:
+    assert_error(svdpp_here("plan", "--gpus", "29"), 2, "or --gpus 28 or fewer")
+    assert_error(svdpp_here("plan", "--world", "29"), 2, "or --world 28 or fewer")
