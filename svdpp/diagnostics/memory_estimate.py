@@ -75,15 +75,16 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     By the estimate they take at most 80% of the free memory, or else it is one frame. A further
     frame takes as much as the others, or less while another part has the peak.
     """
+    config = replace(config, decode_ranks=1)  # others decode with the same chunks
     frames = resolve(config, weights="none")[0].sampling.frames
-    last = config.world_size - 1  # it decodes
+    last = config.layout.replica_ranks[-1][-1]  # it decodes
     device = f"cuda:{last}" if config.device == "cuda" else config.device
     free = available_bytes() if device == "cpu" else free_bytes(device)
 
     def needed(chunk: int) -> int:
         sampling = replace(config.sampling, decode_chunk_size=chunk)
         ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
-        sharing = ranks[last:] if config.device == "cuda" else ranks
+        sharing = [ranks[last]] if config.device == "cuda" else ranks
         return sum(rank.total_bytes for rank in sharing)
 
     if (least := needed(1)) > free:
