@@ -13,7 +13,6 @@ from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
 from svdpp.plan.schedule import build_schedule
-from svdpp.plan.sigmas import karras_sigmas
 
 if TYPE_CHECKING:
     from svdpp.plan.compare import Row
@@ -121,10 +120,6 @@ def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> d
     if layout.expert_boundary is not None:
         names = _expert_names(layout, rank)
         row["expert"] = "both" if len(names) > 1 else "".join(names)
-    else:  # the noise levels are SVD's, and SVD has one expert
-        sigmas = karras_sigmas(layout.num_steps)
-        works = share.start < share.end
-        row["sigma"] = f"{sigmas[share.start]:.4g} -> {sigmas[share.end]:.4g}" if works else ""
     if any(peak is not None for peak in layout.peak_gib):
         row["GiB"] = gib([layout.peak_gib[rank]])
     if cards:

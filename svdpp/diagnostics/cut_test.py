@@ -48,7 +48,6 @@ def differences(config: PipelineConfig, checkpoint: Checkpoint) -> Found:
 
     Args:
         config: of one rank; its dtype, device and threads apply.
-        checkpoint: whose configs are copied.
     """
     found: list[Found] = []
 

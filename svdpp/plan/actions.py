@@ -51,7 +51,6 @@ class Action(NamedTuple):
     """One entry of a rank's list.
 
     Args:
-        kind: what to do.
         clip: index of the clip, counted from the first one given to the pipeline.
         start: steps of the clip that are done when the action starts.
         end: steps done when the action ends; equals `start` except for DENOISE.

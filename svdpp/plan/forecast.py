@@ -194,12 +194,7 @@ def replay(
     """Forecast when each rank does its ENCODE, LOAD, DENOISE, DECODE, GATHER, in no order of ranks.
 
     Args:
-        schedule: the action list of each rank.
-        costs: of each kind of work.
         arrivals: time at which a clip arrives; 0 for a clip that is not in it.
-
-    Raises:
-        DeadlockError: the lists wait for each other, or the two ends of a transfer do not match.
     """
     return _Replay(schedule, costs, arrivals).run()
 
@@ -210,12 +205,7 @@ def summarise(
     """Sum up spans, forecast or measured.
 
     Args:
-        spans: of all ranks.
-        world_size: number of ranks.
         arrivals: time at which a clip arrived; its first action for a clip that is not in it.
-
-    Raises:
-        ValueError: no spans.
     """
     spans = list(spans)
     if not spans:
@@ -245,9 +235,6 @@ def sum_up(
 
     Args:
         clips: (first action or arrival, end) of each clip, in order; at least one.
-        busy: seconds of work of all ranks.
-        world_size: number of ranks.
-        num_finishers: number of ranks that finish clips.
     """
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]

@@ -136,7 +136,6 @@ def _seconds_to_decode(route: Route, costs: Costs) -> float:
 
 
 def _decode_seconds(route: Route, costs: Costs) -> list[float]:
-    """Seconds for which each rank decodes."""
     shares = [costs.decode_on(rank) * frames.fraction for rank, frames in route.shares]
     return shares or [costs.decode_on(route.ranges[-1].rank)]
 

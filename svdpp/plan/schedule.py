@@ -29,11 +29,9 @@ class Route:
     """The route of one clip: which rank does which steps, in order.
 
     Args:
-        clip: index of the clip.
         ranges: consecutive step ranges up to the last step; a rank with an empty range only
             encodes (first) or only decodes (last). A route that starts after step 0 starts from
             the latent checkpoint of an earlier run.
-        decodes: whether the last rank also decodes.
         paired: whether rank r + 1 does the same steps as each rank r of the route. The first rank
             of the pair encodes, decodes and finishes; the second starts from its packet.
         shares: the frames that each of several ranks decodes, the last rank's first; empty: the
@@ -254,9 +252,6 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     rank can work only on a clip that it holds, and only at the current step of that clip. It no
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
     skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
-
-    Raises:
-        ValueError: it names the first action that cannot be done, or what is missing at the end.
     """
     transfers: Counter[tuple[int, int, int, int, tuple[int, ...]]] = Counter()
     started: Counter[int] = Counter()
@@ -328,7 +323,6 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
 
 
 def _is_whole(parts: Iterable[FrameRange]) -> bool:
-    """Whether each frame is in one of `parts`."""
     firsts, ends, totals = zip(*sorted(parts), strict=True)
     return (*firsts, totals[0]) == (0, *ends) and len(set(totals)) == 1
 

@@ -186,7 +186,6 @@ _Compute = Callable[[ClipRequest, _Recorder], tuple[torch.Tensor, Frames | None,
 
 
 def _diffusers(setup: _Setup, device: str) -> _Compute:
-    """diffusers' own pipeline of the model's family."""
     from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
 
     assert setup.checkpoint is not None
@@ -214,7 +213,6 @@ def _diffusers(setup: _Setup, device: str) -> _Compute:
 
 
 def _dummy(setup: _Setup, device: str) -> _Compute:
-    """The plain loop over the dummy network."""
     model = load_model(setup.config, None, device, Roles(encode=True, denoise=True, decode=False))
     num_steps = setup.config.sampling.num_inference_steps
 
