@@ -142,7 +142,8 @@ def test_events_tell_states_steps_and_places(
 
     def describe(job: Job) -> dict[str, Any]:
         (engine,) = engines
-        clip, estimate = engine.feeder.get(job.id), engine.estimates.of(job.id)
+        clip = engine.feeder.get(job.id)
+        estimate = engine.estimates.all(max_age=0.0).get(job.id)
         return {
             "status": str(job.state),
             "steps": 0 if clip is None else clip.progress.steps_done,
