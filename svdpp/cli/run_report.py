@@ -178,11 +178,14 @@ def show_dry_run(
         return
     for line in _dry_run_lines(policy.folder, config, about):
         console.result(line)
-    columns = ("weight", "work", "process", "peak")
+    columns = {"weights": "weight", "work": "work", "process": "process", "peak": "peak"}
     console.table(
         [
             {"rank": str(one["rank"])}
-            | {f"{name} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}" for name in columns}
+            | {
+                f"{head} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}"
+                for head, name in columns.items()
+            }
             for one in about["ranks"]
         ]
     )

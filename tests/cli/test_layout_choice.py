@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
@@ -13,10 +14,12 @@ from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, auto_layout, default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
+from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.worker.device import device_of
+from tests.cli.shell import assert_error, svdpp_here
 
 NEEDS = {
     "encode_weights_gib": 2.0,
@@ -155,3 +158,23 @@ def test_what_devices_have_and_the_model_needs() -> None:
     shared = memory_of_devices(model, sampling, "cuda:1", 3, free.__getitem__)[1]
     assert shared == pytest.approx([2 - CUDA_PROCESS_BYTES / 2**30] * 3)
     assert memory_of_devices(model, sampling, "cpu", 2) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "steps", "world_size"),
+    [("cuda", 3, 6, 3), ("cuda", 8, 28, 7), ("cuda", 1, 6, 1), ("cpu", 3, 8, 4), ("cpu", 3, 6, 3)],
+)
+def test_simulate_starts_as_many_ranks_as_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, steps: int, world_size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started: list[int] = []
+
+    def start(self: Pipeline) -> None:
+        started.append(self.config.world_size)
+        raise RequestError("this test starts no ranks")
+
+    monkeypatch.setattr(Pipeline, "__enter__", start)
+    answer = svdpp_here("simulate", "--device", device, "--steps", str(steps))
+    assert_error(answer, 2, "this test starts no ranks")
+    assert started == [world_size]

@@ -65,15 +65,10 @@ PLAN = [
     ("--bogus", "no such option: --bogus"),
 ]
 
+# tests/test_config.py has the range of each number.
 RUN = [
     ("--height 100", "--height must be a multiple of 8 from 8 to 4096, got 100"),
-    ("--width 0", "--width must be a multiple of 8 from 8 to 4096, got 0"),
-    ("--frames 0", "--frames must be 1 to 1024, got 0"),
     ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
-    ("--motion-bucket-id 2000", "--motion-bucket-id must be 0 to 1023, got 2000"),
-    ("--noise-aug-strength -1", "--noise-aug-strength must be a finite number"),
-    ("--max-guidance-scale nan", "--max-guidance-scale must be a finite number"),
-    ("--decode-chunk-size 0", "--decode-chunk-size must be 1 to 1024, got 0"),
     ("--decode-chunk-size two", "--decode-chunk-size must be a number or auto, got 'two'"),
     ("--fit zoom", "--fit must be crop, pad or stretch, got 'zoom'"),
     ("--dtype int8", "--dtype must be one of fp32, fp16, bf16, got 'int8'"),

@@ -145,7 +145,7 @@ def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatc
     lines = answer.out.splitlines()
     assert lines[0] == "bitwise equal: out/rocket_0"
     assert lines[1] == "bitwise equal: out/rocket_0.mp4"
-    assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the photo")
+    assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the image")
     assert lines[3] == "3 clips: 2 bitwise equal, 1 not verified"
     assert "out/run.json is skipped: it is not a clip" in answer.err
     assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the image of" in answer.err
@@ -212,7 +212,7 @@ def test_more_memory_than_there_is_ends_before_any_process(
     sizes = {"height": 4096, "width": 4096, "num_frames": 16, "decode_chunk_size": 16}
     _edit(out / "rocket_0.mp4.json", **sizes)
     answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")
-    assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "with more memory")
+    assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "more memory")
 
 
 def damaged_records(record: dict[str, Any]) -> dict[str, str]:
