@@ -72,7 +72,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files() -> Iterator[None]:
-    """Fails the session if anything is left."""
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
     while _left() and time.monotonic() < deadline:

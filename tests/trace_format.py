@@ -39,7 +39,6 @@ def check_trace(events: Iterable[_TraceEvent], *, is_whole: bool = True) -> None
     """Checks phases, fields, nesting, flows, counters and metadata.
 
     Args:
-        events: in the order of the file.
         is_whole: whether the writer has closed the file; else the last arrows may have one end.
     """
     events = list(events)

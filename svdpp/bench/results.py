@@ -30,7 +30,7 @@ from svdpp.bench.runner import Bench, Round, differing
 from svdpp.bench.targets import outcome
 from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.diagnostics.environment import environment
-from svdpp.diagnostics.figures import RankFigures
+from svdpp.diagnostics.figures import RankFigures, rounded
 from svdpp.diagnostics.utilisation import Utilisation, speeds_of
 from svdpp.errors import OutputError, SvdppError, error_to_dict
 from svdpp.media import output_files
@@ -164,28 +164,20 @@ def _figures(done: Round) -> dict[str, Any]:
             for name in ("peak_allocated_gib", "peak_reserved_gib")
         },
     }
-    return {**_rounded(values), "ranks": ranks}
+    found: dict[str, Any] = rounded({**values, "ranks": ranks})
+    return found
 
 
 def _rank(rank: RankFigures, speed: Utilisation | None) -> dict[str, Any]:
-    return _rounded(
-        {
-            "rank": rank.rank,
-            "wall": rank.wall,
-            **{part: getattr(rank, part) for part in TIME_PARTS},
-            "load_seconds": rank.load_seconds,
-            "peak_allocated_gib": rank.allocated_bytes and rank.allocated_bytes / _GIB,
-            "peak_reserved_gib": rank.peak_bytes and rank.peak_bytes / _GIB,
-            "tflops": speed and speed.tflops,
-            "mfu": speed and speed.mfu,
-        }
-    )
-
-
-def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: float(f"{value:.6g}") if isinstance(value, float) else value
-        for name, value in values.items()
+        "rank": rank.rank,
+        "wall": rank.wall,
+        **{part: getattr(rank, part) for part in TIME_PARTS},
+        "load_seconds": rank.load_seconds,
+        "peak_allocated_gib": rank.allocated_bytes and rank.allocated_bytes / _GIB,
+        "peak_reserved_gib": rank.peak_bytes and rank.peak_bytes / _GIB,
+        "tflops": speed and speed.tflops,
+        "mfu": speed and speed.mfu,
     }
 
 

@@ -85,7 +85,10 @@ def bench(
         )
     benches = _benches(points, launched)
     if asked.baseline is not None:
-        _check_baseline(asked.baseline, benches[0])
+        from svdpp.bench.compare import check_baseline
+
+        first = benches[0].asked
+        check_baseline(asked.baseline, first.model_dump(mode="json"), first.measure.repeats)
     _measure(console, launched, benches, asked, traces.trace)
 
 
@@ -98,13 +101,6 @@ def _compare(console: Console, a: Path, b: Path) -> None:
         console.json(found.to_json())
     else:
         show_comparison(console, a, b, found)
-
-
-def _check_baseline(folder: Path, one: Bench) -> None:
-    from svdpp.bench.compare import check_baseline
-
-    config = one.asked.model_dump(mode="json")
-    check_baseline(folder, config, one.asked.measure.repeats)
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -133,7 +129,6 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
 
 
 def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
-    """All points, checked before the first is measured."""
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
@@ -193,7 +188,7 @@ def _measure(
                     break  # the ranks ended with the point
                 console.info(f"point {index + 1} of {len(benches)}: {error.message}")
             else:
-                failures += _differences(one) or _misses(found[-1])
+                failures += _failures(one, found[-1])
         if console.as_json:
             console.json(found)
         _raise_worst(failures, len(benches))
@@ -251,26 +246,19 @@ def _headline(one: Bench) -> str:
     return said
 
 
-def _differences(one: Bench) -> list[VerificationError]:
-    """An error if bits of a point's clips differ; empty if none do."""
+def _failures(one: Bench, found: dict[str, Any]) -> list[SvdppError]:
+    """What is wrong with a point that was measured: bits that differ, else figures."""
     from svdpp.bench.runner import differing
-
-    different = differing(one.rounds)
-    if not different:
-        return []
-    return [
-        VerificationError(
-            f"bits differ from those of diffusers in {counted(len(different), 'clip')}, first in "
-            f"{different[0]}",
-            "svdpp verify shows the first step that differs",
-        )
-    ]
-
-
-def _misses(found: dict[str, Any]) -> list[TargetError]:
-    """An error if a point missed targets or became slower than its baseline; empty if not."""
     from svdpp.bench.targets import missed
 
+    if different := differing(one.rounds):
+        count = counted(len(different), "clip")
+        return [
+            VerificationError(
+                f"bits differ from those of diffusers in {count}, first in {different[0]}",
+                "svdpp verify shows the first step that differs",
+            )
+        ]
     targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
     said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
     if slower:
@@ -280,14 +268,11 @@ def _misses(found: dict[str, Any]) -> list[TargetError]:
 
 
 def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command with the highest exit code of its points; returns if none failed.
-
-    A missed target decides it only if nothing else failed.
-    """
-    if not failures:
-        return
+    """Ends the command with the highest exit code of its points; returns if none failed."""
+    # A missed target decides it only if nothing else failed.
     others = [error for error in failures if not isinstance(error, TargetError)]
-    worst = highest_code(others or failures)
-    if num_points > 1:
-        worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
-    raise worst
+    if others or failures:
+        worst = highest_code(others or failures)
+        if num_points > 1:
+            worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
+        raise worst

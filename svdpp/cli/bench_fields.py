@@ -16,7 +16,7 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.request import PipelineOptions, joined_world, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, joined_world, needs_image
 from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World
@@ -104,8 +104,14 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
         ),
     )
     device = options.ranks.device_for(model.model)
-    clips = point.workload.clips
-    return resolve(options, clips, launched=launched, device=device, from_image=from_image)[0]
+    request = PipelineRequest(
+        options=options,
+        num_clips=point.workload.clips,
+        launched=launched,
+        device=device,
+        from_image=from_image,
+    )
+    return request.resolve()[0]
 
 
 def family(point: BenchConfig) -> str | None:

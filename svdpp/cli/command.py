@@ -17,7 +17,7 @@ from svdpp.cli.console import Console
 from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
 from svdpp.cli.help import show_page
-from svdpp.cli.options.declare import declared, flag
+from svdpp.cli.options.declare import HIDDEN_NAMES, declared, flag
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
@@ -107,7 +107,6 @@ class Command:
         yield _parameter(name, hint, default)
 
     def _built(self, name: str, hint: Any, values: dict[str, Any]) -> Any:
-        """The value of an option, or the group of them."""
         if not is_dataclass(hint):
             return values[name]
         group: Any = hint
@@ -148,6 +147,18 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command's parameter `name` was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def given_options(context: typer.Context) -> dict[str, str]:
+    """The options given on the command line as users type them, by parameter."""
+    return {
+        str(parameter.name): next(
+            (name for name in reversed(parameter.opts) if name not in HIDDEN_NAMES),
+            str(parameter.name),
+        )
+        for parameter in context.command.params
+        if is_given(context, str(parameter.name))
+    }
 
 
 def _by_hint(hints: Mapping[str, Any], kind: Any, value: Any) -> dict[str, Any]:

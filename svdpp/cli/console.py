@@ -187,7 +187,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def _coloured(line: str) -> Text:
-    """A line of the grid with a colour for each clip; idle time is dim."""
     text = Text(line)
     begin, end = line.find("|") + 1, line.rfind("|")
     for index in range(begin, end):

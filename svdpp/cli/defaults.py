@@ -60,7 +60,6 @@ def load_defaults(
 
 
 def _file_settings(folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and file of each setting."""
     own, shared = folder / "svdpp.toml", folder / "pyproject.toml"
     if own.is_file():
         path, settings = own, _read(own)

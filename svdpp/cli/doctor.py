@@ -16,7 +16,13 @@ from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import AnswerOptions
-from svdpp.cli.request import PipelineOptions, default_world, experts_of, needs_image, resolve
+from svdpp.cli.request import (
+    PipelineOptions,
+    PipelineRequest,
+    default_world,
+    experts_of,
+    needs_image,
+)
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World
@@ -114,14 +120,14 @@ def _examined(
     world_size = ranks.world
     if world_size is None:
         world_size = default_world(device, steps, divide=not experts)
-    return resolve(
-        options.with_steps(steps if experts else world_size, world_size),
-        None,
+    return PipelineRequest(
+        options=options.with_steps(steps if experts else world_size, world_size),
+        num_clips=None,
         launched=launched,
         device=device,
         from_image=from_image,
         family=unknown,
-    )[0]
+    ).resolve()[0]
 
 
 def _print(console: Console, check: Check) -> None:

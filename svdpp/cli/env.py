@@ -36,7 +36,6 @@ def env(console: Console, answer: AnswerOptions) -> None:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of each fact."""
     host, devices, ffmpeg = facts["host"], facts["devices"], facts["ffmpeg"]
     for name, value in facts["versions"].items():
         yield name, value or "-"

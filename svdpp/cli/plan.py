@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from svdpp.cli.command import command, is_given
+from svdpp.cli.command import command, given_options, is_given
 from svdpp.cli.console import Console
 from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
 _DEFAULT_WORLD = 4
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# Options that only --memory uses, as users type them.
-_OF_MEMORY = {
-    **{name: name.replace("_", "-") for name in ("model", "revision", "local_files_only", "dtype")},
-    **{"device": "device", "height": "height", "width": "width", "num_frames": "frames"},
-    "decode_chunk_size": "decode-chunk-size",
-    "memory_opt": "memory-opt",
-    "lora": "lora",
-}
+# Options of the model: without --memory only a choice of pairs reads it.
+_OF_MODEL = ("model", "revision", "local_files_only")
+# Options that only --memory uses.
+_OF_MEMORY = (
+    *("dtype", "device", "height", "width", "num_frames", "decode_chunk_size"),
+    *("memory_opt", "lora"),
+)
 
 
 @command(
@@ -227,12 +226,11 @@ def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
 
 def _refuse_idle(context: typer.Context, *, for_pairs: bool) -> None:
     """Refuses options that have no effect without --memory, or a choice of pairs for the model."""
-    of_model = ("model", "revision", "local_files_only") if for_pairs else ()
-    for name, option in _OF_MEMORY.items():
-        if is_given(context, name) and name not in of_model:
+    idle = _OF_MEMORY if for_pairs else (*_OF_MODEL, *_OF_MEMORY)
+    for name, option in given_options(context).items():
+        if name in idle:
             raise RequestError(
-                f"--{option} has an effect only with --memory",
-                f"add --memory, or leave out --{option}",
+                f"{option} has an effect only with --memory", f"add --memory, or leave out {option}"
             )
 
 

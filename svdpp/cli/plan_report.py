@@ -50,8 +50,6 @@ class Request:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A layout with its forecast."""
-
     layout: Layout
     request: Request
 
@@ -140,7 +138,6 @@ def _expert_names(layout: Layout, rank: int) -> list[str]:
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
-    """Prints the cuts of the first clips if they differ from clip to clip."""
     if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_CUTS:
         return
     console.result()

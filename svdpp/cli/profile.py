@@ -21,11 +21,11 @@ from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
     PipelineOptions,
+    PipelineRequest,
     default_world,
     experts_of,
     joined_world,
     needs_image,
-    resolve,
 )
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -122,18 +122,17 @@ def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfi
     world_size = joined_world(launched, options.ranks.world)
     if world_size is None:
         world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
-    config, _ = resolve(
-        options.with_steps(world_size, world_size),
-        None,
+    config, _ = PipelineRequest(
+        options=options.with_steps(world_size, world_size),
+        num_clips=None,
         launched=launched,
         device=device,
         from_image=from_image,
-    )
+    ).resolve()
     return config
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Checks before a long measurement that its file can be written at the end."""
     from svdpp.media import output_files
 
     if path.is_file() and not overwrite:
@@ -208,6 +207,5 @@ def _print(console: Console, costs: Costs, expert_steps: tuple[float, ...]) -> N
 
 
 def _ms(seconds: PerRank) -> str:
-    """One time, or one for each rank."""
     times = seconds if isinstance(seconds, tuple) else (seconds,)
     return " ".join(f"{each * 1000:.1f}" for each in times)

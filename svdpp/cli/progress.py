@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.console import Group
 from rich.live import Live
@@ -101,27 +100,26 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         if self._bars is not None:
-            self._see(self._bars, rank, event)
+            _show(self._bars, rank, event, self._labels)
         self._means.add(event)
+        if self._begun is None and (
+            isinstance(event, StepDone) or (isinstance(event, Heartbeat) and event.action)
+        ):
+            self._begun = time.monotonic()
         match event:
             case Joined():
-                self._see_joined(rank)
-            case StepDone():
-                self._begin()
-            case Heartbeat() if event.action:
-                self._begin()
+                self._joined.add(rank)
+                is_last = len(self._joined) == self._world_size > 1
+                if self._live is None and self._bars and is_last:
+                    seconds = time.monotonic() - self._started
+                    self._say(f"{self._world_size} ranks are ready after {seconds:.1f} s")
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
                 self._settled.add(event.clip)
                 self._settle(event)
@@ -148,16 +146,6 @@ class Progress:
         lost = f", {self.num_failed} lost" if self.num_failed else ""
         return f"{self._title}: {counted(self.num_done, 'clip')} in {_clock(seconds)}{rate}{lost}"
 
-    def _begin(self) -> None:
-        if self._begun is None:
-            self._begun = time.monotonic()
-
-    def _see_joined(self, rank: int) -> None:
-        self._joined.add(rank)
-        if self._live is None and self._bars and len(self._joined) == self._world_size > 1:
-            seconds = time.monotonic() - self._started
-            self._say(f"{self._world_size} ranks are ready after {seconds:.1f} s")
-
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
         self._ended = time.monotonic()
@@ -180,27 +168,6 @@ class Progress:
     def _counted(self) -> str:
         return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
 
-    def _see(self, bars: Bars, rank: int, event: Event) -> None:
-        """Shows what `rank` does."""
-        task = bars.tasks[rank]
-        match event:
-            case Joined():
-                bars.update(task.id, state="ready")
-            case StepDone():
-                clip, rate = self._labels[event.clip], f"{event.seconds:.2f} s/step"
-                state = f"step {event.step + 1}"
-                bars.update(task.id, advance=1, state=state, clip=clip, rate=rate)
-            case Heartbeat(action=None) if task.fields["state"] not in ("starting", "loading"):
-                bars.update(task.id, state="idle", clip="")
-            case Heartbeat(action=None):
-                bars.update(task.id, state="loading")
-            case Heartbeat(action=Action() as action):
-                state = _STATES.get(action.kind, task.fields["state"])
-                state = "waiting" if event.waiting else state
-                bars.update(task.id, state=state, clip=self._labels[action.clip])
-            case _:
-                pass
-
     def _draw(self) -> Group:
         ranks = [] if self._bars is None else [self._bars.get_renderable()]
         # The summary is first, because rich cuts what is too high for the terminal.
@@ -209,15 +176,14 @@ class Progress:
     def _summary(self) -> Text:
         text = f"{self._title}: {self._counted}"
         text += f", {self.num_failed} lost" if self.num_failed else ""
+        now = time.monotonic()
         if self._begun is None:
-            elapsed = time.monotonic() - self._started
             left = self._seconds_left(0.0)
             ready = f"{len(self._joined)} of {counted(self._world_size, 'rank')} ready"
-            text += f", starting, {ready}, {_clock(elapsed)}"
+            text += f", starting, {ready}, {_clock(now - self._started)}"
         else:
-            elapsed = time.monotonic() - self._begun
-            left = self._seconds_left(elapsed)
-            text += f", {_clock(elapsed)} elapsed"
+            left = self._seconds_left(now - self._begun)
+            text += f", {_clock(now - self._begun)} elapsed"
         text += f", about {_clock(left)} left" if left is not None else ""
         return Text(text, no_wrap=True, overflow="ellipsis")
 
@@ -253,7 +219,11 @@ def _bars(console: Console, schedule: Schedule, times: float) -> Bars:
         BarColumn(None, table_column=Column(ratio=1, max_width=20)),
         MofNCompleteColumn(),
         *(
-            TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=_column(most))
+            TextColumn(
+                f"{{task.fields[{name}]}}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most),
+            )
             for name, most in (("clip", 20), ("state", None), ("rate", None))
         ),
         console=console.err,
@@ -266,5 +236,20 @@ def _bars(console: Console, schedule: Schedule, times: float) -> Bars:
     return bars
 
 
-def _column(max_width: int | None) -> Column:
-    return Column(no_wrap=True, overflow="ellipsis", max_width=max_width)
+def _show(bars: Bars, rank: int, event: Event, labels: Sequence[str]) -> None:
+    task = bars.tasks[rank]
+    before = task.fields["state"]
+    match event:
+        case Joined():
+            bars.update(task.id, state="ready")
+        case StepDone():
+            clip, rate = labels[event.clip], f"{event.seconds:.2f} s/step"
+            bars.update(task.id, advance=1, state=f"step {event.step + 1}", clip=clip, rate=rate)
+        case Heartbeat(action=None):
+            state = "loading" if before in ("starting", "loading") else "idle"
+            bars.update(task.id, state=state, clip="")
+        case Heartbeat(action=Action() as action):
+            state = "waiting" if event.waiting else _STATES.get(action.kind, before)
+            bars.update(task.id, state=state, clip=labels[action.clip])
+        case _:
+            pass

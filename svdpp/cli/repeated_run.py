@@ -55,7 +55,6 @@ def recorded_options(path: Path) -> dict[str, Any]:
 
 
 def _text(value: Any, folder: Path) -> Any:
-    """A recorded value as on a command line."""
     if isinstance(value, Mapping):
         return str(located_path(value["path"], folder))
     if isinstance(value, list):

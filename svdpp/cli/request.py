@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
@@ -49,110 +50,151 @@ class PipelineOptions:
         )
 
 
-def resolve(
-    options: PipelineOptions,
-    num_clips: int | Callable[[int], int] | None,
-    *,
-    launched: World | None,
-    device: str,
-    from_image: bool,
-    family: str | None = None,
-    on_cpu: int = 2,
-    default_split: str | None = None,
-    serves: bool = False,
-    time_scale: float | None = None,
-    memory: Memory | None = None,
-    **more: Any,
-) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the choice of the layout; "" for none.
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """The options of a command with what it knows besides them: together one configuration."""
 
-    Args:
-        options: of the command.
-        num_clips: of the run, or a function of its number of ranks; None if only another process
-            knows it.
-        launched: the launcher's world; None: this command starts the ranks.
-        device: its name, where `auto` is decided.
-        from_image: whether clips start from an image.
-        family: of a model whose configs cannot be read; None: read them.
-        on_cpu: default number of ranks that share the CPU, or one GPU.
-        default_split: split of a model with one expert if the user gives no layout; None: uniform.
-            With two experts it is balanced, because they rarely have equal steps.
-        serves: whether the clips are those of a server, whose users wait for each.
-        time_scale: the dummy model sleeps for the time of the costs times this; None: it does not.
-        memory: tells `--layout auto` what fits; None: everything fits.
-        more: further fields of the configuration.
-    """
-    model, layout, ranks = options.model, options.layout, options.ranks
-    _check_scale(time_scale, is_dummy=model.is_dummy)
-    if launched is not None and options.sampling.measures_chunk:  # another host's rank may decode
-        raise RequestError(
-            "--decode-chunk-size auto is chosen before ranks start, and torchrun has started them",
-            "give a number of frames",
+    options: PipelineOptions
+    num_clips: int | Callable[[int], int] | None
+    """Of the run, or a function of its number of ranks; None if only another process knows it."""
+    launched: World | None
+    """The launcher's world; None: this command starts the ranks."""
+    device: str
+    """Its name, where `auto` is decided."""
+    from_image: bool
+    """Whether clips start from an image."""
+    family: str | None = None
+    """Of a model whose configs cannot be read; None: read them."""
+    on_cpu: int = 2
+    """Default number of ranks that share the CPU, or one GPU."""
+    default_split: str | None = None
+    """Split of a model with one expert if the user gives no layout; None: uniform. With two experts
+    it is balanced, because they rarely have equal steps."""
+    serves: bool = False
+    """Whether the clips are those of a server, whose users wait for each."""
+    time_scale: float | None = None
+    """The dummy model sleeps for the time of the costs times this; None: it does not."""
+    memory: Memory | None = None
+    """Tells `--layout auto` what fits; None: everything fits."""
+
+    def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none.
+
+        `more` are further fields of the configuration.
+        """
+        options, ranks, launched = self.options, self.options.ranks, self.launched
+        _check_scale(self.time_scale, is_dummy=options.model.is_dummy)
+        if launched is not None and options.sampling.measures_chunk:
+            raise RequestError(  # another host's rank may decode
+                "--decode-chunk-size auto is chosen before ranks start, and torchrun has started "
+                "them",
+                "give a number of frames",
+            )
+        plan, why = self._plan()
+        num_local = self._world_size if launched is None else launched.local_size
+        try:
+            config = PipelineConfig(
+                world_size=self._world_size,
+                model=self._model,
+                sampling=self._sampling,
+                device=self.device,
+                num_threads=ranks.threads_on(self.device, num_local),
+                timeout_seconds=ranks.timeout,
+                start_timeout_seconds=ranks.start_timeout,
+                checksum=ranks.checksum,
+                deterministic=options.model.deterministic,
+                allow_mixed_devices=ranks.allow_mixed_devices,
+                **plan,
+                **more,
+            )
+        except RequestError as error:
+            if launched is not None:
+                error.hint = without_world(error.hint)
+            raise
+        return config, why
+
+    @cached_property
+    def _sampling(self) -> SamplingConfig:
+        return self.options.sampled(from_image=self.from_image, family=self.family)
+
+    @cached_property
+    def _model(self) -> ModelConfig:
+        sleeps = self.time_scale is not None
+        family = self._sampling.family
+        return self.options.model.to_config(self.device, family, dummy_sleeps=sleeps)
+
+    @cached_property
+    def _experts(self) -> dict[str, Any]:
+        if self.family is not None:
+            return {}
+        share = self.options.layout.share_experts
+        return experts_of(self._model, self._sampling, share=share)
+
+    @cached_property
+    def _layout(self) -> LayoutOptions:
+        layout = self.options.layout
+        if not self._experts and self.default_split and not (layout.refined or layout.layout):
+            return replace(layout, split=self.default_split)
+        if self._experts and layout.must_divide and not layout.split:
+            return replace(layout, split="balanced")
+        return layout
+
+    @cached_property
+    def _world_size(self) -> int:
+        world_size = joined_world(self.launched, self.options.ranks.world)
+        if world_size is not None:
+            return world_size
+        steps, size = self._sampling.num_inference_steps, self._layout.pair_size
+        divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
+        return default_world(self.device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+
+    @property
+    def _decodes(self) -> bool:
+        return self.time_scale is not None or not self.options.model.is_dummy
+
+    def _plan(self) -> tuple[dict[str, Any], str]:
+        """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
+        costs = self._layout.assumed_costs(decodes=self._decodes, family=self._sampling.family)
+        # The launcher, not the costs, knows which ranks share a host.
+        per_host = None if self.launched is None else self.launched.ranks_per_host
+        plan, why = {**self._experts, "costs": replace(costs, ranks_per_host=per_host)}, ""
+        if self._layout.chooses:
+            chosen, why = self._chosen(plan)
+            plan |= chosen
+        else:
+            plan |= self._layout.fields(self._world_size)
+        if self.time_scale is not None:  # transfers and files take their real time
+            plan["costs"] = plan["costs"].scaled(self.time_scale)
+        return plan, why
+
+    def _chosen(self, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """What `auto` chooses, and why."""
+        options, layout, world_size = self.options, self._layout, self._world_size
+        clips = self.num_clips(world_size) if callable(self.num_clips) else self.num_clips
+        pairs, no_pairs = (
+            pairs_of(options.model, self._sampling, options.ranks)
+            if layout.chooses_pairs
+            else ("no", "")
         )
-    sampling = options.sampled(from_image=from_image, family=family)
-    weights = model.to_config(device, sampling.family, dummy_sleeps=time_scale is not None)
-    experts = {} if family else experts_of(weights, sampling, share=layout.share_experts)
-    if not experts and default_split and not (layout.refined or layout.layout):
-        layout = replace(layout, split=default_split)
-    elif experts and layout.must_divide and not layout.split:
-        layout = replace(layout, split="balanced")
-    world_size = joined_world(launched, ranks.world)
-    if world_size is None:
-        steps, size = sampling.num_inference_steps, layout.pair_size
-        divide, on_cpu = layout.must_divide, max(size, on_cpu)
-        world_size = default_world(device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
-    # The launcher, not the costs, knows which ranks share a host.
-    per_host = None if launched is None else launched.ranks_per_host
-    decodes = time_scale is not None or not model.is_dummy
-    costs = layout.assumed_costs(decodes=decodes, family=sampling.family)
-    costs, why = replace(costs, ranks_per_host=per_host), ""
-    plan = {**experts, "costs": costs}
-    if layout.chooses:
-        clips = num_clips(world_size) if callable(num_clips) else num_clips
-        counts = {"num_steps": sampling.num_inference_steps, "world_size": world_size}
-        pairs, no_pairs = pairs_of(model, sampling, ranks) if layout.chooses_pairs else ("no", "")
         chosen, why = auto_layout(
             layout,
-            {**counts, "num_clips": clips},
-            memory,
+            {
+                "num_steps": self._sampling.num_inference_steps,
+                "world_size": world_size,
+                "num_clips": clips,
+            },
+            self.memory,
             **plan,
-            decodes=decodes,
+            decodes=self._decodes,
             # A server without pairs also takes clips without guidance: only the user gives that up.
-            pairs="no" if serves and layout.cfg_parallel is None else pairs,
-            sooner=serves or (clips or 0) < world_size,
+            pairs="no" if self.serves and layout.cfg_parallel is None else pairs,
+            sooner=self.serves or (clips or 0) < world_size,
         )
-        plan |= chosen
-        if layout.costs is None and decodes and sampling.family == "svd":
+        if layout.costs is None and self._decodes and self._sampling.family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         elif layout.costs is None:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
-        if no_pairs and layout.cfg_parallel == "auto":
-            why += f"; {no_pairs}"
-    else:
-        plan |= layout.fields(world_size)
-    if time_scale is not None:  # transfers and files take their real time
-        plan["costs"] = plan["costs"].scaled(time_scale)
-    num_local = world_size if launched is None else launched.local_size
-    try:
-        config = PipelineConfig(
-            world_size=world_size,
-            model=weights,
-            sampling=sampling,
-            device=device,
-            num_threads=ranks.threads_on(device, num_local),
-            timeout_seconds=ranks.timeout,
-            start_timeout_seconds=ranks.start_timeout,
-            checksum=ranks.checksum,
-            deterministic=model.deterministic,
-            allow_mixed_devices=ranks.allow_mixed_devices,
-            **plan,
-            **more,
-        )
-    except RequestError as error:
-        if launched is not None:
-            error.hint = without_world(error.hint)
-        raise
-    return config, why
+        return chosen, f"{why}; {no_pairs}" if no_pairs and layout.cfg_parallel == "auto" else why
 
 
 def auto_layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,10 @@ def run(
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
-        _serve(console, asked, config, launched)
+        from svdpp.driver import hosts
+
+        answer = partial(hosts.answer, policy=asked.policy)
+        serve_member(asked.pipeline(config), launched, console, answer)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
@@ -106,107 +110,7 @@ def run(
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
         given = given_options(context, output.place().folder)
-        _make(console, asked, pipeline, clips, refused, traces, given)
-
-
-def _serve(console: Console, asked: RunRequest, config: PipelineConfig, world: World) -> None:
-    from svdpp.driver import hosts
-
-    answer = partial(hosts.answer, policy=asked.policy)
-    serve_member(asked.pipeline(config), world, console, answer)
-
-
-def _make(
-    console: Console,
-    asked: RunRequest,
-    pipeline: Pipeline,
-    clips: ClipPlan,
-    refused: Sequence[SvdppError],
-    traces: TraceOptions,
-    options: dict[str, Any],
-) -> None:
-    from svdpp.driver.jobs import open_manifest
-
-    policy = asked.policy
-    lost: list[dict[str, Any]] = [
-        {"output": None, "error": error_to_dict(error)} for error in refused
-    ]
-    manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, options)
-    if clips.requests:
-        made, figures = _perform(console, asked, pipeline, clips, manifest, traces)
-    else:
-        pipeline.dismiss()
-        with manifest:  # a run that was killed after its last clip left an old manifest
-            made, figures = [], None
-    lost += [
-        {"output": clips.metadata[failure.clip]["output"], "error": error_to_dict(failure.error)}
-        for failure in pipeline.failures
-    ]
-    warn_of_memory_pressure(console, made)
-    if made and figures is not None:
-        announce_report(console, figures, policy.manifest)
-    if console.as_json:
-        speeds = utilisation(figures) if made and figures else None
-        console.json([*clips.skipped, *({**clip, "utilisation": speeds} for clip in made), *lost])
-    else:
-        print_clips(console, policy.folder, clips.skipped, made, lost)
-    if lost:
-        count = f"{len(lost)} of {counted(len(clips.skipped) + len(made) + len(lost), 'clip')} lost"
-        raise worst_of((error_from_dict(clip["error"]) for clip in lost), count)
-
-
-def _perform(
-    console: Console,
-    asked: RunRequest,
-    pipeline: Pipeline,
-    clips: ClipPlan,
-    manifest: RunManifest,
-    traces: TraceOptions,
-) -> tuple[list[dict[str, Any]], RunFigures | None]:
-    """Runs the clips.
-
-    Returns:
-        The metadata of the finished ones in the order of the request, and what was measured.
-    """
-    from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import Progress
-    from svdpp.diagnostics.run_recorder import RunRecorder, left_in
-
-    announce(console, pipeline.config, clips)
-    progress = Progress(
-        console,
-        "run",
-        pipeline.schedule(clips.requests[:_AT_ONCE]),
-        labels=labels(clips.requests),
-        num_clips=len(clips.requests),
-        costs=pipeline.config.costs,
-        forecasts=asked.knows_costs,
-    )
-    recorder = RunRecorder(pipeline, clips.requests)
-    with progress, manifest:
-        for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
-            pipeline.observe(observer)
-        try:
-            with left_in(manifest, recorder), traces.of(pipeline), pipeline:
-                results = sorted(_results(pipeline, clips), key=lambda result: result.clip)
-        except (Interrupted, RankError) as error:
-            finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
-            hint = f"{finished}; to go on: {asked.command_to_go_on}"
-            error.hint = "; ".join(filter(None, [error.hint, hint]))
-            raise
-    console.info(", wrote ".join([progress.closing, *traces.paths]))
-    return [result.metadata for result in results], recorder.figures()
-
-
-def _results(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
-    """Submits the clips, the last ones while earlier ones are made; yields them as they finish."""
-    for first in range(0, len(clips.requests), _AT_ONCE):
-        batch = slice(first, first + _AT_ONCE)
-        handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
-        for result in pipeline.results():
-            yield result
-            if handles[0].done() and first + _AT_ONCE < len(clips.requests):
-                break
+        _Run(console, asked, traces, pipeline, clips).make(refused, given)
 
 
 def _planned(
@@ -228,3 +132,90 @@ def _planned(
     if pipeline.spans_hosts:
         clips = hosts.without_those_elsewhere(clips, policy, pipeline)
     return pipeline, clips
+
+
+@dataclass(frozen=True)
+class _Run:
+    console: Console
+    asked: RunRequest
+    traces: TraceOptions
+    pipeline: Pipeline
+    clips: ClipPlan
+
+    def make(self, refused: Sequence[SvdppError], options: dict[str, Any]) -> None:
+        """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
+        from svdpp.driver.jobs import open_manifest
+
+        console, clips, policy = self.console, self.clips, self.asked.policy
+        lost: list[dict[str, Any]] = [
+            {"output": None, "error": error_to_dict(error)} for error in refused
+        ]
+        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost, options)
+        made, figures = self._perform(manifest)
+        lost += [
+            {
+                "output": clips.metadata[failure.clip]["output"],
+                "error": error_to_dict(failure.error),
+            }
+            for failure in self.pipeline.failures
+        ]
+        warn_of_memory_pressure(console, made)
+        if made and figures is not None:
+            announce_report(console, figures, policy.manifest)
+        if console.as_json:
+            speeds = utilisation(figures) if made and figures else None
+            done = ({**clip, "utilisation": speeds} for clip in made)
+            console.json([*clips.skipped, *done, *lost])
+        else:
+            print_clips(console, policy.folder, clips.skipped, made, lost)
+        if lost:
+            num_clips = counted(len(clips.skipped) + len(made) + len(lost), "clip")
+            errors = [error_from_dict(clip["error"]) for clip in lost]
+            raise worst_of(errors, f"{len(lost)} of {num_clips} lost")
+
+    def _perform(self, manifest: RunManifest) -> tuple[list[dict[str, Any]], RunFigures | None]:
+        """The metadata of the finished clips, in the order of the request, and the figures."""
+        from svdpp.cli.log import EventLog
+        from svdpp.cli.progress import Progress
+        from svdpp.diagnostics.run_recorder import RunRecorder, left_in
+
+        console, pipeline, requests = self.console, self.pipeline, self.clips.requests
+        if not requests:
+            pipeline.dismiss()
+            with manifest:  # a run that was killed after its last clip left an old manifest
+                return [], None
+        announce(console, pipeline.config, self.clips)
+        progress = Progress(
+            console,
+            "run",
+            pipeline.schedule(requests[:_AT_ONCE]),
+            labels=labels(requests),
+            num_clips=len(requests),
+            costs=pipeline.config.costs,
+            forecasts=self.asked.knows_costs,
+        )
+        recorder = RunRecorder(pipeline, requests)
+        with progress, manifest:
+            for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
+                pipeline.observe(observer)
+            try:
+                with left_in(manifest, recorder), self.traces.of(pipeline), pipeline:
+                    results = sorted(self._results(), key=lambda result: result.clip)
+            except (Interrupted, RankError) as error:
+                finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
+                hint = f"{finished}; to go on: {self.asked.command_to_go_on}"
+                error.hint = "; ".join(filter(None, [error.hint, hint]))
+                raise
+        console.info(", wrote ".join([progress.closing, *self.traces.paths]))
+        return [result.metadata for result in results], recorder.figures()
+
+    def _results(self) -> Iterator[ClipResult]:
+        """Submits the clips, the last ones while earlier ones are made; yields finished ones."""
+        clips, pipeline = self.clips, self.pipeline
+        for first in range(0, len(clips.requests), _AT_ONCE):
+            batch = slice(first, first + _AT_ONCE)
+            handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
+            for result in pipeline.results():
+                yield result
+                if handles[0].done() and first + _AT_ONCE < len(clips.requests):
+                    break

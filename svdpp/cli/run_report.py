@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ def show_dry_run(
     check_outputs(found, asked.seeds, policy)
     clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
     console.info(*remarks)
-    about = {
+    about: dict[str, Any] = {
         "schema_version": 1,
         "clips": [
             {name: metadata[name] for name in ("output", "input", "seed")}
@@ -175,8 +175,17 @@ def show_dry_run(
     }
     if console.as_json:
         console.json(about)
-    else:
-        _print_dry_run(console, policy.folder, config, about)
+        return
+    for line in _dry_run_lines(policy.folder, config, about):
+        console.result(line)
+    columns = ("weight", "work", "process", "peak")
+    console.table(
+        [
+            {"rank": str(one["rank"])}
+            | {f"{name} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}" for name in columns}
+            for one in about["ranks"]
+        ]
+    )
 
 
 def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
@@ -199,50 +208,33 @@ def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
 
 
-def _print_dry_run(
-    console: Console, folder: Path, config: PipelineConfig, about: dict[str, Any]
-) -> None:
+def _dry_run_lines(folder: Path, config: PipelineConfig, about: dict[str, Any]) -> Iterator[str]:
     from svdpp.media.disk_space import size
 
     names, disk, forecast = about["clips"], about["disk"], about["forecast"]
-    for clip in names[:_MAX_NAMES]:
-        console.result(str(folder / clip["output"]))
+    yield from (str(folder / clip["output"]) for clip in names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
-        console.result(f"... and {len(names) - _MAX_NAMES} more")
+        yield f"... and {len(names) - _MAX_NAMES} more"
     if about["finished"]:
-        console.result(f"already finished: {counted(len(about['finished']), 'clip')}")
-    console.result()
+        yield f"already finished: {counted(len(about['finished']), 'clip')}"
+    yield ""
     sampling, costs = config.sampling, config.costs
-    console.result(
+    yield (
         f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
         f"{sampling.width}x{sampling.height}, "
         f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
     )
-    console.result(f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}")
-    console.result(
-        "forecast: none without --costs, which svdpp profile measures"
-        if forecast is None
-        else f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
-        f"{forecast['makespan_seconds']:.4g} s, first after {forecast['first_clip_seconds']:.4g} s"
-    )
-    console.result(
+    yield f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}"
+    if forecast is None:
+        yield "forecast: none without --costs, which svdpp profile measures"
+    else:
+        yield (
+            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
+            f"{forecast['makespan_seconds']:.4g} s, first after "
+            f"{forecast['first_clip_seconds']:.4g} s"
+        )
+    yield (
         f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
         f"{size(disk['free_bytes'])} free"
     )
-    console.result()
-    console.table(
-        [
-            {
-                "rank": str(one["rank"]),
-                "weights GiB": _gib(one["weight_bytes"]),
-                "work GiB": _gib(one["work_bytes"]),
-                "process GiB": _gib(one["process_bytes"]),
-                "peak GiB": _gib(one["peak_bytes"]),
-            }
-            for one in about["ranks"]
-        ]
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"
+    yield ""

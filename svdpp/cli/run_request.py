@@ -13,7 +13,7 @@ from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
-from svdpp.cli.request import PipelineOptions, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import InputError, RequestError, SvdppError
 from svdpp.launch.world import World, is_member
@@ -128,14 +128,14 @@ class RunRequest:
         """The configuration, and a remark on the choice of the layout; "" for none."""
         options, device = self.options, self.device
         weights = options.model.to_config(device)
-        config, why = resolve(
-            options,
-            None if self.launched else num_clips,
+        config, why = PipelineRequest(
+            options=options,
+            num_clips=None if self.launched else num_clips,
             launched=self.launched,
             device=device,
             from_image=bool(self.inputs.inputs),
             memory=partial(_memory_of_devices, weights, self._sampling, device),
-        )
+        ).resolve()
         if num_clips and not why:
             why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
         return config, why

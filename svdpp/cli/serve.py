@@ -15,7 +15,7 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, image_use, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
@@ -132,10 +132,9 @@ def _serve(
 def _config(
     asked: ServeOptions, options: PipelineOptions, launched: World | None
 ) -> tuple[PipelineConfig, str]:
-    """The configuration, and a remark on the layout; "" for none."""
-    return resolve(
-        options,
-        None if launched else _MANY_CLIPS,
+    return PipelineRequest(
+        options=options,
+        num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         device=options.ranks.device_for(options.model.model),
         # Ranks for clips from images also make clips from text, if the model allows both.
@@ -143,8 +142,7 @@ def _config(
         default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
-        heartbeat_timeout_seconds=asked.heartbeat_timeout,
-    )
+    ).resolve(heartbeat_timeout_seconds=asked.heartbeat_timeout)
 
 
 def _settings(
@@ -197,7 +195,6 @@ def _announce(
     bound: socket.socket,
     keys: Keys | None,
 ) -> None:
-    """Says where the server is, and on a terminal how to send the first clip."""
     url, ranks = _url_of(bound), counted(config.world_size, "rank")
     console.info(
         f"serving {config.model.name} at {url} with {ranks} on {config.device}; data in "
@@ -263,7 +260,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url_of(bound: socket.socket) -> str:
-    """The address for a browser."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -14,7 +14,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.plan_report import times_of
-from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
@@ -91,15 +91,15 @@ def simulate(
     traces.check()
     model, sampling = options.model, options.sampling
     _check_sizes(model, sampling)
-    config, why = resolve(
-        options,
-        lambda world_size: clips.at_least_one(2 * world_size),
+    config, why = PipelineRequest(
+        options=options,
+        num_clips=lambda world_size: clips.at_least_one(2 * world_size),
         launched=launched,
         device=options.ranks.device_for(model.model),
         from_image=needs_image(model),
         on_cpu=4,
         time_scale=time_scale,
-    )
+    ).resolve()
     num_clips = clips.at_least_one(2 * config.world_size)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
     if why:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli.command import command, is_given
+from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, HIDDEN_NAMES, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.request import PipelineOptions, needs_image, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -138,14 +138,14 @@ def verify(
     if not is_member(launched):
         seed = options.sampling.one_seed()
         requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
-    config, why = resolve(
-        options,
-        None if launched else len(requests),
+    config, why = PipelineRequest(
+        options=options,
+        num_clips=None if launched else len(requests),
         launched=launched,
         # `auto` may take the CPU for every model: a proof need not be fast.
         device=options.ranks.device_for(DEMO_MODEL),
         from_image=from_image,
-    )
+    ).resolve()
     fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
         pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
@@ -231,7 +231,6 @@ def _progress(console: Console, title: str, names: Sequence[str], layout: Layout
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
-    """Prints all checks, and one line with the verdict if they hold."""
     rows = [
         {
             "clip": str(check.clip),
@@ -256,16 +255,8 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
-    """Refuses options without effect on finished clips."""
-    given = {
-        str(parameter.name): next(
-            name
-            for name in reversed(parameter.opts)
-            if name.startswith("--") and name not in HIDDEN_NAMES
-        )
-        for parameter in context.command.params
-        if is_given(context, str(parameter.name)) and parameter.name not in _EFFECTIVE
-    }
+    given = given_options(context)
+    given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
     if "picture" in given:
         raise RequestError(
             "--picture shows the frames of two runs, but a finished clip has only their hash",
@@ -282,7 +273,6 @@ def _refuse_without_effect(context: typer.Context) -> None:
 def _verify_clips(
     console: Console, inputs: Sequence[str], image: Path | None, options: PipelineOptions
 ) -> None:
-    """Verifies every clip in `inputs`, and prints the verdicts."""
     from svdpp.verification.clip_files import find_clips
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 

@@ -214,7 +214,7 @@ class RunFigures:
         """The figures as plain values, with the costs as in a costs file."""
         has_stepped = any(rank.step.count for rank in self.ranks)
         costs = self.costs.to_json() if has_stepped else None
-        return {**_rounded(asdict(self)), "costs": _rounded(costs)}
+        return {**rounded(asdict(self)), "costs": rounded(costs)}
 
 
 _FIGURES = TypeAdapter(RunFigures)
@@ -253,14 +253,14 @@ def _mean(works: Sequence[WorkFigures]) -> float:
     return sum(work.seconds for work in works) / max(1, sum(work.count for work in works))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """`value` with numbers of six significant digits, which keeps the file small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value
 
 

@@ -271,12 +271,8 @@ class Pipeline(PipelineRanks):
             self._take_event,
             trace=Trace(self.config.world_size, self._trace_clips),
         )
-        self._session = RankSession(
-            supervisor,
-            self._clips,
-            timeout=self.config.timeout_seconds,
-            is_launched=self.world is not None,
-        )
+        is_launched = self.world is not None
+        self._session = RankSession(supervisor, self._clips, is_launched=is_launched)
         try:
             self._session.start()
         except BaseException as error:

@@ -23,17 +23,9 @@ class RankSession:
     `clips` are the session's work: the ranks end when they are closing and all clips are settled.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        clips: OpenClips,
-        *,
-        timeout: float,
-        is_launched: bool,
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, clips: OpenClips, *, is_launched: bool) -> None:
         self._supervisor = supervisor
         self._clips = clips
-        self._timeout = timeout
         self._is_launched = is_launched
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
@@ -121,11 +113,8 @@ class RankSession:
 
     def _supervise(self) -> BaseException:
         try:
-            self._supervisor.wait_joined()
-            self._has_begun.set()
-            while not (self.is_closing and self._clips.is_idle):
-                self._supervisor.step()
-            self._supervisor.stop(self._timeout)
+            is_over = lambda: self.is_closing and self._clips.is_idle  # noqa: E731
+            self._supervisor.supervise(is_over, self._has_begun.set)
         except BaseException as error:
             if error is not self._dropped:
                 self.failure = error

@@ -46,10 +46,7 @@ def run_rank_task(
     )
     supervisor = Supervisor(group, config, *observers)
     try:
-        supervisor.wait_joined()
-        while not until():
-            supervisor.step()
-        supervisor.stop(config.timeout_seconds)
+        supervisor.supervise(until)
     finally:
         supervisor.kill()
 

@@ -199,7 +199,10 @@ class DeviceCheck:
         self._started[rank] = event
         if len(self._started) == self._world_size:
             self._check_own_gpus()
-            self._check_conditions()
+            for rank, started in sorted(self._started.items()):
+                for name, value in started.conditions.items():
+                    if value != (first := self._started[0].conditions.get(name)):
+                        self._differ(rank, name, value, first)
 
     def _check_own_gpus(self) -> None:
         owners: dict[str, int] = {}
@@ -212,13 +215,6 @@ class DeviceCheck:
                     "one rank per GPU",
                     "give each task its own GPU, or use --device cuda:0 to share one over gloo",
                 )
-
-    def _check_conditions(self) -> None:
-        first = self._started[0].conditions
-        for rank, started in sorted(self._started.items()):
-            for name, value in started.conditions.items():
-                if value != first.get(name):
-                    self._differ(rank, name, value, first.get(name))
 
     def _differ(self, rank: int, name: str, value: Any, first: Any) -> None:
         self.is_mixed = True

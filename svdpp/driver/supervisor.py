@@ -66,10 +66,19 @@ class Supervisor:
         """Makes the current or next call of `step` raise `error`; from any thread."""
         self._aborted = error
 
-    def wait_joined(self) -> None:
-        """Waits until every rank is ready for work."""
+    def supervise(
+        self, is_over: Callable[[], bool], on_joined: Callable[[], None] = lambda: None
+    ) -> None:
+        """Supervises the ranks to their end, which begins after the poll when `is_over`.
+
+        `on_joined` is called when every rank is ready for work.
+        """
         while not self._liveness.all_joined:
             self.step()
+        on_joined()
+        while not is_over():
+            self.step()
+        self.stop()
 
     def step(self) -> None:
         """Takes the available events, after a short wait for the first one."""
@@ -80,10 +89,10 @@ class Supervisor:
             self._raise_cause()
         self._raise_stall()
 
-    def stop(self, timeout: float) -> None:
+    def stop(self) -> None:
         """Ends the ranks in order: each reports that it is done, and exits with code 0."""
         self._send_stop()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self._config.timeout_seconds
         while not self._liveness.all_finished:
             self.step()
             if time.monotonic() > deadline:

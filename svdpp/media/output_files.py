@@ -156,6 +156,15 @@ def reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
+def disk_errors(text: str) -> Iterator[None]:
+    """Turns an OSError of the block into an OutputError: `text`, and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{text}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
 def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
     """Why the file `path` cannot be locked during the block; "" if it is."""
     descriptor, why_not = _open_locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)

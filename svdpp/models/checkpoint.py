@@ -30,13 +30,15 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.engine.configs import (
     Configs,
+    JsonFile,
     SchedulerConfig,
     check_no_code,
     classes_of,
     library_errors,
+    read_json,
+    short_repr,
 )
 from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
-from svdpp.models.json_file import JsonFile, read_json, short_repr
 from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
 from svdpp.plan.layout import Roles

@@ -21,7 +21,7 @@ from loguru import logger
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
-from svdpp.models.json_file import short_repr
+from svdpp.models.engine.configs import short_repr
 from svdpp.models.safetensors_header import WEIGHT_STEMS, choose_weight_files
 from svdpp.redaction import redact, redact_tokens
 

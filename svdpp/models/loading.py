@@ -17,9 +17,8 @@ from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.configs import first_line, library_errors
+from svdpp.models.engine.configs import first_line, library_errors, short_repr
 from svdpp.models.free_memory import free_bytes
-from svdpp.models.json_file import short_repr
 from svdpp.models.safetensors_header import num_elements
 
 #: Weights of these dtypes need scales.

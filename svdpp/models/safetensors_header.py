@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
-from svdpp.models.json_file import JsonFile, check_start, read_json, short_repr
+from svdpp.models.engine.configs import JsonFile, check_start, read_json, short_repr
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]

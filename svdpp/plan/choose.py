@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -92,9 +93,15 @@ def choose_layout(
         share_experts=share_experts,
     )
     paired = _paired(single) if pairs != "no" else []
-    wholes = [single, *(paired if pairs == "exact" else [])]
-    layouts = _all_candidates(wholes, fixed)
-    in_memory = [layout for layout in layouts if _cards(layout, memory_gib) is not None]
+    wholes = [single, *paired] if pairs == "exact" else [single]
+
+    def fits(layouts: Sequence[Layout]) -> list[Layout]:
+        return [layout for layout in layouts if _cards(layout, memory_gib) is not None]
+
+    # If the fixed layout is impossible, its error says why.
+    layouts = _all_candidates(wholes, fixed) or [replace(single, **(fixed or {}))]
+    unproven = fits(_all_candidates(paired, fixed)) if pairs == "unproven" else []
+    in_memory = fits(layouts)
     num_left_out = len(layouts) - len(in_memory)
     if fixed is None:
         in_memory += [each for whole in wholes for each in _shared_candidates(whole, memory_gib)]
@@ -108,7 +115,7 @@ def choose_layout(
     layout, cards = best.layout, _cards(best.layout, memory_gib) or ()
     remarks = [
         _reason(num_clips, best, candidates, sooner=sooner),
-        _unproven(num_clips, best, paired, fixed, sooner) if pairs == "unproven" else "",
+        _unproven(num_clips, best, unproven, sooner=sooner),
         f"{world_size} ranks form no pairs" if pairs != "no" and not paired else "",
         _held_experts(layout),
         f"{num_left_out} of {len(layouts)} layouts need more memory" if num_left_out else "",
@@ -136,14 +143,10 @@ def _paired(single: Layout) -> list[Layout]:
 def _all_candidates(wholes: Sequence[Layout], fixed: Mapping[str, Any] | None) -> list[Layout]:
     if fixed is None:
         return [layout for whole in wholes for layout in _candidates(whole)]
-    layouts, faults = [], []
+    layouts = []
     for whole in wholes:
-        try:
+        with suppress(RequestError):
             layouts.append(replace(whole, **fixed))
-        except RequestError as fault:
-            faults.append(fault)
-    if not layouts:
-        raise faults[0]
     return layouts
 
 
@@ -266,19 +269,9 @@ def _reason(
     )
 
 
-def _unproven(
-    num_clips: int,
-    best: _Candidate,
-    paired: Sequence[Layout],
-    fixed: Mapping[str, Any] | None,
-    sooner: bool,
-) -> str:
+def _unproven(num_clips: int, best: _Candidate, pairs: Sequence[Layout], *, sooner: bool) -> str:
     """What `--cfg-parallel 2` would give, if its bits are not known to be equal."""
-    try:
-        layouts = _all_candidates(paired, fixed) if paired else []
-        known = [each for each in layouts if _has_known_transfers(each)]
-    except RequestError:
-        return ""
+    known = [layout for layout in pairs if _has_known_transfers(layout)]
     if not known:
         return ""
     pair = _best(_forecast(known, num_clips), sooner=sooner)

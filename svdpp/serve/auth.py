@@ -14,17 +14,15 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from svdpp.config.files import read_small_file
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_HASH = re.compile(r"[0-9a-f]{64}")
-_LIMIT = re.compile(r"open=([1-9][0-9]{0,5})")
+_LINE = re.compile(rf"\s*({_NAME.pattern})\s+([0-9a-f]{{64}})(?:\s+open=([1-9][0-9]{{0,5}}))?\s*")
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,12 @@ def add_key(path: Path, name: str) -> str:
 
     The file is created if it does not exist. An owner that has a key gets another.
     """
+    if _NAME.fullmatch(name) is None:
+        raise RequestError(f"--new-key {name!r}: the name must be 1 to 64 letters, digits or ._@-")
     key, sha256 = new_key()
-    try:
-        _take_words([name, sha256], Keys())
-    except ValueError as error:
-        raise RequestError(f"--new-key {name!r}: {error}") from None
     if path.exists() and path.stat().st_size:
         read_keys(path)
-    try:
+    with output_files.disk_errors(f"cannot write {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_APPEND, so that two commands at once add two lines.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -116,9 +112,6 @@ def add_key(path: Path, name: str) -> str:
             os.fsync(file)
         finally:
             os.close(file)
-    except OSError as error:
-        reason = output_files.reason(error)
-        raise OutputError(f"cannot write {str(path)!r}: {reason}") from error
     return key
 
 
@@ -136,13 +129,23 @@ def read_keys(path: Path) -> Keys:
         raise InputError(f"{file} has characters other than ASCII") from None
     keys = Keys()
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                _take_words(line.split(), keys)
-            except ValueError as error:
-                raise InputError(
-                    f"{file}, line {number}: {error}", "a line is: NAME HASH [open=N]"
-                ) from None
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if (match := _LINE.fullmatch(line)) is None:
+            raise InputError(
+                f"{file}, line {number}: it is not NAME HASH [open=N]",
+                "NAME has 1 to 64 letters, digits or ._@-, HASH 64 lower-case hex digits, and N is "
+                "1 to 999999",
+            )
+        name, sha256, limit = match.groups()
+        same = next((owner for owner in keys.values() if owner.name == name), None)
+        max_open = int(limit) if limit else same.max_open if same else None
+        if sha256 in keys:
+            raise InputError(f"{file}, line {number}: an earlier line has the same hash")
+        if same and same.max_open != max_open:
+            text = "an earlier line has the same name with another limit"
+            raise InputError(f"{file}, line {number}: {text}")
+        keys[sha256] = Owner(name, max_open)
     if not keys:
         raise InputError(f"{file} has no keys")
     return keys
@@ -159,24 +162,3 @@ def _check_private(path: Path, file: str) -> None:
             f"{file} is open to other users: its mode is {stat.S_IMODE(mode):04o}",
             f"chmod 600 {str(path)!r}",
         )
-
-
-def _take_words(words: Sequence[str], keys: Keys) -> None:
-    """Adds the key of one line to those of the lines before it; a ValueError says what is wrong."""
-    if len(words) not in (2, 3):
-        raise ValueError(f"it has {len(words)} words instead of 2 or 3")
-    name, sha256, *limits = words
-    if _NAME.fullmatch(name) is None:
-        raise ValueError("the name must be 1 to 64 letters, digits or ._@-")
-    if _HASH.fullmatch(sha256) is None:
-        raise ValueError("the hash must be 64 lower-case hex digits")
-    limit = _LIMIT.fullmatch(limits[0]) if limits else None
-    if limits and limit is None:
-        raise ValueError("the limit must be open=N, with N from 1 to 999999")
-    if sha256 in keys:
-        raise ValueError("an earlier line has the same hash")
-    known = next((owner for owner in keys.values() if owner.name == name), Owner(name))
-    max_open = known.max_open if limit is None else int(limit[1])
-    if known in keys.values() and known.max_open != max_open:
-        raise ValueError("an earlier line has the same name with another limit")
-    keys[sha256] = Owner(name, max_open)

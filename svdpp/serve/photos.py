@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, Field, ValidationError
 
-from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.errors import InputError, SvdppError
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
@@ -110,13 +111,8 @@ class PhotoFolder:
         finally:
             self._places.release()
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            text = f"cannot keep an image in {str(self._folder)!r}"
-            raise OutputError(f"{text}: {output_files.reason(error)}") from error
+    def _errors(self) -> AbstractContextManager[None]:
+        return output_files.disk_errors(f"cannot keep an image in {str(self._folder)!r}")
 
 
 def _private(path: str, flags: int) -> int:

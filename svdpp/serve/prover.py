@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from loguru import logger
 
@@ -43,17 +43,11 @@ _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 _MAX_REQUESTED = 1000
 _MAX_FAILED = 1000
-# Before a failed verification is tried again; each further failure doubles it.
-_FIRST_PAUSE = 60.0
-_MAX_PAUSE = 3600.0
+# Before a failed verification is tried again.
+_PAUSE_SECONDS = 600.0
 #: Errors that another attempt would meet again; others are about memory, or a process that died.
 _LASTING = (InputError, ModelError, RequestError)
 _ANSWER = "answer.json"
-
-
-class _Failure(NamedTuple):
-    retry_at: float
-    pause: float
 
 
 class Prover:
@@ -79,8 +73,8 @@ class Prover:
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self._changed = threading.Condition()
-        # Clips that could not be verified, so that they are not tried all the time.
-        self._failed: OrderedDict[str, _Failure] = OrderedDict()
+        # When clips that could not be verified are tried again.
+        self._failed: OrderedDict[str, float] = OrderedDict()
         self.running: str | None = None
         """The id of the job that is being verified."""
         self._is_requested = self._is_dropped = False  # of that job
@@ -158,7 +152,7 @@ class Prover:
     def _next(self) -> Job | None:
         """The next job to verify: a requested one, one to be tried again, then the newest."""
         now = time.monotonic()
-        again = [id for id, failure in list(self._failed.items()) if failure.retry_at <= now]
+        again = [id for id, retry_at in list(self._failed.items()) if retry_at <= now]
         for id in (*self._queue.to_prove(), *again):
             if (job := self._queue.get(id)) is not None and job.state is JobState.COMPLETED:
                 return job
@@ -181,17 +175,18 @@ class Prover:
                     is_open = self._is_requested and not self._is_dropped
                     self._queue.set_proof(job.id, "running" if is_open else "none")
                 else:
-                    self._take(job, answer, self._failed.pop(job.id, None))
+                    self._failed.pop(job.id, None)
+                    self._take(job, answer)
         finally:
             with self._changed:
                 self.running = None
                 self._changed.notify_all()
 
-    def _take(self, job: Job, answer: dict[str, Any], before: _Failure | None) -> None:
+    def _take(self, job: Job, answer: dict[str, Any]) -> None:
         missing = self._missing(job)
         if answer["equal"] is None or missing:
             error = InputError(missing) if missing else error_from_dict(answer["error"])
-            self._fail(job, error, before)
+            self._fail(job, error)
             return
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
@@ -199,14 +194,13 @@ class Prover:
         self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
         self._on_verdict(verdict)
 
-    def _fail(self, job: Job, error: SvdppError, before: _Failure | None) -> None:
+    def _fail(self, job: Job, error: SvdppError) -> None:
         logger.warning("{} could not be verified: {}", job.id, error)
-        pause = _FIRST_PAUSE if before is None else min(_MAX_PAUSE, 2 * before.pause)
-        again = f"; it is tried again in {pause:g} s, once the ranks are idle"
-        retry_at = time.monotonic() + pause
+        again = f"; it is tried again in {_PAUSE_SECONDS:g} s, once the ranks are idle"
+        retry_at = time.monotonic() + _PAUSE_SECONDS
         if isinstance(error, _LASTING):
             again, retry_at = "", math.inf
-        self._failed[job.id] = _Failure(retry_at, pause)
+        self._failed[job.id] = retry_at
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
         self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)

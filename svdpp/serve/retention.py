@@ -11,13 +11,12 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from loguru import logger
 
 from svdpp.config import OutputConfig
-from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.serve.job import CLIPS, PHOTOS
 from svdpp.serve.queue import JobQueue
@@ -125,10 +124,5 @@ def _regular_files(folder: Path, own: re.Pattern[str]) -> list[Path]:
     ]
 
 
-@contextlib.contextmanager
-def _errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        text = f"cannot read or write the files in {str(folder)!r}: {output_files.reason(error)}"
-        raise OutputError(text) from error
+def _errors(folder: Path) -> AbstractContextManager[None]:
+    return output_files.disk_errors(f"cannot read or write the files in {str(folder)!r}")

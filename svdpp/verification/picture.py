@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -76,16 +77,15 @@ def _maps(difference: np.ndarray) -> Frames:
 def _sheet(title: str, rows: dict[str, Frames], columns: list[int]) -> Image.Image:
     height, width = next(iter(rows.values())).shape[1:3]
     scale = max(1, -(-_SMALLEST // min(height, width)))
-    across, down = width * scale, height * scale + _TITLE
-    sheet = Image.new("RGB", (across * len(columns), down * len(rows)), "white")
+    across, down = width * scale, height * scale
+    sheet = Image.new("RGB", (across * len(columns), (down + _TITLE) * len(rows)), "white")
     text = ImageDraw.Draw(sheet)
-    for row, (name, pictures) in enumerate(rows.items()):
-        for column, index in enumerate(columns):
-            picture = Image.fromarray(pictures[index]).resize(
-                (across, down - _TITLE), Image.Resampling.NEAREST
-            )
-            if name == "difference":
-                picture = picture.filter(ImageFilter.MaxFilter(_DOT))
-            sheet.paste(picture, (column * across, row * down + _TITLE))
-            text.text((column * across + 2, row * down), f"{title}, {name}, {index}", "black")
+    places = itertools.product(enumerate(rows.items()), enumerate(columns))
+    for (row, (name, pictures)), (column, index) in places:
+        left, top = column * across, row * (down + _TITLE)
+        picture = Image.fromarray(pictures[index]).resize((across, down), Image.Resampling.NEAREST)
+        if name == "difference":
+            picture = picture.filter(ImageFilter.MaxFilter(_DOT))
+        sheet.paste(picture, (left, top + _TITLE))
+        text.text((left + 2, top), f"{title}, {name}, {index}", "black")
     return sheet

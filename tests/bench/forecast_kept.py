@@ -2,7 +2,9 @@
 
 Seven ranks that sleep the published times of an A100, scaled, are compared with the forecast at
 the same times, so nothing is fitted. Two ranks of the demo model are compared with the forecast at
-the mean costs of the run itself and of the run before it, because a shared machine drifts.
+the mean costs of the run itself and of the run before it, because a shared machine drifts. Clips
+submitted one at a time, as a service does it, are compared with the same clips submitted together:
+the ratio of their throughputs should be 0.98 or more.
 
     python tests/bench/forecast_kept.py [--clips 28] [--time-scale 0.05] [--demo-clips 6]
 """
@@ -10,10 +12,12 @@ the mean costs of the run itself and of the run before it, because a shared mach
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import PRESETS, Costs
@@ -83,14 +87,42 @@ def demo_model(num_clips: int) -> None:
         known = own
 
 
+def one_at_a_time(num_clips: int, time_scale: float) -> None:
+    """4 and 7 sleeping ranks; a clip is submitted once at most W + 1 clips are unfinished."""
+    requests = [ClipRequest(seed=seed) for seed in range(num_clips)]
+    print(f"\n{'ranks':>5}{'together s':>12}{'one by one s':>14}{'ratio':>8}")
+    for world_size in (4, 7):
+        config = PipelineConfig(
+            world_size=world_size,
+            # Small, so that the dummy computes for much less time than a step sleeps.
+            model=ModelConfig(
+                name="dummy", dummy_latent_shape=(1, 4, 25, 16, 16), dummy_sleeps=True
+            ),
+            costs=PRESETS["svd-xt-a100"].scaled(time_scale),
+            split="dithered",
+        )
+        together = run(config, requests).trace.summary().makespan
+        unfinished: deque[ClipHandle] = deque()
+        with Pipeline(config) as pipeline:
+            for request in requests:
+                if len(unfinished) > world_size:
+                    unfinished.popleft().result()
+                unfinished.append(pipeline.submit(request))
+            while unfinished:
+                unfinished.popleft().result()
+        alone = pipeline.trace.summary().makespan
+        print(f"{world_size:5}{together:12.2f}{alone:14.2f}{together / alone:8.3f}", flush=True)
+
+
 def main() -> None:
-    """Prints both tables."""
+    """Prints all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=int, default=28)
     parser.add_argument("--time-scale", type=float, default=0.05)
     parser.add_argument("--demo-clips", type=int, default=6)
     asked = parser.parse_args()
     sleeping_ranks(asked.clips, asked.time_scale)
+    one_at_a_time(asked.clips, 2 * asked.time_scale)
     if asked.demo_clips:
         demo_model(asked.demo_clips)
 

@@ -34,10 +34,6 @@ def leave_rounds(
     """Adds rounds of all cases.
 
     Args:
-        one: the bench.
-        kept: its results.
-        figures: of the pipeline.
-        pipeline: seconds of its clip, by round.
         apart: seconds of a clip in data parallel, by round.
     """
     for number, seconds in enumerate(zip(pipeline, apart, pipeline, strict=True)):

@@ -24,7 +24,6 @@ _WARM_UP = 200
 
 
 def _cost(client: httpx.Client, pid: int, path: str, calls: int) -> float:
-    """Microseconds of the process for each call."""
     for _ in range(_WARM_UP):
         client.get(path)
     before = cpu_seconds(pid)

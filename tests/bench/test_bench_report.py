@@ -28,7 +28,6 @@ def _pipeline(report: BenchReport) -> Diagnosis:
 
 
 def _asked(command: str) -> BenchConfig:
-    """What a command of the advice measures."""
     program, name, config, *changes = shlex.split(command)
     assert (program, name) == ("svdpp", "bench")
     (point,) = read_grid(config, [change.removeprefix("--") for change in changes])

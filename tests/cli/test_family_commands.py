@@ -15,7 +15,7 @@ from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import parse_params
-from svdpp.cli.request import resolve as resolve_options
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import (
     SAMPLING_CLASSES,
     LtxSampling,
@@ -135,7 +135,8 @@ def test_a_server_makes_each_clip_sooner(
 ) -> None:
     values = parsed(" ".join(("svdpp", *given("serve", "wan", folders), "--world 4", options)))
     how: dict[str, Any] = {"launched": None, "device": "cpu", "from_image": False, "serves": True}
-    assert str(resolve_options(values["options"], 1000, **how)[0].layout) == layout
+    request = PipelineRequest(options=values["options"], num_clips=1000, **how)
+    assert str(request.resolve()[0].layout) == layout
 
 
 @pytest.mark.parametrize("name", ["wan", "ltx"])

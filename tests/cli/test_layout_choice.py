@@ -10,7 +10,7 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.request import PipelineOptions, auto_layout, default_world, resolve
+from svdpp.cli.request import PipelineOptions, PipelineRequest, auto_layout, default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.errors import RequestError
@@ -36,7 +36,8 @@ def config_with(**layout: Any) -> tuple[PipelineConfig, str]:
         ranks=RankOptions(world=4, threads=1),
         sampling=SamplingOptions(steps=25),
     )
-    return resolve(options, 40, launched=None, device="cpu", from_image=True)
+    how: dict[str, Any] = {"launched": None, "device": "cpu", "from_image": True}
+    return PipelineRequest(options=options, num_clips=40, **how).resolve()
 
 
 def auto(*has: float, needs: dict[str, float] = NEEDS, **plan: Any) -> tuple[dict[str, Any], str]:

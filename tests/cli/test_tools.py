@@ -130,7 +130,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     answer = svdpp_here(*common, env=NO_FFMPEG)
 
     assert answer.code == 2
-    assert answer.err == f"{BEGIN}\n2 of 9 checks failed\n"
+    assert answer.err == f"{BEGIN}\n2 of 10 checks failed\n"
     assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 

@@ -29,12 +29,7 @@ def replayed(
     """The figures of a run that took exactly what the forecast says.
 
     Args:
-        costs: of the ranks.
-        world_size: number of ranks.
-        num_steps: of each clip.
-        clips: number of them.
         slow: how many times as long as in `costs` each rank's work takes.
-        changes: other fields of the figures.
     """
     if slow:
         costs = replace(

@@ -37,7 +37,6 @@ def _events() -> list[tuple[int, Event]]:
 
 
 def _written(folder: Path, *events: tuple[int, Event]) -> list[dict[str, Any]]:
-    """The trace file of these events."""
     file = TraceFile(folder / "new" / "trace.json", {"note": 1}, begin=100.0)
     for rank, event in events or _events():
         file(rank, event)

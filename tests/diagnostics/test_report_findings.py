@@ -115,7 +115,7 @@ def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Pa
     slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
     report = _diagnosis(tmp_path, slow_start)
     assert [each.kind for each in report.findings] == ["balanced", "start_up"]
-    assert parsed(report.advice[-1].command)["ranks"].world == 2
+    assert parsed(report.advice[-1].command)["options"].ranks.world == 2
     kinds = [each.kind for each in _diagnosis(tmp_path, _full_memory()).findings]
     assert kinds == ["balanced", "memory"]
 
@@ -127,7 +127,7 @@ def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> No
     assert best.times_as_fast is not None
     assert best.times_as_fast == pytest.approx(1.5, abs=0.1)
     asked = parsed(best.command)
-    wanted = asked["layout"]  # --from reads the run's other options
+    wanted = asked["options"].layout  # --from reads the run's other options
     assert (wanted.layout, wanted.split, wanted.replicas) == ("pipeline", "uniform", 2)
     assert asked["output"].out == Path("out-again")
     assert best.text in report.headline
@@ -222,15 +222,18 @@ def test_each_advice_changes_something_and_its_forecast_holds(kind: str, tmp_pat
         if not advice.command.startswith("svdpp run"):
             assert advice.times_as_fast is None
             continue
-        asked = parsed(advice.command)
-        world = asked["ranks"].world or figures.world_size
-        threads = asked["ranks"].threads or figures.num_threads
-        chunk = asked["sampling"].decode_chunk_size
-        options = {"num_steps": figures.num_steps, "world_size": world, "decodes": True}
-        fields, _ = asked["layout"].settings(
-            **options, num_clips=figures.clips, ranks_per_host=None, memory=None, experts=None
+        asked = parsed(advice.command)["options"]
+        world = asked.ranks.world or figures.world_size
+        threads = asked.ranks.threads or figures.num_threads
+        chunk = asked.sampling.decode_chunk_size
+        layout = Layout(
+            num_steps=figures.num_steps,
+            world_size=world,
+            split=asked.layout.split or figures.split,
+            replicas=asked.layout.replicas or figures.replicas,
+            decoders=asked.layout.decoders or figures.decoders,
+            costs=figures.costs,
         )
-        layout = Layout(**options, **{**fields, "costs": figures.costs})
         before = (figures.world_size, figures.num_threads, figures.split, figures.replicas)
         changed = (world, threads, layout.split, layout.replicas) != before
         assert changed or chunk not in (None, str(figures.decode_chunk_size)), advice

@@ -130,21 +130,21 @@ def test_another_failure_is_no_interruption() -> None:
 def test_a_rank_that_ended_in_order_is_not_blamed_for_anothers_link(code: int | None) -> None:
     said: list[tuple[int, Event]] = [(0, Finished()), (1, LINK_BROKE)]
     with pytest.raises(RankError, match=r"rank 1 .* could not receive"):
-        _supervisor(said, {0: code}).stop(1)
+        _supervisor(said, {0: code}).stop()
 
 
 def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     """A rank that ends takes with it what NCCL has not delivered."""
     said: list[tuple[int, Event]] = [(rank, Finished()) for rank in range(3)]
     group = _group(said, {})
-    _of(group).stop(1)
+    _of(group).stop()
     assert group.sent == [(rank, unread) for unread in (6, 0) for rank in range(3)]
 
 
 def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
     said: list[tuple[int, Event]] = [(rank, Finished()) for rank in (0, 1)]
     with pytest.raises(RankError, match=r"rank 1 .* ended with exit code 1"):
-        _supervisor(said, {0: 0, 1: 1}).stop(1)
+        _supervisor(said, {0: 0, 1: 1}).stop()
 
 
 @pytest.mark.parametrize(

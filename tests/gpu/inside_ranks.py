@@ -67,7 +67,6 @@ class Watched(InjectedStop):
     """All ranks are checked for races; what is found is in the files of `folder`, one for each.
 
     Args:
-        folder: exists.
         planted: whether copies no longer wait for the kernels that write what they read.
     """
 

@@ -29,7 +29,6 @@ class Machine:
     """Where the tests run.
 
     Args:
-        num_gpus: GPUs that this process may use.
         is_rehearsal: whether the CPU stands in for one.
         is_small: whether clips and models are small, so that times and memory say nothing.
     """
@@ -135,11 +134,7 @@ def python(*arguments: str, code: int = 0, **variables: str) -> str:
 
 @dataclass
 class Report:
-    """Figures of the tests, written as `gpu-report.json` and as a Markdown table.
-
-    Args:
-        folder: where both files go.
-    """
+    """Figures of the tests, written as `gpu-report.json` and as a Markdown table."""
 
     folder: Path
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)

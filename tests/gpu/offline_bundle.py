@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def _pins() -> dict[str, str]:
-    """The lines of constraints.txt, by name."""
     lines = CONSTRAINTS.read_text().splitlines()
     found = (re.fullmatch(r"([\w.-]+)==([\w.!+-]+)", line) for line in lines)
     return {canonicalize_name(match[1]): match[0] for match in found if match}

@@ -52,15 +52,7 @@ class Job:
 
 @dataclass
 class Host:
-    """One host: a network namespace.
-
-    Args:
-        name: its host name.
-        namespace: its name in `ip netns`.
-        address: in the network of all hosts.
-        index: counted from 0.
-        home: its own folder.
-    """
+    """One host: a network namespace."""
 
     name: str
     namespace: str
@@ -171,11 +163,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
-    """Hosts on one network, each with its own link.
-
-    Raises:
-        NoHosts: this machine cannot create namespaces.
-    """
+    """Hosts on one network, each with its own link."""
     _check_tools()
     run = uuid.uuid4().hex[:6]
     switch, names = f"sw-{run}", [f"h{index}-{run}" for index in range(num_hosts)]
@@ -202,11 +190,7 @@ def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def made_far_apart(folder: Path, *, delay: float, loss: float) -> Iterator[Hosts]:
-    """Two hosts on a link with a delay in seconds each way, which loses a share of the packets.
-
-    Raises:
-        NoHosts: this machine cannot create namespaces or TUN devices.
-    """
+    """Two hosts on a link with a delay in seconds each way, which loses a share of the packets."""
     _check_tools()
     if not Path("/dev/net/tun").exists():
         raise NoHosts("there is no /dev/net/tun")

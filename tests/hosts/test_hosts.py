@@ -29,7 +29,6 @@ Bits = dict[str, tuple[str, str]]
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    """The clips' JSON in `folder`, by name."""
     paths = [path for path in folder.rglob("*.mp4.json") if path.with_suffix("").exists()]
     return {path.name.partition(".")[0]: json.loads(path.read_text()) for path in paths}
 
@@ -51,7 +50,6 @@ def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
 
 def _assert_own_addresses(host: Host, but: set[str] = _TORCHRUNS_OWN) -> None:
-    """Only torchrun listens beyond the chosen interface."""
     for address, programs in host.listening().items():
         assert address == host.address or programs == but, (address, programs)
 

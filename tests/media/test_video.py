@@ -250,38 +250,6 @@ def test_places_that_cannot_be_written(tmp_path: Path, format: VideoFormat) -> N
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file"]
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from svdpp.config import OutputConfig
-from svdpp.errors import OutputError
-from svdpp.media.output_files import write_json
-from svdpp.media.video import write_clip
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-path, format = sys.argv[1:]
-frames = np.random.default_rng(0).integers(0, 256, (6, 128, 128, 3), np.uint8)
-try:
-    if format == "json":
-        write_json(Path(path), {"text": "x" * 30_000})
-    else:
-        write_clip(frames, OutputConfig(path=path, format=format), fps=7, metadata={})
-except OutputError as error:
-    print(error.message)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("format", [*FORMATS, "json"])
-def test_a_file_that_may_not_grow(tmp_path: Path, format: str) -> None:
-    path = tmp_path / "x"
-    command = [sys.executable, "-c", LIMITED, str(path), format]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    cause = "ffmpeg was ended by SIGXFSZ" if format == "mp4" else "File too large"
-    assert done.stdout == f"{str(path)!r} cannot be written: {cause}\n"
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", "size=64k") as disk:

@@ -30,15 +30,7 @@ def save_tiny_checkpoint(
 ) -> Path:
     """Saves a pipeline with random weights to `folder`, and returns the folder.
 
-    Args:
-        folder: created if it does not exist.
-        vae_factor: 8, 4 or 2 pixels per latent cell.
-        num_frames: number of frames in the UNet's config.
-        embedding_dim: size of the image embedding.
-        dtype: of every weight file.
-        seed: of the weights; torch's global generator is not changed.
-        variant: part of the weight files' names, such as fp16.
-        max_shard_size: larger weights are split into shards with an index.
+    `vae_factor` is 8, 4 or 2 pixels per latent cell; torch's global generator is not changed.
     """
     silence_libraries()
     from diffusers import StableVideoDiffusionPipeline  # its import warns if torchvision is missing

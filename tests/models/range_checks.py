@@ -89,14 +89,9 @@ def check_every_cut(
     request: ClipRequest,
     image: Image.Image | None,
 ) -> None:
-    """Fails unless the ranks' packets, latents and frames equal the reference's at every cut.
+    """Fails unless the packets of the ranks of `rank_for` equal the reference's at every cut.
 
-    Args:
-        rank_for: from `ranks`.
-        num_steps: N.
-        reference: from `latents_and_frames`.
-        request: of the clip.
-        image: of the clip.
+    `rank_for` is from `ranks`, and `reference` from `latents_and_frames`.
     """
     latents, frames = reference
     encoder = rank_for(0, 0)

@@ -18,7 +18,6 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from tests.models.builders import edit_json
 from tests.models.range_checks import (
-    loaded,
     nothing,
     ranks,
     read_folder,
@@ -64,22 +63,6 @@ def sampling_of(side: int = 32, **changes: Any) -> WanSampling:
 
 
 NO_GUIDANCE = {"guidance_scale": 1.0}
-
-
-def test_a_rank_holds_only_what_it_runs(save: Save) -> None:
-    checkpoint = read_folder(save(**I2V))
-    rank_for = ranks(checkpoint, sampling_of(from_image=True))
-    ends = ((0, 0), (0, 1), (STEPS - 1, STEPS), (STEPS, STEPS))
-    assert {each: {*loaded(rank_for(*each))} for each in ends} == {
-        (0, 0): {"text_encoder", "vae"},
-        (0, 1): {"transformer"},
-        (STEPS - 1, STEPS): {"transformer_2"},
-        (STEPS, STEPS): {"vae"},
-    }
-    decoder = rank_for(STEPS, STEPS)._pipe.vae
-    assert not any(name.startswith("encoder") for name in decoder.state_dict())
-    assert decoder.dtype == torch.float32
-    assert not decoder.training
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["file", "shards"])

@@ -68,17 +68,9 @@ def save_tiny_wan(
 ) -> Path:
     """Saves a Wan pipeline with random weights to `folder`, and returns the folder.
 
-    Args:
-        folder: created if it does not exist.
-        image_to_video: whether the transformer takes an image beside the latent.
-        boundary_ratio: with it there are two transformers, as in Wan 2.2 A14B.
-        expand_timesteps: as in Wan 2.2 5B, whose VAE halves the latent's sides once more.
-        image_encoder: as in Wan 2.1 image to video.
-        scheduler: UniPC as published if None.
-        dtype: of all weights but the VAE's.
-        width: multiplies the channels of all components.
-        layers: of each transformer.
-        options: of `save_pretrained`.
+    With a `boundary_ratio` there are two transformers, as in Wan 2.2 A14B; `expand_timesteps` is as
+    in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video. `width` multiplies all channels
+    and `options` are those of `save_pretrained`.
     """
     z_dim = 8 if expand_timesteps else 4
     channels = 2 * z_dim + 4 if image_to_video and not expand_timesteps else z_dim

@@ -85,7 +85,6 @@ def layouts(
     """Any layout that can be built.
 
     Args:
-        unequal: whether ranks can differ in speed.
         experts: of the model; None: 1 or 2.
         pairs: whether a pair of ranks can stand for each rank.
     """

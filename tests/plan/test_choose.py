@@ -227,6 +227,9 @@ def test_two_ranks_without_room_for_both_experts_are_no_pair() -> None:
     layout, why = choose(**options, memory_gib=(12.0,) * 2)
     assert str(layout) == "1 replica of 2 ranks, uniform"
     assert "need more memory" in why
+    unproven = {**options, "pairs": "unproven", "expert_boundary": None}
+    assert "--cfg-parallel 2" in choose(**unproven, memory_gib=(16.0,) * 2)[1]
+    assert "--cfg-parallel 2" not in choose(**unproven, memory_gib=(12.0,) * 2)[1]
 
 
 HOSTS = replace(A100, ranks_per_host=4, inter_host_transfer_seconds=None)

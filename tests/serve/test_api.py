@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import itertools
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,8 +19,16 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+pytest.importorskip("fastapi")
+
+from svdpp.serve.job import Job
+from svdpp.serve.server import build
+from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.views import Video
 from tests.media.pictures import png
+from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import (
     HANG_SECONDS,
     PHOTO,
@@ -27,7 +38,6 @@ from tests.serve.http_server import (
     wait,
 )
 
-pytest.importorskip("fastapi")
 pytestmark = pytest.mark.processes
 
 UNKNOWN = "video_" + "0" * 32
@@ -78,15 +88,12 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         ({"stepps": 4}, 422, "invalid_request", "stepps is unknown"),
         ({"steps": 0}, 422, "invalid_request", "steps must be 1 or more"),
         ({"steps": "many"}, 422, "invalid_request", "steps must be a whole number"),
-        ({"fps": 1000}, 422, "invalid_request", "fps"),
         ({"seed": -1}, 422, "invalid_request", "seed"),
-        ({"seed": "1_000"}, 422, "invalid_request", "seed must be a whole number, got '1_000'"),
         ({"motion_bucket_id": "1_0"}, 422, "invalid_request", "motion_bucket_id"),
         ({"steps": 4, "num_inference_steps": 4}, 422, "invalid_request", "are the same"),
         ({"width": 1024}, 422, "invalid_request", "width and height belong together"),
         ({"width": 64, "height": 64}, 422, "wrong_size", "1024x576"),
         ({"image_reference": "{}"}, 422, "invalid_request", "are the same"),
-        ({"priority": 10}, 422, "invalid_request", "priority"),
         ({"fit": "tile"}, 422, "invalid_request", "fit must be"),
         ({"size": "1e3x4"}, 422, "invalid_request", "size"),
         ({"size": "64x64"}, 422, "wrong_size", "1024x576"),
@@ -138,17 +145,14 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
         ("GET", "/v1/videos/video_1", 404, "video_not_found"),
         ("GET", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
         ("GET", f"/v1/videos/{UNKNOWN}/content", 404, "video_not_found"),
-        ("GET", f"/v1/videos/{UNKNOWN}/metadata", 404, "video_not_found"),
         ("GET", f"/v1/videos/{UNKNOWN}/events", 404, "video_not_found"),
         ("POST", f"/v1/videos/{UNKNOWN}/verify", 404, "video_not_found"),
         ("DELETE", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
         ("GET", f"/v1/videos?after={UNKNOWN}", 404, "video_not_found"),
         ("GET", "/v1/videos/..%2f..%2fetc%2fpasswd/content", 404, "not_found"),
         ("GET", "/v1/videos?limit=0", 422, "invalid_request"),
-        ("GET", "/v1/videos?limit=101", 422, "invalid_request"),
         ("GET", "/v1/videos?status=lost", 422, "invalid_request"),
         ("PUT", "/v1/videos", 405, "method_not_allowed"),
-        ("OPTIONS", "/v1/videos", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
     ],
 )
@@ -337,6 +341,53 @@ def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
     server.wait_for(id, "completed")
 
 
+# --- images -------------------------------------------------------------------------------------
+
+TYPES = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "BMP": "bmp", "TIFF": "tiff", "GIF": "gif"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_photograph_comes_back_as_it_was_sent(keyed: HttpServer, kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), "teal").save(file, kind)
+    (id,) = keyed.add(photo=file.getvalue(), name="../sea.html")
+
+    answer = keyed.client.get(f"/v1/videos/{id}/input")
+
+    assert answer.status_code == 200
+    assert answer.content == file.getvalue()
+    assert answer.headers["content-type"] == f"image/{TYPES[kind]}"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"].startswith("private")
+    assert "html" not in answer.headers["content-disposition"]
+
+
+@pytest.mark.long
+def test_only_the_owner_gets_it(keyed: HttpServer) -> None:
+    (id,) = keyed.add(photo=PHOTO)
+    path = f"/v1/videos/{id}/input"
+
+    bob = {"Authorization": f"Bearer {keyed.other_key}"}
+    error_of(keyed.client.get(path, headers=bob), 404, "video_not_found")
+    error_of(keyed.client.get(path, headers={"Authorization": ""}), 401, "invalid_api_key")
+    assert keyed.client.get(path).content == PHOTO
+
+    keyed.wait_for(id, "completed")
+    assert keyed.client.get(path).content == PHOTO
+    keyed.client.delete(f"/v1/videos/{id}")
+    error_of(keyed.client.get(path), 404, "video_not_found")
+
+
+@pytest.mark.long
+def test_a_photograph_that_is_gone(keyed: HttpServer) -> None:
+    (id,) = keyed.add()
+    keyed.wait_for(id, "completed")
+    for file in (keyed.folder / "photos").glob(f"{id}.*"):
+        file.unlink()
+    error_of(keyed.client.get(f"/v1/videos/{id}/input"), 404, "no_input")
+
+
 # --- events -------------------------------------------------------------------------------------
 
 
@@ -382,6 +433,32 @@ def value_of(server: HttpServer, name: str) -> float:
     found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
     assert found, name
     return sum(map(float, found))
+
+
+def test_the_first_event_of_a_stream_has_the_smallest_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the clip ends while its present state is read for that event."""
+    settings = ServerSettings(
+        config=dummy_config(2, step_seconds=0.01), folder=tmp_path, sizes=((64, 64),), max_open=9
+    )
+    app, service = build(settings, None)
+    job = service.queue.add(dummy_job(3), max_open=None)
+    video = Service.video
+
+    def end_meanwhile(self: Service, found: Job) -> Video:
+        self.events.publish(found.id, {"status": "completed"}, is_final=True)
+        return video(self, found)
+
+    async def follow() -> str:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.get(f"/v1/videos/{job.id}/events")).text
+
+    monkeypatch.setattr(Service, "video", end_meanwhile)
+    first, second = map(int, re.findall(r"^id: (\d+)$", asyncio.run(follow()), re.M))
+    assert first < second
+    service.queue.close()
 
 
 # --- about the server ---------------------------------------------------------------------------

@@ -76,14 +76,12 @@ def test_text_that_is_not_utf_8(server: HttpServer) -> None:
         (b"".join(part(f"f{i}", b"") for i in range(2000)) + photo() + b"--x--\r\n", 400),
         (b"".join(photo(b"", f"{i}.png") for i in range(2000)) + b"--x--\r\n", 400),
         (b"--x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n\r\n--x--\r\n", 400),
-        (b"--x\r\nContent-Disposition: form-data; name=" + b"a" * 2**20 + b"\r\n\r\n", 400),
         (part("seed", b"9" * 900_000) + photo() + b"--x--\r\n", 422),
-        (part("steps", b"[" * 900_000) + photo() + b"--x--\r\n", 422),
         (part("size", b"1x" * 400_000) + photo() + b"--x--\r\n", 422),
         (part("seed", b"1") + part("seed", b"2") + photo() + photo() + b"--x--\r\n", 422),
         (part("input_reference", PHOTO) + b"--x--\r\n", 422),
     ],
-    ids=["field", "fields", "files", "headers", "name", "digits", "deep", "regex", "twice", "text"],
+    ids=["field", "fields", "files", "headers", "digits", "regex", "twice", "text"],
 )
 def test_forms_beyond_all_limits(server: HttpServer, body: bytes, status: int) -> None:
     answer = send(server, body)
@@ -157,20 +155,17 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     [
         HEAD + FORM + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         HEAD + FORM + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n",
-        HEAD + FORM + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
         HEAD + FORM + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         HEAD + FORM + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
         HEAD + FORM + b"Content-Length: 0\r\nContent-Length: 4\r\n\r\n",
         HEAD + FORM + b"Content-Length: -1\r\n\r\n",
-        HEAD + FORM + b"Content-Length: +0\r\n\r\n",
-        HEAD + FORM + b"Content-Length: 0x0\r\n\r\n",
         HEAD + FORM + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
         HEAD + b"Host: localhost\r\n\r\n",
         b"POST /v1/videos HTTP/1.1\r\n\r\n",
         b"GET /v1/ models HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
     ],
-    ids=range(14),
+    ids=range(11),
 )
 def test_no_request_hides_in_another(server: HttpServer, head: bytes) -> None:
     answer = raw(server, head + SMUGGLED)
@@ -180,26 +175,10 @@ def test_no_request_hides_in_another(server: HttpServer, head: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        (b"a: b\r\n" * 5_000, b"200"),
-        (b"a: b\r\n" * 10_000, b"200"),
-        (b"a%d: b\r\n" * 20_000, b"400"),
-        (b"a: " + b"b" * 1_000_000 + b"\r\n", b"400"),
-    ],
-    ids=["5000", "10000", "20000", "long"],
-)
-def test_many_headers(server: HttpServer, head: bytes, status: bytes) -> None:
-    text = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n"
-    assert raw(server, text).startswith(b"HTTP/1.1 " + status)
-
-
-@pytest.mark.parametrize(
     ("target", "host", "status"),
     [
         (b"http://evil.example/v1/videos", b"localhost", b"404"),
         (b"/v1/videos", b"localhost:80@evil.example", b"403"),
-        (b"/v1/videos", b"evil.example#localhost", b"403"),
         (b"/v1/videos", b"[::1].evil.example", b"403"),
         (b"//evil.example/v1/videos", b"localhost", b"404"),
         (b"/v1/videos/../../etc/passwd", b"localhost", b"404"),
@@ -208,7 +187,7 @@ def test_many_headers(server: HttpServer, head: bytes, status: bytes) -> None:
         (b"/v1/videos/%00", b"localhost", b"404"),
         (b"/v1/videos/" + b"a" * 60_000, b"localhost", b"404"),
     ],
-    ids=range(10),
+    ids=range(9),
 )
 def test_other_hosts_and_paths(
     server: HttpServer, target: bytes, host: bytes, status: bytes
@@ -217,11 +196,6 @@ def test_other_hosts_and_paths(
     answer = raw(server, head)
     assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
     assert len(answer) < 5000
-
-
-def test_a_stream_of_pipelined_requests(server: HttpServer) -> None:
-    last = SMUGGLED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    assert raw(server, SMUGGLED * 50 + last).count(b"HTTP/1.1 200 OK") == 51
 
 
 def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:

@@ -139,7 +139,7 @@ def test_a_proof_whose_process_dies_is_tried_again(
     made: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the kernel ends one when memory runs out; one that finds a wrong file is not."""
-    monkeypatch.setattr("svdpp.serve.prover._FIRST_PAUSE", 0.2)
+    monkeypatch.setattr("svdpp.serve.prover._PAUSE_SECONDS", 0.2)
     with _proving(made, tmp_path, when_idle=False) as proving:
         photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
         photo.write_bytes(b"another")

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from svdpp.errors import Interrupted
 from svdpp.media.video import file_sha256
 from svdpp.serve.auth import add_key
-from svdpp.serve.job import new_id
+from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from tests.cli.shell import DEMO as ON_CPU
 from tests.cli.shell import Answer, assert_error, python, svdpp_here
@@ -59,7 +60,12 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ServerSettings] = []
-    monkeypatch.setattr("svdpp.cli.serve._run", lambda *given: asked.append(given[2]))
+
+    def end(settings: ServerSettings, _: object) -> None:
+        asked.append(settings)
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("svdpp.serve.server.build", end)
     seconds = ("--heartbeat-timeout", "7", "--timeout", "90", "--start-timeout", "80")
     limits = ("--max-queue", "3", "--keep-days", "2", "--keep-gb", "1.5", "--max-upload-mb", "4")
     limits += ("--max-steps", "40", "--max-frames", "30")
@@ -140,11 +146,8 @@ def test_a_missing_extra(tmp_path: Path, missing: str) -> None:
     ("options", "words"),
     [
         (("--port", "65536"), "--port must be 0 to 65535"),
-        (("--max-queue", "0"), "--max-queue must be 1 to"),
         (("--max-upload-mb", "1000"), "--max-upload-mb must be 1 to 256"),
-        (("--grace", "-1"), "--grace must be"),
         (("--keep-days", "nan"), "--keep-days must be"),
-        (("--keep-gb", "0"), "--keep-gb must be"),
         (("--sizes", "1024*576"), "--sizes takes sizes such as 1024x576"),
         (("--sizes", "1024x577"), "--height must be a multiple of 8"),
         (("--time-scale", "0.1"), "--time-scale works only with the dummy model"),
@@ -353,3 +356,25 @@ def _removes_old_clips_and_ends_at_once_at_the_second_signal(folder: Path, old: 
         wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert server.err.count("\n") == 1, server.err
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_under_torchrun_the_clip_in_progress_is_finished_within_the_grace(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to all ranks at once."""
+    launcher = (
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--log-dir", str(tmp_path / "log"), "--shutdown-timeout", "100"),
+    )
+    options = (*DUMMY, "--time-scale", "0.3", "--grace", "100")
+    with HttpServer(tmp_path / "data", *options, launcher=launcher) as server:
+        server.wait_ready()
+        (id,) = server.add()
+        server.wait_for(id, "in_progress")
+        server.stop(signal.SIGTERM)
+        assert "SignalException" in server.err, "torchrun itself ends by the signal"
+    store = JobQueue(tmp_path / "data")
+    job = store.get(id)
+    store.close()
+    assert job is not None
+    assert job.state is JobState.COMPLETED

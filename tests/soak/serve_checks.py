@@ -15,6 +15,7 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
+from svdpp.serve.queue_file import RESERVE
 from tests.soak.serve_clients import Request, photos
 
 
@@ -77,7 +78,7 @@ def unexplained_failures(rows: list[Row]) -> list[str]:
 
 def wrong_files(data: Path, temporary: Path, rows: list[Row]) -> list[str]:
     """Files without a job, and jobs without their files."""
-    expected = {"queue.sqlite3", "lock", *(f"photos/{row.photo}" for row in rows)}
+    expected = {"queue.sqlite3", "lock", RESERVE, *(f"photos/{row.photo}" for row in rows)}
     for row in rows:
         if row.state == "completed":
             expected |= {f"clips/{row.id}.mp4", f"clips/{row.id}.mp4.json"}

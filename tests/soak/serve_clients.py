@@ -179,7 +179,6 @@ class Clients:
         raise _EndedError
 
     def _get(self, request: Request) -> dict[str, Any] | None:
-        """The clip; None if there is none."""
         answer = self._until(request, lambda: self._client.get(f"/v1/videos/{request.id}"))
         if answer.status_code not in (200, 404):
             raise RuntimeError(f"status: {answer.status_code} {answer.text[:300]}")

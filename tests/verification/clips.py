@@ -42,7 +42,6 @@ def put_clip(
     """Writes a clip as the clip writer does; returns its JSON.
 
     Args:
-        folder, name, format: of the file.
         seed: of the frames that the metadata describes.
         frames: in the file; None: those of `seed`.
         changes: to the metadata, also inside the file.

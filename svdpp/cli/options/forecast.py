@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, setting, switch
 from svdpp.cli.options.inputs import ClipOptions
@@ -92,28 +93,21 @@ def _cards(entry: str, most: int) -> list[float]:
     return [size] * min(number, most + 1)
 
 
+def _seconds(help: str) -> Any:
+    return setting(COSTS, "SECONDS", help, shown="that of --costs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SecondsOptions:
     """Costs that replace those of `--costs`; None keeps theirs."""
 
-    step_seconds: float | None = setting(
-        COSTS, "SECONDS", "Time of one step, above 0.", shown="that of --costs"
-    )
-    encode_seconds: float | None = setting(
-        COSTS, "SECONDS", "Time of one clip's encode.", shown="that of --costs"
-    )
-    decode_seconds: float | None = setting(
-        COSTS, "SECONDS", "Time of one clip's decode.", shown="that of --costs"
-    )
-    transfer_seconds: float | None = setting(
-        COSTS, "SECONDS", "Latency of one transfer from rank to rank.", shown="that of --costs"
-    )
-    inter_host_transfer_seconds: float | None = setting(
-        COSTS,
-        "SECONDS",
-        "Latency of one transfer to a rank on another host. A plan over several hosts "
-        "needs it, here or in the costs.",
-        shown="that of --costs",
+    step_seconds: float | None = _seconds("Time of one step, above 0.")
+    encode_seconds: float | None = _seconds("Time of one clip's encode.")
+    decode_seconds: float | None = _seconds("Time of one clip's decode.")
+    transfer_seconds: float | None = _seconds("Latency of one transfer from rank to rank.")
+    inter_host_transfer_seconds: float | None = _seconds(
+        "Latency of one transfer to a rank on another host. A plan over several hosts needs it, "
+        "here or in the costs."
     )
 
     def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:

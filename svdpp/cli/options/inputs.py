@@ -44,9 +44,7 @@ class PromptOptions:
     """Prompts, for models that take them."""
 
     prompt: str | None = setting(
-        PROMPTS,
-        "TEXT",
-        "What happens in the clip; with an image or, for text to video, without.",
+        PROMPTS, "TEXT", "What happens in the clip; with an image or, for text to video, without."
     )
     prompts: Path | None = setting(
         PROMPTS, "FILE", "Several prompts, one in each line of a UTF-8 file."
@@ -107,10 +105,7 @@ class InputOptions(ImageOptions):
         typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
     ] = None
     seeds: str | None = setting(
-        VIDEO,
-        "LIST",
-        "Several seeds for each image, such as 1-8 or 1,3,5-7.",
-        shown="--seed alone",
+        VIDEO, "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
     )
     recursive: bool = switch(VIDEO, "Include images in subfolders.", "--recursive", "-r")
     keep_going: bool = switch(

@@ -130,7 +130,6 @@ _LORA = re.compile(
 
 
 def _parse_lora(text: str) -> Lora:
-    """The LoRA of `FILE[:WEIGHT][:high|:low]`."""
     match = _LORA.fullmatch(text)
     if match is None:
         raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, setting, switch
 from svdpp.config import OutputConfig
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from svdpp.driver.jobs import OutputPolicy
 
 _FORMATS = ("mp4", "gif", "webp", "frames")
+_SUFFIXES = (".mp4", ".gif", ".webp")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
 #: Fields of a template for clip names.
 _FIELDS = ("name", "seed", "index")
@@ -25,7 +26,7 @@ class Place(NamedTuple):
 
     folder: Path
     template: str
-    format: Literal["mp4", "gif", "webp"] | None
+    format: str | None
     """Named by the suffix of `--out`; None if it has none."""
 
 
@@ -91,22 +92,18 @@ class OutputOptions(OverwriteOptions, FolderOptions):
                 f"--out {shlex.quote(str(self.out))}: clips are mp4, gif or webp",
                 f"--out {shlex.quote(str(self.out.with_suffix('.mp4')))}",
             )
-        formats: dict[str, Literal["mp4", "gif", "webp"]] = {
-            ".mp4": "mp4",
-            ".gif": "gif",
-            ".webp": "webp",
-        }
         has_fields = _has_fields(self.out.name)
         if _has_fields(str(self.out.parent)):
             raise RequestError(
                 "--out: fields such as {name} are allowed only in the last part of the path"
             )
-        if not (has_fields or suffix in formats):
+        kind = suffix[1:] if suffix in _SUFFIXES else None
+        if not (has_fields or kind):
             return Place(self.out, _EVERY_CLIP, None)
-        name = self.out.name[: -len(suffix)] if suffix in formats else self.out.name
+        name = self.out.name if kind is None else self.out.name[: -len(suffix)]
         if not has_fields:
             name = name.replace("{", "{{").replace("}", "}}")
-        return Place(self.out.parent, name, formats.get(suffix))
+        return Place(self.out.parent, name, kind)
 
     def check(self) -> OutputConfig:
         """Format and quality, checked."""
@@ -137,7 +134,6 @@ class OutputOptions(OverwriteOptions, FolderOptions):
 
 
 def _has_fields(text: str) -> bool:
-    """Whether `text` is a template of names."""
     try:
         parts = [part for part in Formatter().parse(text) if part[1] is not None]
         unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]

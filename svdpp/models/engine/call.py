@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,49 +57,36 @@ class _Stop(Exception):
     """Ends the pipeline's call."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RangeCall:
-    """One call of a pipeline: steps `start` to `end` (exclusive).
+    """One call of a pipeline: steps `start` to `end` (exclusive)."""
 
-    Args:
-        pipe: with the scheduler of this call, which no other call uses.
-        row: of the pipeline's family.
-        packet: structure and tensors after `start` steps; None: this call encodes.
-        start: first step.
-        end: the call ends before this step; None: it runs to the end, and decodes.
-        generators: of the clip.
-        after_step: called after each step of the range; what it raises ends the call.
-        branches: of a pair of ranks; None: this rank evaluates both branches of the guidance.
-    """
+    pipe: Any
+    """With the scheduler of this call, which no other call uses."""
+    row: Row
+    packet: tuple[Node, Tensors] | None
+    """Structure and tensors after `start` steps; None: this call encodes."""
+    start: int
+    end: int | None
+    """The call ends before this step; None: it runs to the end, and decodes."""
+    generators: list[torch.Generator]
+    """Of the clip."""
+    after_step: AfterStep | None = None
+    """Called after each step of the range; what it raises ends the call."""
+    branches: Branches | None = None
+    """Of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
-    def __init__(
-        self,
-        pipe: Any,
-        row: Row,
-        packet: tuple[Node, Tensors] | None,
-        start: int,
-        end: int | None,
-        generators: list[torch.Generator],
-        after_step: AfterStep | None = None,
-        branches: Branches | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.structure: Node = {}
         """Of the packet after the last step of the range, or before the first one."""
-        self.tensors: Tensors = {}
-        """Those of `structure`."""
-        self._pipe, self._row = pipe, row
-        self._generators, self._after_step = generators, after_step
-        self._branches = branches
-        self._start, self._end = start, end
-        self._given: Node | None = None if packet is None else packet[0]
-        self._received: Tensors = {} if packet is None else packet[1]
-        self._device = pipe._execution_device
+        self._given: Node | None = self.packet[0] if self.packet else None
+        self._received: Tensors = self.packet[1] if self.packet else {}
+        self._device = self.pipe._execution_device
         self._queues: dict[str, list[Node]] = {}
-        if self._given is not None:
-            for record in self._given["records"]:
-                self._queues.setdefault(record["name"], []).append(record)
+        for record in self._given["records"] if self._given else ():
+            self._queues.setdefault(record["name"], []).append(record)
         self._records: list[tuple[str, Any, list[torch.Tensor] | None]] = []
-        self._depth = 0
-        self._in_steps = False
+        self._depth, self._in_steps = 0, False
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -108,10 +96,14 @@ class RangeCall:
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        self._chunk = 0
         # For each chunk that is finished: of each scheduler, what `step` returned last.
-        self._chunks: list[list[list[Node]]] = []
+        self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those of `structure`."""
+        return self._packer.tensors
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
         return self  # a pipeline may copy its scheduler
@@ -119,19 +111,19 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        _refuse_caches(self._pipe)
-        callback = step_callback(self._pipe, self._on_step_end)
-        before, result, name = _global_states(self._device), None, type(self._pipe).__name__
+        _refuse_caches(self.pipe)
+        callback = step_callback(self.pipe, self._on_step_end)
+        before, result, name = _global_states(self._device), None, type(self.pipe).__name__
         with self._patched(), suppress(_Stop):
-            result = self._pipe(**arguments, **callback, return_dict=False)
+            result = self.pipe(**arguments, **callback, return_dict=False)
         if _differ(before, _global_states(self._device)):
             raise ModelError(
                 f"{name} draws random numbers from torch's global generator, so that no two runs "
                 "are equal"
             )
-        if self._end is not None and not self.structure:
+        if self.end is not None and not self.structure:
             raise ModelError(
-                f"{name} ends before step {self._end}: it runs another number of steps than it is "
+                f"{name} ends before step {self.end}: it runs another number of steps than it is "
                 "asked for"
             )
         return result
@@ -168,11 +160,11 @@ class RangeCall:
         return self._unpacked(record["result"])
 
     def _restore(self, node: Node) -> None:
-        for generator, state in zip(self._generators, self._unpacked(node), strict=True):
+        for generator, state in zip(self.generators, self._unpacked(node), strict=True):
             generator.set_state(state)
 
     def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+        return [generator.get_state() for generator in self.generators]
 
     def _unpacked(self, node: Node) -> Any:
         return unpack(node, self._received, self._device)
@@ -186,14 +178,14 @@ class RangeCall:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._in_steps = True
             self._begin_step()
-            if self._index < self._start:
+            if self._index < self.start:
                 return self._phantom_output()
             if getattr(module, "is_skeleton", False):
                 raise ValueError(f"step {self._index} needs {name}, which is not loaded")
-            if self._branches is None:
+            if self.branches is None:
                 output = real(*args, **kwargs)
             else:
-                output = self._branches.evaluate(self._index, real, args, kwargs)
+                output = self.branches.evaluate(self._index, real, args, kwargs)
             if self._is_last:
                 self._outputs.append(output)
             return output
@@ -202,7 +194,7 @@ class RangeCall:
 
     @property
     def _is_last(self) -> bool:
-        return self._end is not None and self._index == self._end - 1
+        return self.end is not None and self._index == self.end - 1
 
     def _begin_step(self) -> None:
         self._finish_step()
@@ -210,7 +202,7 @@ class RangeCall:
             self._index, self._stepped = self._index + 1, False
             self._outputs.clear()
             self._results.clear()
-        if self._index == self._end:
+        if self._index == self.end:
             if not self.structure:
                 self._pack()
             raise _Stop
@@ -231,14 +223,14 @@ class RangeCall:
             place = len(self._schedulers)
             self._schedulers.append((scheduler, snapshot(scheduler)))
         self._stepped = True
-        if self._index < self._start:
+        if self._index < self.start:
             result = self._phantom_step(scheduler, place)
         else:
             self._ran = True
-            if self._branches is not None:
-                self._branches.end_step(self._index)
+            if self.branches is not None:
+                self.branches.end_step(self._index)
             result = real(*args, **kwargs)
-        travels = self._end is not None and place >= self._row.results_in_latents
+        travels = self.end is not None and place >= self.row.results_in_latents
         self._results.append((place, result, _copied(result) if travels else None))
         return result
 
@@ -248,7 +240,7 @@ class RangeCall:
         if place == len(self._states):
             self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
-        if self._index == self._start - 1:
+        if self._index == self.start - 1:
             self._restore(step["generators"])
         chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
         calls = sum(place == known for known, *_ in self._results)
@@ -261,8 +253,8 @@ class RangeCall:
         self._ran = False
         if self._is_last:
             self._pack()
-        if self._after_step is not None:
-            self._after_step(self._index, self._reached())
+        if self.after_step is not None:
+            self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
         """The latent after the step that ran: of the callback, if the pipeline has one."""
@@ -272,7 +264,7 @@ class RangeCall:
     def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
         self._latents = values[LATENTS]
-        if self._given is None or self._index != self._start - 1:
+        if self._given is None or self._index != self.start - 1:
             return {}
         return {LATENTS: self._unpacked(self._given["step"]["latents"])}
 
@@ -283,7 +275,7 @@ class RangeCall:
         """Stands for the pipeline's; its `update` ends a step, and its own end a chunk."""
         yield self
         self.update()
-        if self._end is not None:
+        if self.end is not None:
             self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
         self._in_steps = False
@@ -291,38 +283,38 @@ class RangeCall:
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
         self._finish_step()
-        if self._end is not None and self._index + self._stepped >= self._end:
+        if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
 
     # 4. The packet.
 
     def _pack(self) -> None:
-        packer = self._packer
         try:
             if self._given is None:
-                records, step = self._packed_records(packer), None
+                records, step = self._packed_records(), None
             else:
-                latents = packer.pack(self._reached(), LATENTS)  # often the result of `step` itself
-                step = {"latents": latents, **self._packed_step(packer)}
-                records = self._passed_on(packer.tensors)
+                # Often the result of `step` itself.
+                latents = self._packer.pack(self._reached(), LATENTS)
+                step = {"latents": latents, **self._packed_step()}
+                records = self._passed_on()
         except NotPackableError as error:
-            name = type(self._pipe).__name__
+            name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
-        self.structure, self.tensors = {"records": records, "step": step}, packer.tensors
+        self.structure = {"records": records, "step": step}
 
-    def _packed_records(self, packer: Packer) -> list[Node]:
+    def _packed_records(self) -> list[Node]:
         for name, result, _ in self._records:
             if name == _NOISE_RECORD:
-                packer.pack(_tensors_in(result)[0], LATENTS)
-        records = []
+                self._packer.pack(_tensors_in(result)[0], LATENTS)
+        records, packer = [], self._packer
         for place, (name, result, drew) in enumerate(self._records):
-            sent = name not in self._row.unsent
+            sent = name not in self.row.unsent
             node = packer.pack(result, f"record.{place}") if sent else describe(result)
             states = None if drew is None else packer.pack(drew, f"drew.{place}")
             records.append({"name": name, "result": node, "drew": states})
         return records
 
-    def _passed_on(self, tensors: Tensors) -> list[Node]:
+    def _passed_on(self) -> list[Node]:
         """The records that were received; what is still used of the noise is in the latent."""
         assert self._given is not None
         records: list[Node] = copy.deepcopy(self._given["records"])
@@ -331,11 +323,11 @@ class RangeCall:
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = _NOISE[self._row.noise_use]
-                elif record["name"] in self._row.only_first_step:
+                    leaf["name"] = _NOISE[self.row.noise_use]
+                elif record["name"] in self.row.only_first_step:
                     leaf["name"] = None
                 if leaf["name"] not in (None, LATENTS):
-                    tensors[leaf["name"]] = self._received[name]
+                    self.tensors[leaf["name"]] = self._received[name]
         return records
 
     def _packed_results(self, name: str) -> list[list[Node]]:
@@ -350,31 +342,31 @@ class RangeCall:
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
 
-    def _packed_step(self, packer: Packer) -> Node:
+    def _packed_step(self) -> Node:
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
-            states.append(packed_state(packer, changed_state(before, scheduler), prefix))
+            states.append(packed_state(self._packer, changed_state(before, scheduler), prefix))
         return {
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": packer.pack(self._generator_states(), GENERATOR),
+            "generators": self._packer.pack(self._generator_states(), GENERATOR),
         }
 
     # 5. The pipeline, its components and its scheduler, while the call lasts.
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        pipe = self._pipe
+        pipe = self.pipe
         with ExitStack() as patches:
             patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
             for name in _own_methods(pipe.__class__):
                 method = self._recorded(name, getattr(pipe, name))
                 patches.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
-                if part in self._row.denoisers and component is not None:
+                if part in self.row.denoisers and component is not None:
                     forward = self._denoiser(part, component)
                     patches.enter_context(replaced(component, forward=forward))
                 elif isinstance(component, torch.nn.Module):

@@ -7,16 +7,13 @@ from typing import Any
 
 from svdpp.config import LtxSampling
 from svdpp.config.limits import require
-from svdpp.models.engine.configs import Configs, Facts
-from svdpp.models.json_file import JsonFile, short_repr
+from svdpp.models.engine.configs import Configs, Facts, JsonFile, short_repr
 
 
 def facts(configs: Configs) -> Facts:
     """What the configs of a checkpoint say of its sizes and its VAE."""
     vae, transformer = configs.of("vae", **_VAE), configs.of("transformer", **_TRANSFORMER)
-    channels = vae.count("latent_channels", 4096)
-    transformer.require("in_channels", channels, "the VAE's latent_channels")
-    for key in ("patch_size", "patch_size_t"):
+    for key in _TRANSFORMER:
         transformer.require(key, 1, "as in the published LTX-Video")
     if any(_list(vae, "decoder_inject_noise")):
         raise vae.error(
@@ -100,7 +97,6 @@ def _list(config: JsonFile, key: str) -> list[Any]:
 _MAX_BLOCKS = 16
 # Defaults of diffusers' classes, for keys that older files lack.
 _VAE: Mapping[str, Any] = {
-    "latent_channels": 128,
     "spatio_temporal_scaling": [True, True, True, False],
     "patch_size": 4,
     "patch_size_t": 1,
@@ -109,4 +105,4 @@ _VAE: Mapping[str, Any] = {
     "timestep_conditioning": False,
     "decoder_inject_noise": [],
 }
-_TRANSFORMER: Mapping[str, Any] = {"in_channels": 128, "patch_size": 1, "patch_size_t": 1}
+_TRANSFORMER: Mapping[str, Any] = {"patch_size": 1, "patch_size_t": 1}

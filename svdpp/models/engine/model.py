@@ -98,7 +98,9 @@ class EngineModel:
         if partner is not None:
             assert self._row.branches is not None
             branches = Branches(self._row.branches, partner, self.device, self._outputs)
-        call = self._call((structure, tensors), start, end, generator, after_step, branches)
+        call = self._call(
+            (structure, tensors), start, end, generator, after_step=after_step, branches=branches
+        )
         call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
         return _packet(call, {"given": structure["given"]})
 
@@ -179,12 +181,11 @@ class EngineModel:
         start: int,
         end: int | None,
         generator: torch.Generator,
-        after_step: AfterStep | None = None,
-        branches: Branches | None = None,
+        **more: Any,
     ) -> RangeCall:
         set_up(self._pipe, self._checkpoint, self._sampling)
-        given = packet, start, end, [generator], after_step, branches
-        return RangeCall(self._pipe, self._row, *given)
+        given = {"packet": packet, "start": start, "end": end, "generators": [generator], **more}
+        return RangeCall(pipe=self._pipe, row=self._row, **given)
 
     def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
         """Arguments for a rank that has no prompt and no image: what they give is replayed."""

@@ -7,8 +7,7 @@ from typing import Any
 from svdpp.config import WanSampling
 from svdpp.config.limits import require
 from svdpp.errors import RequestError
-from svdpp.models.engine.configs import Configs, Facts
-from svdpp.models.json_file import JsonFile, short_repr
+from svdpp.models.engine.configs import Configs, Facts, JsonFile, short_repr
 
 
 def facts(configs: Configs) -> Facts:
