@@ -23,6 +23,7 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
+from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
@@ -234,7 +235,14 @@ def test_a_rank_that_raises(temporary_files: Path) -> None:
     assert faulty.finished == [0]
 
 
-PAIRS = replace(DUMMY, world_size=4, cfg_parallel=2)
+DECODING = replace(
+    DUMMY,
+    model=replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8)),
+    sampling=replace(DUMMY.sampling, decode_chunk_size=1),
+    costs=Costs(step_seconds=0.005, decode_seconds=0.03),
+    decode_ranks=WORLD_SIZE,
+)
+PAIRS = replace(DECODING, world_size=4, cfg_parallel=2, decode_ranks=2)
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 
 
@@ -271,10 +279,7 @@ def test_a_rank_that_decodes_is_named_and_not_those_that_wait(
     rank: int, number: signal.Signals
 ) -> None:
     stop = InjectedStop("hang", rank, 1, place="decode")
-    asleep = replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8))
-    sampling = replace(DUMMY.sampling, decode_chunk_size=1)
-    config = replace(DUMMY, model=asleep, sampling=sampling, decode_ranks=WORLD_SIZE)
-    config = replace(config, heartbeat_timeout_seconds=allowing_for_others(2.5))
+    config = replace(DECODING, heartbeat_timeout_seconds=allowing_for_others(2.5))
     faulty = Faulty(config, stop, _stands(stop), _kill(rank, number))
     error, seconds = faulty.run(_clips())
     assert seconds <= config.heartbeat_timeout_seconds + allowing_for_others(5)
@@ -292,7 +297,7 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
     latents = temporary_files / "out"
     latents.mkdir(exist_ok=True)
     requests = [replace(each, latents_key=f"{each.seed:064x}") for each in _clips()]
-    with Pipeline(replace(DUMMY, world_size=1)) as alone:
+    with Pipeline(replace(DECODING, world_size=1, decode_ranks=1)) as alone:
         expected = [result.metadata["latents_sha256"] for result in alone.run(_clips())]
 
     def happens(*_: object) -> bool:
@@ -321,7 +326,7 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
     rest = [clip for clip in range(len(requests)) if clip not in found]
     done = {clip: [p for p in latents.iterdir() if f"{clip:064x}" in p.name] for clip in rest}
     again = [replace(requests[clip], done_steps=3 if done[clip] else 0) for clip in rest]
-    with Pipeline(dice.choice((DUMMY, PAIRS)), latents_folder=str(latents)) as other:
+    with Pipeline(dice.choice((DECODING, PAIRS)), latents_folder=str(latents)) as other:
         for clip, result in zip(rest, other.run(again), strict=True):
             found[clip] = result.metadata["latents_sha256"]
     assert [found[clip] for clip in range(len(requests))] == expected
