@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatc
             return submit(asked, about)
 
         monkeypatch.setattr(pipeline, "submit", count)
-        made = list(run._results(pipeline, ClipPlan(requests, [{} for _ in requests])))
+        plan = ClipPlan(requests, [{} for _ in requests])
+        making = SimpleNamespace(pipeline=pipeline, clips=plan)
+        made = list(run._Run._results(making))
     assert parts == [2, 2, 2, 1]
     assert [result.request.seed for result in made] == list(range(7))
 

@@ -201,8 +201,8 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
             pipeline.run(clips(0, 1, 5))
         assert pipeline._clips.is_idle, "it is raised when all others are made"
         (later,) = pipeline.submit(clips(2))
-        assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
-        assert [result.clip for result in pipeline.results()] == [2]
+        assert [result.clip for result in pipeline.run(clips(3, 4))] == [4, 5]
+        assert [result.clip for result in pipeline.results()] == [3]
         assert later.result().request.seed == 2
         assert [failure.clip for failure in pipeline.failures] == [0]
 
