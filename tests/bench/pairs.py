@@ -29,6 +29,7 @@ from svdpp.media.examples import example_photos
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast
+from svdpp.plan.large_forecast import forecast_layout
 
 STEP = 0.2
 _ASSUMED = Costs(step_seconds=STEP)
@@ -57,7 +58,8 @@ def run(config: PipelineConfig, clips: list[ClipRequest]) -> Run:
         if span.action.clip == 0 and span.action.kind is Kind.DENOISE
     ]
     steps = max(span.end for span in spans) - min(span.start for span in spans)
-    return Run(pipeline.trace.summary(), pipeline.forecast(), steps, pipeline.trace.costs())
+    forecast = forecast_layout(config.layout, len(clips))
+    return Run(pipeline.trace.summary(), forecast, steps, pipeline.trace.costs())
 
 
 def say(name: str, value: float, bound: str) -> None:
