@@ -36,11 +36,24 @@ class PipeChannel:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._lock = threading.Lock()
+        self._has_timed_out = False
 
     def send(self, message: bytes) -> None:
         """See `Channel`."""
         with self._lock:
-            self.connection.send_bytes(message)
+            try:
+                self.connection.send_bytes(message)
+            except OSError as error:
+                self._has_timed_out |= not isinstance(error, ConnectionError)
+                raise
+
+    def has_timed_out(self) -> bool:
+        """Whether a send has learned that nothing reaches the other host.
+
+        The kernel says so once; after a send has learned it, a read only finds the end of the data.
+        """
+        with self._lock:
+            return self._has_timed_out
 
     def receive(self, timeout: float) -> bytes | None:
         """See `Channel`."""

@@ -192,12 +192,12 @@ class _ParentLink:
             while True:
                 message = self._channel.connection.recv_bytes()
                 handlers.get(message[:1], self._commands.put)(message)
-        except (EOFError, ConnectionError):
-            self._exit_without_rank_0(f"{self._rank_0} is gone")
-        except OSError:
-            self._exit_without_rank_0(
-                f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
-            )
+        except (EOFError, OSError) as error:
+            if isinstance(error, (EOFError, ConnectionError)) and not self._channel.has_timed_out():
+                reason = f"{self._rank_0} is gone"
+            else:
+                reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            self._exit_without_rank_0(reason)
         except Exception as error:  # without this thread the process would never end
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
-from typing import NoReturn
+from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -142,21 +144,55 @@ def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours.close()
 
 
-def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: ARG001
-    ours, theirs = Pipe()
-    said: list[str] = []
+def _listening_rank(connection: Any, said: list[str]) -> Any:
     parent = joined_rank._ParentLink.__new__(joined_rank._ParentLink)
     parent.__dict__.update(
-        _channel=joined_rank.PipeChannel(theirs),
+        _channel=joined_rank.PipeChannel(connection),
         _heartbeat=Heartbeat(),
         _name="rank 1",
         _rank_0="rank 0",
         _is_disconnected=False,
+        _peer_timeout=4.0,
         _world=WORLD,
         say=lambda sentence, _: said.append(sentence),
     )
+    return parent
+
+
+def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: ARG001
+    ours, theirs = Pipe()
+    said: list[str] = []
+    parent = _listening_rank(theirs, said)
     ours.send_bytes(b".no JSON")
     with pytest.raises(SystemExit):
         parent._listen()
     (reason,) = said
     assert "sent an invalid message" in reason
+
+
+@pytest.mark.parametrize(
+    ("of_send", "reason"),
+    [
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing has reached rank 0 for 4 s"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "nothing has reached rank 0 for 4 s"),
+        (BrokenPipeError(errno.EPIPE, "closed"), "rank 0 is gone"),
+    ],
+)
+def test_a_silent_host_is_named_even_if_a_heartbeat_finds_it(
+    store: InMemoryStore,  # noqa: ARG001
+    of_send: OSError,
+    reason: str,
+) -> None:
+    """Linux tells one system call of the timeout; after it, a read finds the end of the data."""
+    connection = Mock(
+        send_bytes=Mock(side_effect=[of_send, BrokenPipeError]),
+        recv_bytes=Mock(side_effect=EOFError),
+    )
+    said: list[str] = []
+    parent = _listening_rank(connection, said)
+    for _ in range(2):
+        with pytest.raises(OSError):  # noqa: PT011
+            parent._channel.send(b"heartbeat")
+    with pytest.raises(SystemExit):
+        parent._listen()
+    assert said[0].startswith(reason)
