@@ -51,7 +51,10 @@ class ClipJob(_Message):
 
 
 class Work(_Message):
-    """Parent to rank: further actions, and the clips to encode or finish."""
+    """Parent to rank: further actions, and the clips to encode or finish.
+
+    Without actions: only the images of the clips are prepared; the clips come later, as others.
+    """
 
     kind: Literal["work"] = "work"
     actions: tuple[ActionField, ...]
@@ -234,6 +237,15 @@ class PhotoWanted(_Message):
     clip: int
 
 
+class ImageReady(_Message):
+    """The rank has prepared the image of a clip that is submitted later, or will do so then."""
+
+    kind: Literal["image_ready"] = "image_ready"
+    image: str | None
+    seconds: float
+    """That it took; 0 if the rank does it later."""
+
+
 class ClipFailed(_Message):
     """A clip is lost; the rank goes on with the others."""
 
@@ -284,6 +296,7 @@ Event = Annotated[
     | GpuSample
     | StoredTensor
     | PhotoWanted
+    | ImageReady
     | CheckpointLost
     | PromptCut
     | ClipDone

@@ -14,7 +14,7 @@ from PIL import Image
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket, Transport
-from svdpp.config import SamplingConfig
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
@@ -26,6 +26,7 @@ from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
     ClipJob,
+    ImageReady,
     PromptCut,
     StepDone,
     WaitCause,
@@ -114,6 +115,10 @@ class PipelineStage:
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
+        if not work.actions:
+            for job in work.jobs:
+                self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
+            return
         jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
         self._keys.update(work.latents_keys)
@@ -381,6 +386,9 @@ class PipelineStage:
         """Prepares an image; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
         return model.prepare(image)
+
+    def _image_ready(self, request: ClipRequest, seconds: float) -> None:
+        self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
