@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
-from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -21,15 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
-from svdpp.errors import OutputError, error_from_dict
+from svdpp.errors import OutputError, RequestError, error_from_dict
 from svdpp.media import output_files
-from svdpp.serve.api_errors import ApiError, documented
+from svdpp.serve.api_errors import ApiError, as_api_error
 from svdpp.serve.auth import Owner
-from svdpp.serve.form import VideoRequest
+from svdpp.serve.form import VideoRequest, names_in
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.service import Service
-from svdpp.serve.views import DeletedVideo, Video, VideoPage
+from svdpp.serve.views import DeletedVideo, Video, VideoPage, documented
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -184,27 +182,20 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
         raise OutputError(text, "the disk of the server may be full") from error
 
 
-def _checked(form_type: type[VideoRequest], body: bytes | FormData) -> VideoRequest:
+def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        fields = from_json(body) if isinstance(body, bytes) else dict(body)
+        given = from_json(body) if isinstance(body, bytes) else dict(body)
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-    try:
-        return form_type.model_validate(fields)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-        raise RequestValidationError(
-            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
-        ) from None
-
-
-def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
-    form = _checked(service.capabilities.form, body)
+    form = service.capabilities.checked(given)
     size = 0 if form.photo is None else form.photo.size or 0
     if size > (limit := service.settings.limits.upload_bytes):
         text = f"the image has {size} bytes, the limit is {limit}"
         raise ApiError(413, "content_too_large", text, limit_bytes=limit)
-    return service.submit(form, owner, key)
+    try:
+        return service.submit(form, owner, key)
+    except (ApiError, RequestError) as error:
+        raise as_api_error(error, names_in(given)) from error
 
 
 async def _wait(request: Request, service: Service, id: str) -> None:

@@ -30,7 +30,7 @@ from svdpp.media import video
 from svdpp.serve.admission import Admission
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
-from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import set_strangers_aside, sweep

@@ -21,10 +21,9 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
-from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Events
-from svdpp.serve.form import VideoRequest
+from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics

@@ -1,18 +1,36 @@
-"""The JSON of the API: what the answers look like."""
+"""The JSON of the API: the names of fields, and what the answers look like."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import SAMPLING_CLASSES, PromptedSampling, SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.form import Fit, params_by_field
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.ranks import Rank, RankSpan
+
+Fit = Literal["stretch", "crop", "pad"]
+
+#: Parameters that requests name in another way, or not at all.
+_NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
+
+
+def params_by_field(kind: Any) -> dict[str, Param]:
+    """The parameters of a sampling class that requests have, by their names in requests."""
+    params = params_of(kind)
+    return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
+
+
+#: The fields of all servers' forms.
+FIELDS = frozenset(
+    {"model", "seed", "seconds", "size", "priority"}
+    | {"input_reference", "fit", "prompt", "negative_prompt"}
+).union(*map(params_by_field, SAMPLING_CLASSES.values()))
 
 
 class ErrorBody(BaseModel):
@@ -34,6 +52,14 @@ class ErrorAnswer(BaseModel):
     """The body of every answer of 400 and above."""
 
     error: TypedError
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of 400 and above for the OpenAPI document."""
+    return {
+        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in statuses
+    }
 
 
 class Input(BaseModel):

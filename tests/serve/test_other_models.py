@@ -13,7 +13,7 @@ import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, WanSampling
 from svdpp.serve.admission import Admission
-from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import hold as hold_jobs

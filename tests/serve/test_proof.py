@@ -18,7 +18,7 @@ import pytest
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import gpus
 from svdpp.launch.gpus import Gpu
-from svdpp.serve import prove_clip
+from svdpp.serve import prover
 from svdpp.serve.job import JobState
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
@@ -89,7 +89,7 @@ def _children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            if b"svdpp.serve.prove_clip" in path.read_bytes() and int(parent) == os.getpid():
+            if b"svdpp.serve.prover" in path.read_bytes() and int(parent) == os.getpid():
                 found.append(int(path.parent.name))
     return found
 
@@ -236,6 +236,6 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
-        prove_clip._check_gpu(config)
+        prover._check_gpu(config)
     free[1] = _gpu(1, 2**40)
-    prove_clip._check_gpu(config)
+    prover._check_gpu(config)

@@ -21,8 +21,7 @@ from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.capabilities import Capabilities
-from svdpp.serve.form import form_of
+from svdpp.serve.form import Capabilities, form_of
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
