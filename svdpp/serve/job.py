@@ -36,8 +36,7 @@ class Job:
     """One requested clip. Times are unix seconds.
 
     Args:
-        model: that makes it, by the name that clients know; empty if an earlier svdpp stored the
-            job, and no server has opened the queue since that runs a model of its family.
+        model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone.

@@ -88,17 +88,10 @@ def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> N
     def why_not(job: Job) -> str | None:
         if (job.weights or job.model) == (weights or own):
             return why_no_route(job.sampling)
-        model = job.model or f"of the family {job.sampling.family}"
         other = "other weights of it" if job.model == own else own
-        return f"its model is {model}, and this server runs {other}"
+        return f"its model is {job.model}, and this server runs {other}"
 
-    def judge(job: Job) -> Job:
-        is_same_family = job.sampling.family == capabilities.sampling.family
-        if not job.model and is_same_family:  # of an earlier svdpp
-            job = replace(job, model=own, weights=weights)
-        return replace(job, held=why_not(job))
-
-    for reason, number in Counter(job.held for job in queue.hold(judge)).items():
+    for reason, number in Counter(queue.hold(why_not)).items():
         logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
 
