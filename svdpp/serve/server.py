@@ -164,7 +164,7 @@ class Server:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
             self._service.engine.close(self._grace)
             self._service.prover.close()
-            self._service.events.close()
+            self._service.followers.close()
         finally:
             self._http.should_exit = True
 
@@ -176,8 +176,7 @@ class Server:
             return
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
-                for id in sweep(service.queue, service.folder, time.time(), *limits):
-                    service.events.forget(id)
+                sweep(service.queue, service.folder, time.time(), *limits)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)
 

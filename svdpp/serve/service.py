@@ -22,7 +22,7 @@ from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.engine import Engine
-from svdpp.serve.events import Events
+from svdpp.serve.events import Followers
 from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
@@ -81,17 +81,11 @@ class Service:
         self.photos = PhotoFolder(
             self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
         )
-        self.events = Events()
+        self.followers = Followers()
         self.engine = Engine(
-            config,
-            queue,
-            self.folder,
-            self.events,
-            describe=lambda job: self.video(job).model_dump(mode="json"),
-            on_ended=self._on_ended,
-            costs=settings.costs,
+            config, queue, self.folder, on_changed=self._on_changed, costs=settings.costs
         )
-        self.metrics = Metrics(queue, self.engine, self.events)
+        self.metrics = Metrics(queue, self.engine, self.followers)
         self.engine.observe(self.metrics)
         self.prover = Prover(
             queue,
@@ -110,9 +104,11 @@ class Service:
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
 
-    def _on_ended(self, job: Job) -> None:
-        self.metrics.ended(job)
-        self.prover.wake()
+    def _on_changed(self, job: Job) -> None:
+        self.followers.wake(job.id)
+        if job.state.is_final:
+            self.metrics.ended(job)
+            self.prover.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -216,7 +212,7 @@ class Service:
         if job.proof == "running":
             self.prover.stop(id)
         remove_job(self.queue, self.folder, id)
-        self.events.forget(id)
+        self.followers.wake(id)
         return DeletedVideo(id=id, status=job.state)
 
     def cancel(self, id: str, owner: Owner) -> Job:
