@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
@@ -75,6 +76,14 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
     proof_reason: str | None = None
+
+    def clip_in(self, folder: Path) -> Path:
+        """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
+        return folder / CLIPS / f"{self.id}.mp4"
+
+    def photo_in(self, folder: Path) -> Path | None:
+        """The photograph's file in a data folder; it may not exist."""
+        return folder / PHOTOS / self.photo if self.photo else None
 
 
 def new_id() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -26,18 +24,10 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.errors import (
-    InputError,
-    ModelError,
-    OutOfMemoryError,
-    RequestError,
-    SvdppError,
-    error_from_dict,
-    error_to_dict,
-)
+from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
 from svdpp.launch import environment
 from svdpp.launch.process_lifetime import end_with_parent
-from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
@@ -46,11 +36,6 @@ _POLL_SECONDS = 0.05
 # Without a word of new work, how often idle time is looked for.
 _LOOK_SECONDS = 0.5
 _MAX_REQUESTED = 1000
-_MAX_FAILED = 1000
-# Before a failed verification is tried again.
-_PAUSE_SECONDS = 600.0
-#: Errors that another attempt would meet again; others are about memory, or a process that died.
-_LASTING = (InputError, ModelError, RequestError)
 _ANSWER = "answer.json"
 _NICE = 19
 
@@ -78,8 +63,6 @@ class Prover:
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self._changed = threading.Condition()
-        # When clips that could not be verified are tried again.
-        self._failed: dict[str, float] = {}
         self.running: str | None = None
         """The id of the job that is being verified."""
         self._is_dropped = False  # that job
@@ -123,17 +106,15 @@ class Prover:
             return self._queue.set_proof(id, "failed", missing)
         with self._changed:
             known = self._queue.to_prove()
-            if id not in known:
-                if len(known) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
-                    return False
-                self._failed.pop(id, None)
+            is_taken = id in known or (
+                len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
+            )
             self._changed.notify_all()
-        return True
+        return is_taken
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
         with self._changed:
-            self._failed.pop(id, None)
             self._queue.set_proof(id, "none")
             self._is_dropped |= id == self.running
             self._changed.notify_all()
@@ -153,32 +134,22 @@ class Prover:
                 self._changed.wait(_LOOK_SECONDS)
 
     def _begin(self) -> Job | None:
-        """The next job to verify, whose proof is `running` from now on."""
+        """The next job to verify, whose proof is `running` from now on: a requested one first."""
         with self._changed:
-            job = self._next() if self._is_idle() else None
-            if job is None or not self._queue.set_proof(job.id, "running"):
+            if not self._is_idle():
                 return None
-            self.running, self._is_dropped = job.id, False
-            return job
-
-    def _next(self) -> Job | None:
-        """A requested job, else one to be tried again, else the newest."""
-        now = time.monotonic()
-        again = [id for id, retry_at in list(self._failed.items()) if retry_at <= now]
-        for id in (*self._queue.to_prove(), *again):
-            if (job := self._queue.get(id)) is not None and job.state is JobState.COMPLETED:
-                return job
-            self._failed.pop(id, None)
-        unproved = self._queue.unproved() if self._when_idle else []
-        newest = next((id for id in unproved if id not in self._failed), None)
-        return None if newest is None else self._queue.get(newest)
+            for id in self._queue.to_prove() or (self._queue.unproved() if self._when_idle else ()):
+                job = self._queue.get(id)
+                if job is not None and self._queue.set_proof(id, "running"):
+                    self.running, self._is_dropped = id, False
+                    return job
+        return None
 
     def _verify(self, job: Job) -> None:
         try:
             answer = self._answer(job)
             with self._changed:
                 if answer is not None and not self._is_dropped:
-                    self._failed.pop(job.id, None)
                     self._take(job, answer)
         finally:
             with self._changed:
@@ -188,7 +159,9 @@ class Prover:
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
         missing = self._missing(job)
         if answer["equal"] is None or missing:
-            self._fail(job, InputError(missing) if missing else error_from_dict(answer["error"]))
+            error = missing or answer["error"]["message"]
+            logger.warning("{} could not be verified: {}", job.id, error)
+            self._queue.set_proof(job.id, "failed", self._shown(error))
             return
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
@@ -196,33 +169,17 @@ class Prover:
         self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
         self._on_verdict(verdict)
 
-    def _fail(self, job: Job, error: SvdppError) -> None:
-        logger.warning("{} could not be verified: {}", job.id, error)
-        again = f"; it is tried again in {_PAUSE_SECONDS:g} s, once the ranks are idle"
-        retry_at = time.monotonic() + _PAUSE_SECONDS
-        if isinstance(error, _LASTING):
-            again, retry_at = "", math.inf
-        self._failed[job.id] = retry_at
-        if len(self._failed) > _MAX_FAILED:
-            del self._failed[next(iter(self._failed))]
-        self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)
-
     def _shown(self, text: str) -> str:
         """`text` for clients, who need not know where files are."""
         return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
 
     def _missing(self, job: Job) -> str:
         """Which file the verification lacks; empty if it has all."""
-        json_file, photo = self._files(job)
-        needed = {"clip": json_file.with_suffix(""), "clip's JSON": json_file}
-        needed |= {"image": photo} if photo else {}
+        clip = job.clip_in(self._folder)
+        needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
+        needed |= {"image": photo} if (photo := job.photo_in(self._folder)) else {}
         gone = [name for name, path in needed.items() if not path.is_file()]
         return f"file missing: the {' and the '.join(gone)}" if gone else ""
-
-    def _files(self, job: Job) -> tuple[Path, Path | None]:
-        """The clip's JSON, and the photograph."""
-        photo = self._folder / PHOTOS / job.photo
-        return self._folder / CLIPS / f"{job.id}.mp4.json", photo if job.photo else None
 
     def _answer(self, job: Job) -> dict[str, Any] | None:
         """What the process found; None if it was stopped."""
@@ -240,8 +197,8 @@ class Prover:
     @contextlib.contextmanager
     def _process(self, job: Job, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
         """The process, which is killed at the end with those that it started."""
-        json_file, photo = self._files(job)
-        arguments = [json_file, photo or "", temporary / _ANSWER, os.getpid()]
+        clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
+        arguments = [f"{clip}.json", photo or "", temporary / _ANSWER, os.getpid()]
         with (temporary / "output.txt").open("wb") as output:
             process = subprocess.Popen(
                 environment.helper_command("svdpp.serve.prover", *map(str, arguments)),

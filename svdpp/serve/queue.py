@@ -13,7 +13,7 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
@@ -197,15 +197,17 @@ class JobQueue(QueueFile):
         limit: int,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
-        state: JobState | None = None,
+        states: Sequence[JobState] = (),
     ) -> list[Job]:
-        """Jobs by the time of request: of one owner, in one state, after the job of an id."""
+        """Jobs by the time of request: of one owner, in some states, after the job of an id."""
+        conditions, values = ["true", _any_of(states)] if states else ["true"], []
         seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
-        given = {"owner = ?": owner, seq: after, "state = ?": state}
-        conditions = {text: value for text, value in given.items() if value is not None}
-        where = " AND ".join(conditions) or "true"
-        tail = f"WHERE {where} ORDER BY seq {order} LIMIT ?"
-        return self._jobs(tail, *conditions.values(), limit)
+        for condition, value in (("owner = ?", owner), (seq, after)):
+            if value is not None:
+                conditions.append(condition)
+                values.append(value)
+        tail = f"WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
+        return self._jobs(tail, *values, limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
@@ -237,7 +239,7 @@ class JobQueue(QueueFile):
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
         return self._ids(
-            "state = 'completed' AND proof IN ('none', 'failed')"
+            "state = 'completed' AND proof = 'none'"
             " AND json_extract(metadata, '$.file_sha256') IS NOT NULL ORDER BY seq DESC"
         )
 

@@ -305,7 +305,7 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
 )
 def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The clip as mp4; takes Range requests."""
-    path = service.clip_path(service.completed(id, owner))
+    path = service.completed(id, owner).clip_in(service.folder)
     if not path.is_file():
         raise ApiError(404, "no_content", "the video has no file")
     return _private_file(path, "video/mp4", request)
@@ -318,10 +318,9 @@ def get_content(id: str, service: Served, owner: Owned, request: Request) -> Res
 )
 def get_input(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The photograph, as the client sent it."""
-    job = service.job(id, owner)
-    if not job.photo:
+    path = service.job(id, owner).photo_in(service.folder)
+    if path is None:
         raise ApiError(404, "no_input", "the video was made from text alone")
-    path = service.photo_path(job)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
     kind = {".jpg": "jpeg", ".tif": "tiff"}.get(path.suffix, path.suffix[1:])

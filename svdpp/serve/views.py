@@ -113,7 +113,9 @@ class Video(BaseModel):
     seed: int
     fit: Fit
     priority: int
-    place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
+    place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")] = (
+        None
+    )
     held: Annotated[
         str | None,
         Field(
@@ -228,26 +230,26 @@ def size_of(width: int, height: int) -> str:
 def video_of(
     job: Job,
     *,
+    step: int = 0,
     place: int | None = None,
-    eta_seconds: float | None = None,
-    steps_done: int = 0,
     rank: int | None = None,
+    eta_seconds: float | None = None,
     expires_at: float | None = None,
 ) -> Video:
     """The API's view of a job.
 
-    Of an open one: the number of clips that begin before it, if it waits; the seconds until it is
-    completed, if known; what the ranks have done. `expires_at` is when its files are removed.
+    Of an open one: the steps that are done, the seconds until it is completed, its `place` if it
+    waits, and its `rank`. Of a final one: when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
-    step = steps if is_done else min(steps_done, steps)
+    step = steps if is_done else min(step, steps)
     values = params_view(job.sampling)
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(
         id=job.id,
-        model=job.model or "unknown",
+        model=job.model,
         status=job.state,
         progress=100 if is_done else min(99, 100 * step // steps),
         created_at=int(job.created_at),
