@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from svdpp.cli import bench_fields
 from svdpp.cli.bench_fields import BenchOptions
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
@@ -24,11 +22,11 @@ from svdpp.errors import (
     error_to_dict,
     highest_code,
 )
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
-    from svdpp.bench.runner import Bench, Ranks
+    from svdpp.bench.runner import Bench
 
 
 @command(
@@ -54,12 +52,15 @@ def bench(
     from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
     is missed by more than noise.
     """
+    if launched is not None:
+        raise RequestError(
+            "svdpp bench starts its own ranks", "start it on one host, without torchrun or srun"
+        )
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         if names or overrides or asked.settings or asked.baseline is not None:
             raise RequestError("--compare takes two folders and no configuration")
-        if not is_member(launched):
-            _compare(console, *asked.compare)
+        _compare(console, *asked.compare)
         return
     overrides = [*(asked.settings or []), *overrides]
     if asked.torch_profile:
@@ -71,25 +72,21 @@ def bench(
                 f"{option} takes one point, and the lists span {len(points)}",
                 f"leave {option} out, or give one value for each field",
             )
-    if is_member(launched):
-        _serve(console, _benches(points, launched), launched)
-        return
     from svdpp.launch import fork_server
 
     traces.check()
     with bench_fields.named():
         families = [bench_fields.family(point) for point in points]
-    if launched is None:
-        fork_server.start_early(
-            family=next(filter(None, families), None), device=points[0].pipeline.device
-        )
-    benches = _benches(points, launched)
+    fork_server.start_early(
+        family=next(filter(None, families), None), device=points[0].pipeline.device
+    )
+    benches = _benches(points)
     if asked.baseline is not None:
         from svdpp.bench.compare import check_baseline
 
         first = benches[0].asked
         check_baseline(asked.baseline, first.model_dump(mode="json"), first.measure.repeats)
-    _measure(console, launched, benches, asked, traces.trace)
+    _measure(console, benches, asked, traces.trace)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
@@ -128,79 +125,50 @@ def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
     return read_grid(names[0], overrides)
 
 
-def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
+def _benches(points: list[BenchConfig]) -> list[Bench]:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
     benches = []
     with bench_fields.named():
-        configs = [bench_fields.pipeline_config(point, launched) for point in points]
+        configs = [bench_fields.pipeline_config(point) for point in points]
         for point, config in zip(points, configs, strict=True):
             pipeline = Pipeline(config)
-            one = Bench(point, pipeline.config, launched)
+            one = Bench(point, pipeline.config)
             if pipeline.checkpoint is not None:
                 pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
             benches.append(one)
     return benches
 
 
-def _serve(console: Console, benches: list[Bench], world: World) -> None:
-    """Takes part in every pipeline; only rank 0 measures."""
-    from svdpp.bench.runner import pipelines_of, serve_all
-    from svdpp.cli.log import open_log
-
-    open_log(verbosity=0, log_file=None)
-    serve_all(pipelines_of(benches), lambda pipeline: serve_member(pipeline, world, console))
-
-
 def _measure(
-    console: Console,
-    launched: World | None,
-    benches: list[Bench],
-    asked: BenchOptions,
-    trace: Path | None,
+    console: Console, benches: list[Bench], asked: BenchOptions, trace: Path | None
 ) -> None:
-    """Measures point by point.
-
-    If this command starts the ranks, the other points are measured even when one fails. Ranks that
-    a launcher started end with the first failure.
-    """
-    from svdpp.bench.runner import Ranks, pipelines_of
-
-    with contextlib.ExitStack() as stack:
-        ranks = None
-        if launched is not None:
-            ranks = stack.enter_context(Ranks(pipelines_of(benches), launched=True))
-        found: list[dict[str, Any]] = []
-        failures: list[SvdppError] = []
-        for index, one in enumerate(benches):
-            if len(benches) > 1:
-                console.info(f"point {index + 1} of {len(benches)}")
-            try:
-                found.append(_run(console, one, ranks, asked, trace))
-            except SvdppError as error:
-                if len(benches) == 1:
-                    raise
-                failures.append(error)
-                config = one.asked.model_dump(mode="json")
-                found.append({"config": config, "error": error_to_dict(error)})
-                if ranks is not None:
-                    break  # the ranks ended with the point
-                console.info(f"point {index + 1} of {len(benches)}: {error.message}")
-            else:
-                failures += _failures(one, found[-1])
-        if console.as_json:
-            console.json(found)
-        _raise_worst(failures, len(benches))
+    """Measures point by point, the others also when one fails."""
+    found: list[dict[str, Any]] = []
+    failures: list[SvdppError] = []
+    for index, one in enumerate(benches):
+        point = f"point {index + 1} of {len(benches)}"
+        if len(benches) > 1:
+            console.info(point)
+        try:
+            found.append(_run(console, one, asked, trace))
+        except SvdppError as error:
+            if len(benches) == 1:
+                raise
+            failures.append(error)
+            found.append(
+                {"config": one.asked.model_dump(mode="json"), "error": error_to_dict(error)}
+            )
+            console.info(f"{point}: {error.message}")
+        else:
+            failures += _failures(one, found[-1])
+    if console.as_json:
+        console.json(found)
+    _raise_worst(failures, len(benches))
 
 
-def _run(
-    console: Console,
-    one: Bench,
-    ranks: Ranks | None,
-    asked: BenchOptions,
-    trace: Path | None,
-) -> dict[str, Any]:
+def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) -> dict[str, Any]:
     from svdpp.bench.compare import compare
     from svdpp.bench.names import COSTS, PROFILE
     from svdpp.bench.results import Results
@@ -213,7 +181,7 @@ def _run(
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     with kept.failure_recorded(), bench_fields.named():
-        one.run(console.info, kept.add, ranks)
+        one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
     if asked.baseline is not None:

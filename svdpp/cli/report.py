@@ -61,7 +61,7 @@ def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> N
     if is_bench(options.folder):
         found = read_bench_report(options.folder)
     else:
-        found = read_report(options.folder, counts_flops=True)
+        found = read_report(options.folder)
 
     def show(console: Console) -> None:
         if isinstance(found, BenchReport):
@@ -133,7 +133,7 @@ def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
         if advice.command:
             console.result(f"    {advice.command}")
     console.result()
-    for line in [*found.device_lines, *filter(None, [str(found.speeds)])]:
+    for line in found.device_lines:
         console.result(line)
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"

@@ -25,7 +25,6 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     show_dry_run,
-    utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
@@ -163,9 +162,7 @@ class _Run:
         if made and figures is not None:
             announce_report(console, figures, policy.manifest)
         if console.as_json:
-            speeds = utilisation(figures) if made and figures else None
-            done = ({**clip, "utilisation": speeds} for clip in made)
-            console.json([*clips.skipped, *done, *lost])
+            console.json([*clips.skipped, *made, *lost])
         else:
             print_clips(console, policy.folder, clips.skipped, made, lost)
         if lost:

@@ -23,7 +23,6 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.run_recorder import RunRecorder
-    from svdpp.diagnostics.utilisation import Speeds
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.forecast import Forecast
 
@@ -148,16 +147,14 @@ def _perform(
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
     from svdpp.diagnostics.report import overrun
-    from svdpp.diagnostics.utilisation import speeds_of
 
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
     figures = recorder.figures()
     reason = "" if figures is None else overrun(figures, times["forecast"].makespan)
     if reason:
         console.info(f"warning: {reason}")
-    speeds = speeds_of(figures)
     if console.as_json:
-        console.json({**_to_json(pipeline, times, speeds), "overrun": reason or None})
+        console.json({**_to_json(pipeline, times), "overrun": reason or None})
         return
     _print_ranks(console, pipeline)
     for name, one in times.items():
@@ -166,14 +163,10 @@ def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
             f"{one.first_clip:.2f} s, then one every {one.seconds_per_clip:.2f} s; "
             f"bubble {one.bubble:.0%}"
         )
-    if speeds.ranks:
-        console.result(str(speeds))
 
 
-def _to_json(pipeline: Pipeline, times: dict[str, Forecast], speeds: Speeds) -> dict[str, Any]:
+def _to_json(pipeline: Pipeline, times: dict[str, Forecast]) -> dict[str, Any]:
     config, ranks = pipeline.config, pipeline.trace.to_json()
-    for each in speeds.ranks:
-        ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     fields = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
