@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from svdpp.bench.compare import Ratio, compare, read_summary
-from svdpp.bench.names import (
+from svdpp.bench.compare import (
     CASES,
     CONFIG,
     COSTS,
@@ -20,21 +19,23 @@ from svdpp.bench.names import (
     PIPELINE,
     ROUNDS,
     SUMMARY,
+    Ratio,
+    Summary,
+    compare,
+    read_summary,
 )
 from svdpp.bench.targets import missed
 from svdpp.config.files import read_small_file
 from svdpp.diagnostics.figures import figures_of
-from svdpp.diagnostics.report import Again, Diagnosis, diagnose
+from svdpp.diagnostics.report import Diagnosis, diagnose
 from svdpp.errors import InputError
+from svdpp.plan.layout import Layout
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MAX_BYTES = 2**28
-# Each round starts the ranks again on purpose, and no case writes files.
-_NOT_IN_A_BENCH = ("start_up", "disk")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseReport:
+class CaseReport(NamedTuple):
     """What was measured of one case."""
 
     name: str
@@ -54,7 +55,7 @@ class BenchReport:
     folder: Path
     error: str
     """What ended the bench early; empty if nothing did."""
-    summary: Mapping[str, Any] | None
+    summary: Summary | None
     """None if the bench has not finished."""
     cases: tuple[CaseReport, ...]
     noise: tuple[Ratio, ...] = ()
@@ -112,7 +113,7 @@ def read_bench_report(folder: Path) -> BenchReport:
     try:
         rounds, error = _read_rounds(folder / ROUNDS)
         summary = read_summary(folder) if (folder / SUMMARY).exists() else None
-        noise: Sequence[Ratio] = () if summary is None else compare(folder, folder).ratios
+        noise = [] if summary is None else compare(folder, folder).ratios
         cases = rounds if summary is None else summary["cases"]
         return BenchReport(
             folder=folder,
@@ -144,31 +145,27 @@ def _read_rounds(path: Path) -> tuple[dict[str, list[dict[str, Any]]], str]:
 
 
 def _case(
-    folder: Path, name: str, rounds: list[dict[str, Any]], summary: Mapping[str, Any] | None
+    folder: Path, name: str, rounds: list[dict[str, Any]], summary: Summary | None
 ) -> CaseReport:
-    about = summary["cases"][name] if summary is not None else {"rounds": rounds, "error": ""}
-    report = CaseReport(name=name, num_rounds=len(about["rounds"]), error=str(about["error"] or ""))
+    about: Mapping[str, Any] = {"rounds": rounds} if summary is None else summary["cases"][name]
+    report = CaseReport(name, len(about["rounds"]), str(about.get("error") or ""))
     rounds = sorted(rounds, key=lambda record: float(record["measured"]["makespan"]))
     if not rounds:
         return report
     median = rounds[(len(rounds) - 1) // 2]
     figures = figures_of(median, repr(str(folder / ROUNDS)))
     assert figures is not None
-    diagnosis = diagnose(figures, _again(folder), without=_NOT_IN_A_BENCH)
+
+    def command(layout: Layout) -> str:
+        words = [str(folder / CONFIG), f"--pipeline.split={layout.split}"]
+        words += [f"--pipeline.{n}={getattr(layout, n)}" for n in ("replicas", "decoders")]
+        if layout.split != "uniform":
+            words.append(f"--pipeline.costs={folder / COSTS}")
+        return f"svdpp bench {shlex.join(words)}"
+
+    found = diagnose(figures, command, without=("disk",))  # no case writes files
+    advice = found.advice
     # Before the end the costs file does not exist, and data parallel is measured, not forecast.
-    shown = [] if name != PIPELINE or summary is None else diagnosis.advice
-    advice = tuple(each for each in shown if not each.text.startswith(DATA_PARALLEL))
-    diagnosis = replace(diagnosis, advice=advice)
-    return replace(report, round=int(median["round"]), diagnosis=diagnosis)
-
-
-def _again(folder: Path) -> Again:
-    def command(changes: Mapping[str, object]) -> str:
-        sections = {"decode_chunk_size": "workload"}
-        fields = (
-            f"--{sections.get(name, 'pipeline')}.{name}={shlex.quote(str(value))}"
-            for name, value in changes.items()
-        )
-        return f"svdpp bench {shlex.quote(str(folder / CONFIG))} {' '.join(fields)}"
-
-    return Again(folder / COSTS, command)
+    if name != PIPELINE or summary is None or (advice and advice.text.startswith(DATA_PARALLEL)):
+        found = replace(found, advice=None)
+    return report._replace(round=int(median["round"]), diagnosis=found)

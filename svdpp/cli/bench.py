@@ -169,8 +169,7 @@ def _measure(
 
 
 def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) -> dict[str, Any]:
-    from svdpp.bench.compare import compare
-    from svdpp.bench.names import COSTS, PROFILE
+    from svdpp.bench.compare import COSTS, PROFILE, compare
     from svdpp.bench.results import Results
     from svdpp.cli.bench_report import show_comparison, show_summary
     from svdpp.cli.progress import Progress

@@ -126,15 +126,13 @@ def _print_diagnosis(console: Console, found: Diagnosis, what: str) -> None:
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
         console.result(f"  {finding.text}{lost}")
-    if found.advice:
+    if (advice := found.advice) is not None:
         console.result("\nWhat would help")
-    for advice in found.advice:
         console.result(f"  {'; '.join(filter(None, (advice.text, advice.note)))}")
-        if advice.command:
-            console.result(f"    {advice.command}")
+        console.result(f"    {advice.command}")
     console.result()
-    for line in found.device_lines:
-        console.result(line)
+    for room in found.head_rooms:
+        console.result(str(room))
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"
         console.result(f"the {what} took, against the forecast by all measured costs: {error}")

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
+from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.bench.results import Results
 from svdpp.bench.runner import Bench
 from svdpp.diagnostics.figures import RunFigures
 from tests.bench.test_bench_runner import bench_of, round_of
 from tests.diagnostics.made_up_runs import EVEN, replayed
 
-FIGURES = replayed(device="cuda", num_devices=2)
-_ALONE = replayed(EVEN, world_size=1, device="cuda", num_devices=2)
+FIGURES = replayed()
+_ALONE = replayed(EVEN, world_size=1)
 
 
 def begun_bench(root: Path, *overrides: str) -> tuple[Bench, Results]:

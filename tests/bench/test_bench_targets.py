@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from svdpp.bench.compare import DATA_PARALLEL, FIGURES, ONE_DEVICE, PIPELINE
 from svdpp.bench.config import BenchConfig, read_grid
-from svdpp.bench.names import DATA_PARALLEL, FIGURES, ONE_DEVICE, PIPELINE
 from svdpp.bench.results import summary
 from svdpp.bench.runner import Bench
 from svdpp.bench.targets import missed, outcome
@@ -157,8 +157,6 @@ def test_too_few_rounds_for_a_target_are_refused() -> None:
     [
         ("pipeline_over_data_parallel", "data parallel is not a case"),
         ("peak_allocated_gib", "only peak_reserved_gib is measured"),
-        ("tflops", "the FLOPs of the dummy model are not counted"),
-        ("mfu", "no published peak is known for the CPU"),
     ],
 )
 def test_what_will_not_be_measured_is_refused_before_the_bench(name: str, words: str) -> None:

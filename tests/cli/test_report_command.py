@@ -38,7 +38,7 @@ def test_the_report_on_a_bench(tmp_path: Path) -> None:
     for words in (
         *("pipeline over data parallel: 1.997", "the same bits in every case"),
         *("makespan_seconds", "missed", "pipeline, round 2, whose makespan is the median"),
-        *("What limits it", "2 clips are few for 2 ranks", "What would help"),
+        *("What limits it", "2 clips are few for 2 ranks"),
         *("Noise: an equal bench", "pipeline: clips/min"),
     ):
         assert words in answer.out
