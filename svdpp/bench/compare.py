@@ -18,7 +18,7 @@ CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 
 #: The files of a bench.
 SUMMARY, CONFIG, ENVIRONMENT = "summary.json", "config.yaml", "env.json"
-ROUNDS, TABLE, PROFILE, COSTS = "rounds.jsonl", "summary.csv", "profile.json", "costs.json"
+ROUNDS, PROFILE, COSTS = "rounds.jsonl", "profile.json", "costs.json"
 
 #: The parts of the ranks' time; `summary.json` has the share of each.
 TIME_PARTS = ("compute", "wait", "transfer", "idle", "unaccounted")

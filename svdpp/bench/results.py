@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import json
+import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from svdpp.bench.compare import (
     PIPELINE,
     ROUNDS,
     SUMMARY,
-    TABLE,
     TIME_PARTS,
     is_share,
 )
@@ -31,11 +29,11 @@ from svdpp.bench.targets import outcome
 from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.diagnostics.environment import environment
 from svdpp.diagnostics.figures import rounded
-from svdpp.errors import OutputError, SvdppError, error_to_dict
+from svdpp.diagnostics.report import diagnose
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import percentile
-from svdpp.redaction import redact_all
+from svdpp.plan.layout import Layout
 
 SCHEMA_VERSION = 3
 
@@ -56,21 +54,9 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's figures, for `svdpp report`."""
-        measured = redact_all(done.figures.to_json())
-        self._append({"case": done.case, "round": done.number, "measured": measured})
-
-    @contextlib.contextmanager
-    def failure_recorded(self) -> Iterator[None]:
-        """Records an error that ends the block, for `svdpp report`."""
-        try:
-            yield
-        except SvdppError as error:
-            with contextlib.suppress(OutputError):  # it would hide the error
-                self._append({"error": redact_all(error_to_dict(error))})
-            raise
-
-    def _append(self, record: Mapping[str, Any]) -> None:
+        """Appends a round's figures, which stay if the bench fails later."""
+        measured = done.figures.to_json()
+        record = {"case": done.case, "round": done.number, "measured": measured}
         with (
             output_files.disk_errors(f"{ROUNDS} cannot be written"),
             (self.folder / ROUNDS).open("a", encoding="ascii") as file,
@@ -78,21 +64,32 @@ class Results:
             file.write(json.dumps(record) + "\n")
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary, table and costs; returns what `summary.json` holds."""
-        found = summary(self._bench, self.run_id)
+        """Writes summary and costs; returns what `summary.json` holds."""
+        found = {**summary(self._bench, self.run_id), "limits": self._limits()}
         output_files.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
         output_files.write_json(self.folder / SUMMARY, found)
-        rows = list(_table(found))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        output_files.write_text(self.folder / TABLE, text.getvalue())
         return found
+
+    def _limits(self) -> dict[str, Any]:
+        """The diagnosis of the pipeline's round with the median makespan."""
+        rounds = sorted(self._bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
+        median = rounds[(len(rounds) - 1) // 2]
+
+        def command(layout: Layout) -> str:
+            words = [str(self.folder / CONFIG), f"--pipeline.split={layout.split}"]
+            words += [f"--pipeline.{n}={getattr(layout, n)}" for n in ("replicas", "decoders")]
+            if layout.split != "uniform":
+                words.append(f"--pipeline.costs={self.folder / COSTS}")
+            return f"svdpp bench {shlex.join(words)}"
+
+        found = diagnose(median.figures, command, without=("disk",))  # no case writes files
+        if found.advice is not None and found.advice.text.startswith(DATA_PARALLEL):
+            found = replace(found, advice=None)  # it is measured, not forecast
+        return {"round": median.number, **found.to_json()}
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
-    """The content of `summary.json`."""
+    """What `summary.json` holds, without what limits the pipeline."""
     cases = {case: _case(bench, case) for case in bench.cases}
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -182,12 +179,3 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     elsewhere = [done.trace for done in bench.rounds_of(DATA_PARALLEL)]
     source = f"measured by: svdpp bench, {bench.asked.experiment}/{run_id}"
     return median_costs(bench.config, None, traces, elsewhere, source=source)
-
-
-def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    about = {name: content[name] for name in ("experiment", "run_id", "config_sha256")}
-    hashes = " ".join(content["latents_sha256"]) if content["same_bits"] else ""
-    for case, values in content["cases"].items():
-        names = {"case": case, "layout": values["layout"], "world": values["world"]}
-        for figures in values["rounds"]:
-            yield {**about, **names, **figures, "latents_sha256": hashes}

@@ -179,7 +179,7 @@ def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) 
     one.trace_path = trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    with kept.failure_recorded(), bench_fields.named():
+    with bench_fields.named():
         one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
@@ -191,7 +191,6 @@ def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) 
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
-    console.info(f"what limits it: svdpp report {folder}")
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}

@@ -38,7 +38,7 @@ class Advice(NamedTuple):
 class HeadRoom(NamedTuple):
     """Peak memory of the ranks that share one memory, and its size, in bytes."""
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     peak_bytes: int
     total_bytes: int
 
@@ -102,7 +102,7 @@ class Diagnosis:
             sharing[rank.memory_id or f"rank {rank.rank}"].append(rank)
         return [
             HeadRoom(
-                tuple(rank.rank for rank in ranks),
+                [rank.rank for rank in ranks],
                 sum(rank.peak_bytes or 0 for rank in ranks),
                 ranks[0].device_bytes,
             )
@@ -243,5 +243,5 @@ def _find_manifest(path: Path) -> Path:
         )
     raise InputError(
         f"{str(path)!r} is not the folder of a run: it has no {NAME}",
-        "name the folder that svdpp run wrote with --out, or results/EXPERIMENT/RUN of a bench",
+        "name the folder that svdpp run wrote with --out; a bench prints what limits it",
     )
