@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, setting, switch
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, argument, setting, switch
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -28,16 +26,12 @@ if TYPE_CHECKING:
 class BenchOptions:
     """What to measure or compare."""
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its "
-            "values is measured.",
-            show_default=False,
-        ),
-    ] = None
+    words: list[str] | None = argument(
+        "CONFIG [--SECTION.FIELD=VALUE]...",
+        "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
+        "svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its values is "
+        "measured.",
+    )
     settings: list[str] | None = setting(
         LAYOUT,
         "SECTION.FIELD=VALUE",

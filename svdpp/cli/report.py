@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
 from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
@@ -23,14 +21,7 @@ if TYPE_CHECKING:
 class ReportOptions:
     """The run, and where the page goes."""
 
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder of a run, or a run.json.",
-            show_default=False,
-        ),
-    ]
+    folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
     html: Path | None = setting(
         DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
@@ -65,7 +65,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
@@ -26,18 +27,20 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.forecast import Forecast
 
-_TimeScale = Annotated[
-    float | None,
-    option(
-        "--time-scale",
-        panel=COSTS,
-        metavar="X",
-        help="Make the dummy model sleep for the time of --costs times X, to imitate other "
-        "devices at another speed.",
-        default="no sleep",
-    ),
-]
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions(ClipOptions):
+    """Clips of a rehearsal, and their speed."""
+
+    time_scale: float | None = setting(
+        COSTS,
+        "X",
+        "Make the dummy model sleep for the time of --costs times X, to imitate other devices at "
+        "another speed.",
+        shown="no sleep",
+    )
 
 
 @command(
@@ -67,14 +70,13 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 def simulate(
     console: Console,
     launched: World | None,
-    clips: ClipOptions,
+    clips: RehearsalOptions,
     prompts: PromptOptions,
     traces: TraceOptions,
     log: LogOptions,
     options: PipelineOptions = PipelineOptions(
         ranks=RankOptions(device="cpu"), model=ModelOptions(model=DUMMY_MODEL)
     ),
-    time_scale: _TimeScale = None,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -97,7 +99,7 @@ def simulate(
         device=options.ranks.device_for(model.model),
         from_image=needs_image(model),
         on_cpu=4,
-        time_scale=time_scale,
+        time_scale=clips.time_scale,
     ).resolve()
     num_clips = clips.at_least_one(2 * config.world_size)
     open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)

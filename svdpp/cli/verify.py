@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import fit_chunk
@@ -48,15 +48,12 @@ _CONDITIONS = (
 class ProofOptions(ClipOptions):
     """Inputs, tolerance and report of a proof."""
 
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[INPUT...|CLIP...]",
-            help="Image files, folders or globs; or finished clips to recompute: files, their "
-            "JSON, or a folder of them.",
-            show_default="an image that comes with svdpp",
-        ),
-    ] = None
+    inputs: list[str] | None = argument(
+        "[INPUT...|CLIP...]",
+        "Image files, folders or globs; or finished clips to recompute: files, their JSON, or a "
+        "folder of them.",
+        shown="an image that comes with svdpp",
+    )
     tolerance: float = setting(
         DIAGNOSTICS,
         "ATOL",
@@ -99,7 +96,7 @@ class ProofOptions(ClipOptions):
     },
 )
 def verify(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     proof: ProofOptions,
@@ -245,7 +242,7 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
         console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
-def _refuse_without_effect(context: typer.Context) -> None:
+def _refuse_without_effect(context: click.Context) -> None:
     given = given_options(context)
     given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
     if given:
