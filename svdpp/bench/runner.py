@@ -25,13 +25,6 @@ from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
-from svdpp.worker.messages import (
-    ActionDone,
-    ClipDone,
-    Event,
-    StepDone,
-    TransferDone,
-)
 
 
 @dataclass(kw_only=True)
@@ -51,7 +44,7 @@ class Round:
 
 @dataclass
 class Bench:
-    """One point of a grid: its cases, and their measured rounds."""
+    """A configuration: its cases, and their measured rounds."""
 
     asked: BenchConfig
     config: PipelineConfig
@@ -123,12 +116,13 @@ class Bench:
         num_warmups = self.asked.measure.warmups * num_routes
         warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
         clips = [*warmups, *self.requests]
-        listener = _Listener(config, num_warmups)
+        trace = Trace(config.world_size)
+        recorder = FigureRecorder(config, partial(schedule_of, config), trace, num_warmups)
         schedule = schedule_of(config, len(clips))
         with self._trace(case, number) as file, self.open_observer(title, schedule) as progress:
-            observers: list[Observer] = [listener, progress, *file]
+            observers: list[Observer] = [recorder, progress, *file]
             if case == ONE_DEVICE:
-                run_reference(config, clips, observers=observers)
+                made = run_reference(config, clips, observers=observers)[num_warmups:]
             else:
                 pipeline = Pipeline(config)
                 for observer in observers:
@@ -136,8 +130,17 @@ class Bench:
                 with pipeline:
                     if warmups:
                         pipeline.run(warmups)
-                    pipeline.run(self.requests)
-        return listener.round(case, number)
+                    made = [result.metadata for result in pipeline.run(self.requests)]
+        figures = recorder.figures()
+        assert figures is not None, "a round has a clip"
+        return Round(
+            case=case,
+            number=number,
+            trace=trace,
+            figures=figures,
+            latents_sha256=[clip["latents_sha256"] for clip in made],
+            frames_sha256=[clip["frames_sha256"] for clip in made],
+        )
 
     @contextlib.contextmanager
     def _trace(self, case: str, number: int) -> Iterator[Sequence[Observer]]:
@@ -170,45 +173,6 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
         )
         cases[DATA_PARALLEL] = apart
     return {**cases, ONE_DEVICE: config.alone()}
-
-
-class _Listener:
-    """Records the ranks' events in a round, without the warm-up clips."""
-
-    def __init__(self, config: PipelineConfig, num_warmups: int) -> None:
-        trace = Trace(config.world_size)
-        self._recorder = FigureRecorder(config, partial(schedule_of, config), trace=trace)
-        self._first = num_warmups
-        self._clips: dict[int, ClipDone] = {}
-
-    def __call__(self, rank: int, event: Event) -> None:
-        if self._is_measured(event):
-            self._recorder(rank, event)
-            if isinstance(event, ClipDone):
-                self._clips[event.clip] = event
-
-    def _is_measured(self, event: Event) -> bool:
-        match event:
-            case StepDone() | TransferDone() | ClipDone():
-                return event.clip >= self._first
-            case ActionDone():
-                return event.action.clip >= self._first
-            case _:
-                return True
-
-    def round(self, case: str, number: int) -> Round:
-        """What was measured."""
-        figures = self._recorder.figures()
-        assert figures is not None, "a round has a clip"
-        metadata = [clip.metadata for _, clip in sorted(self._clips.items())]
-        return Round(
-            case=case,
-            number=number,
-            trace=self._recorder.trace,
-            figures=figures,
-            latents_sha256=[values["latents_sha256"] for values in metadata],
-            frames_sha256=[values["frames_sha256"] for values in metadata],
-        )
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:

@@ -48,6 +48,7 @@ class FigureRecorder:
     Args:
         schedule: what the ranks do to make this many clips, for a forecast; None if it is unknown.
         trace: gets the events; None: one that keeps the last clips.
+        first_clip: the clips before it only warm up, and do not count.
     """
 
     def __init__(
@@ -55,16 +56,19 @@ class FigureRecorder:
         config: PipelineConfig,
         schedule: Callable[[int], Schedule | None],
         trace: Trace | None = None,
+        first_clip: int = 0,
     ) -> None:
         self.trace = trace or Trace(config.world_size, _KEPT_CLIPS)
-        self._config = config
-        self._schedule = schedule
+        self._config, self._schedule, self._first_clip = config, schedule, first_clip
         self._begun = self._ready = time.monotonic()
         self._last_written: float | None = None
         self._reported: dict[int, _Reported] = defaultdict(_Reported)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
+        clip = event.action.clip if isinstance(event, ActionDone) else getattr(event, "clip", None)
+        if clip is not None and clip < self._first_clip:
+            return
         self.trace.add(rank, event)
         reported = self._reported[rank]
         match event:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from svdpp.bench.compare import DATA_PARALLEL, PIPELINE
-from svdpp.bench.config import read_grid
+from svdpp.bench.config import read_config
 from svdpp.bench.results import costs_of
 from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
@@ -23,7 +23,7 @@ TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launc
 
 
 def _bench(world_size: int) -> Bench:
-    (point,) = read_grid("smoke", ["model.name=dummy"])
+    point = read_config("smoke", ["model.name=dummy"])
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy"),

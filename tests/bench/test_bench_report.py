@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.bench.compare import ROUNDS, SUMMARY
-from svdpp.bench.config import BenchConfig, read_grid
+from svdpp.bench.config import BenchConfig, read_config
 from tests.bench.made_up_benches import FIGURES, leave_bench
 from tests.diagnostics.made_up_runs import EVEN, delayed, replayed
 
@@ -24,7 +24,7 @@ def _limits(folder: Path) -> dict[str, Any]:
 def _asked(command: str) -> BenchConfig:
     program, name, config, *changes = shlex.split(command)
     assert (program, name) == ("svdpp", "bench")
-    (point,) = read_grid(config, [change.removeprefix("--") for change in changes])
+    point = read_config(config, [change.removeprefix("--") for change in changes])
     return point
 
 

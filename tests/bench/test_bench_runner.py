@@ -11,7 +11,7 @@ import pytest
 
 from svdpp.bench import runner as module
 from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, compare
-from svdpp.bench.config import read_grid
+from svdpp.bench.config import read_config
 from svdpp.bench.results import Results, summary
 from svdpp.bench.runner import Bench, Round, cases_of, differing
 from svdpp.cli.bench_report import show_summary
@@ -33,7 +33,7 @@ def config_of(name: str = "dummy", **layout: object) -> PipelineConfig:
 
 
 def bench_of(name: str = "dummy", *overrides: str) -> Bench:
-    (point,) = read_grid("smoke", [f"model.name={name}", *overrides])
+    point = read_config("smoke", [f"model.name={name}", *overrides])
     return Bench(point, config_of(name))
 
 
@@ -151,7 +151,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     source = f"measured by: svdpp bench, smoke/{kept.run_id}"
     assert read_costs(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found
-    assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
+    assert read_config(str(kept.folder / "config.yaml"), []) == one.asked
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
     rates = [each["steady_clips_per_minute"] for each in found["cases"][PIPELINE]["rounds"]]
     assert rates == [60.0, 30.0]
