@@ -222,9 +222,9 @@ class Supervisor:
 
     def _name(self, rank: int) -> str:
         host, local_rank = self._group.location(rank)
-        planned, order = self._config.device, self._config.device_order
+        planned = self._config.device
         if planned == "cuda":
-            planned = f"cuda:{order[rank] if order else local_rank}"
+            planned = f"cuda:{local_rank}"
         device = self.trace.devices.get(rank) or planned
         return f"rank {rank} ({device} of {host})"
 

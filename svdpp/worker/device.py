@@ -17,9 +17,7 @@ from svdpp.models.checkpoint import Checkpoint
 
 def device_of(config: PipelineConfig, world: World) -> str:
     """The device of the rank in `world`, such as `cuda:1`."""
-    return process_group.device_of_rank(
-        config.device, world.local_rank, world.local_size, config.device_order
-    )
+    return process_group.device_of_rank(config.device, world.local_rank, world.local_size)
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:

@@ -167,8 +167,8 @@ def test_only_a_rank_that_never_began_could_not_import_the_script(
     assert told.value.trace == ""
 
 
-def test_before_it_joins_a_rank_is_named_by_the_device_of_the_order() -> None:
-    on_gpus = config(3, steps=6, device="cuda", device_order=(2, 0, 1))
-    ordered = Supervisor(Group([], {}), on_gpus)
-    names = [ordered._name(rank).split()[2] for rank in range(3)]
-    assert names == ["(cuda:2", "(cuda:0", "(cuda:1"]
+def test_before_it_joins_a_rank_is_named_by_its_planned_device() -> None:
+    on_gpus = config(3, steps=6, device="cuda")
+    planned = Supervisor(Group([], {}), on_gpus)
+    names = [planned._name(rank).split()[2] for rank in range(3)]
+    assert names == ["(cuda:0", "(cuda:1", "(cuda:2"]
