@@ -13,9 +13,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest
 from svdpp.driver.leftover_files import LeftoverFiles
-from svdpp.errors import InputError, SvdppError, error_from_dict, reraisable
-from svdpp.launch.connections import FILE
-from svdpp.media.image import read_bytes
+from svdpp.errors import SvdppError, error_from_dict, reraisable
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import (
     Cancel,
@@ -24,7 +22,6 @@ from svdpp.worker.messages import (
     ClipFailed,
     Event,
     Heartbeat,
-    PhotoWanted,
     StepDone,
     StoredTensor,
 )
@@ -216,8 +213,6 @@ class OpenClips:
             case StoredTensor():
                 assert self._tensor_folder is not None
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
-            case PhotoWanted():
-                self._send(rank, FILE + self._image_bytes(event.clip))
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
                 self._advance(clip, rank)
             case StepDone():
@@ -235,16 +230,6 @@ class OpenClips:
                     handle.set_exception(error)
             case _:
                 pass
-
-    def _image_bytes(self, clip: int) -> bytes:
-        """Of a clip's image, for a rank on another host; empty if it can no longer be read."""
-        handle = self._open.get(clip)
-        if handle is None or handle.request.image is None:
-            return b""
-        try:
-            return read_bytes(Path(handle.request.image))
-        except InputError:
-            return b""
 
     def _advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         handle = self._open.get(clip)

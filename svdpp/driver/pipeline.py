@@ -54,8 +54,8 @@ class Pipeline(PipelineRanks):
         latents_folder: keeps the latent checkpoints of requests with a `latents_key` until their
             clip is finished; requests with `done_steps` resume from it.
         profile_path: of the torch.profiler trace of one clip on rank 0.
-        output_folder: where this host writes its clips, whatever their requests say; only for
-            ranks that a launcher has started.
+        shared_paths: images and output folders of requests: ranks on several hosts start only if
+            every host has them, and `latents_folder`, under the same path.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
             losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
         trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
@@ -83,7 +83,7 @@ class Pipeline(PipelineRanks):
         tensor_folder: str | None = None,
         latents_folder: str | None = None,
         profile_path: str | None = None,
-        output_folder: str | None = None,
+        shared_paths: Sequence[str] = (),
         history_clips: int | None = None,
         trace_clips: int | None = None,
         ranks_ignore_signals: bool = False,
@@ -107,10 +107,13 @@ class Pipeline(PipelineRanks):
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
-            output_folder=None if world is None else output_folder,
             fault=fault,
         )
-        super().__init__(setup, backend, world, ignores_signals=ranks_ignore_signals)
+        super().__init__(
+            *(setup, backend, world),
+            ignores_signals=ranks_ignore_signals,
+            shared_paths=shared_paths,
+        )
         self._devices = DeviceCheck(
             config.world_size, backend, allow_mixed=config.allow_mixed_devices
         )

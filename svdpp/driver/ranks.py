@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -37,19 +37,27 @@ _SHARED_FIELDS = frozenset(
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
-    Without a launcher, `serve`, `ask`, `gather` and `check_gathered` raise `ClosedError`.
+    Without a launcher, `serve`, `gather` and `check_gathered` raise `ClosedError`.
 
     A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
     """
 
     def __init__(
-        self, setup: RankSetup, backend: str, world: World | None, *, ignores_signals: bool = False
+        self,
+        setup: RankSetup,
+        backend: str,
+        world: World | None,
+        *,
+        ignores_signals: bool = False,
+        shared_paths: Sequence[str] = (),
     ) -> None:
         self.world = world
         """What the launcher says of this process; None if it starts the ranks itself."""
         self.backend = backend
         self._setup = setup
         self._ignores_signals = ignores_signals
+        folders = [setup.latents_folder] if setup.latents_folder else []
+        self._shared_paths = (*folders, *shared_paths)
         self._joined: JoinedGroup | None = None
         self._observers: tuple[Observer, ...] = ()
 
@@ -71,19 +79,13 @@ class PipelineRanks:
         """
         self._observers = (*self._observers, observer)
 
-    def serve(
-        self,
-        *,
-        say: Callable[[str, bool], None],
-        answer: Callable[[bytes], bytes] = lambda _: b"",
-    ) -> None:
+    def serve(self, *, say: Callable[[str, bool], None]) -> None:
         """Works as a rank other than 0 until rank 0 ends the work.
 
         Observers get the events of this rank only. If the run fails, the process ends here.
 
-        `say` takes the last message of a process that ends, and whether no other process
-        reports it. `answer` answers rank 0's question about this host before the work
-        begins.
+        `say` takes the last message of a process that ends, and whether no other process reports
+        it.
         """
         world = self._launched_world()
         serve_joined(
@@ -92,14 +94,9 @@ class PipelineRanks:
             self._terms(),
             device=device_of(self._setup.config, world),
             observers=self._observers,
-            answer=answer,
             say=say,
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
-
-    def ask(self, question: bytes) -> dict[str, bytes]:
-        """Asks one rank of each other host, before the block; returns the answers, by host."""
-        return self._join().ask(question)
 
     def gather(self) -> None:
         """Joins the other launched ranks, which then wait for work. Call it before the block.
@@ -152,6 +149,7 @@ class PipelineRanks:
             world=self._launched_world(),
             backend=self.backend,
             shared_settings=shared_settings(config, self._setup.checkpoint),
+            shared_paths=self._shared_paths,
             start_timeout=config.start_timeout_seconds,
             peer_timeout=silence_limit(config),
         )

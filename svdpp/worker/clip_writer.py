@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from svdpp.comm.streams import Mark, SideStream
-from svdpp.config import OutputConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
 from svdpp.models.base import Audio, Frames
@@ -45,8 +44,7 @@ class ClipWriter(BoundedExecutor):
     """Writes clips one at a time, in the order of `put`.
 
     The rank's `reporter` is told from the thread. `fps` is for clips whose requests have no
-    sampling parameters, `host` for each clip's JSON if the run spans several hosts, `folder`
-    where this host writes its clips; None: where the requests say.
+    sampling parameters, `host` for each clip's JSON if a launcher has started the ranks.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class ClipWriter(BoundedExecutor):
         *,
         fps: int,
         host: str = "",
-        folder: Path | None = None,
     ) -> None:
         super().__init__("clip-writer", device)
         self._reporter = reporter
@@ -66,7 +63,6 @@ class ClipWriter(BoundedExecutor):
         self._tensor_store = tensor_store
         self._fps = fps
         self._host = host
-        self._folder = folder
         self._stream = SideStream(device)
 
     def put(self, finished: FinishedClip) -> Future[bool]:
@@ -104,7 +100,7 @@ class ClipWriter(BoundedExecutor):
             "resumed_from_step": job.request.done_steps,
             **({"host": self._host} if self._host else {}),
         }
-        output = self._on_this_host(job.request.output)
+        output = job.request.output
         if output is not None and frames is not None:
             # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
             # the hash of the video file.
@@ -128,8 +124,3 @@ class ClipWriter(BoundedExecutor):
             return None
         samples = self._stream.to_host(finished.audio.samples, finished.ready)
         return Audio(samples, finished.audio.rate)
-
-    def _on_this_host(self, output: OutputConfig | None) -> OutputConfig | None:
-        if output is None or self._folder is None:
-            return output
-        return replace(output, path=str(self._folder / Path(output.path).name))

@@ -227,13 +227,6 @@ class StoredTensor(_Message):
     data: Base64Bytes
 
 
-class PhotoWanted(_Message):
-    """The rank encodes a clip next and needs its photograph from rank 0's host."""
-
-    kind: Literal["photo_wanted"] = "photo_wanted"
-    clip: int
-
-
 class ClipFailed(_Message):
     """A clip is lost; the rank goes on with the others."""
 
@@ -283,7 +276,6 @@ Event = Annotated[
     | TransferDone
     | GpuSample
     | StoredTensor
-    | PhotoWanted
     | CheckpointLost
     | PromptCut
     | ClipDone

@@ -12,7 +12,6 @@ import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
-from svdpp.errors import InputError
 from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
@@ -26,8 +25,7 @@ from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.memory import out_of_memory_named, peak_bytes
-from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
-from svdpp.worker.prefetch import from_disk
+from svdpp.worker.messages import Finished, Joined, Started, StoredTensor
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.stage import PipelineStage
@@ -39,8 +37,7 @@ class RankSetup:
     """What every rank gets before it starts.
 
     `roles` are by rank; `links` are pairs (from, to) of ranks that communicate. None for a
-    folder or path: nothing is kept there; for `output_folder`: clips go where their requests
-    say.
+    folder or path: nothing is kept there.
     """
 
     config: PipelineConfig
@@ -50,7 +47,6 @@ class RankSetup:
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
-    output_folder: str | None = None
     fault: InjectedFault | None = None
 
 
@@ -58,7 +54,7 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
     """Runs a rank to its end. Reports every error to the parent before it raises it."""
     if setup.fault:
         setup.fault.reach(context.world.rank, -1, "start")
-    reporter = Reporter(context.channel)
+    reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
     reporter.start()
     sampler = None
     try:
@@ -124,7 +120,6 @@ class _Preparation:
                 tensor_store,
                 fps=config.sampling.fps,
                 host=self.context.host,
-                folder=Path(setup.output_folder) if setup.output_folder else None,
             ),
             reporter,
             config.sampling,
@@ -136,7 +131,6 @@ class _Preparation:
             tensor_store=tensor_store,
             profiler=self._profiler(),
             fault=setup.fault,
-            read_photo=from_disk if self.context.fetch is None else self._from_rank_0,
         )
 
     def _reach(self, place: str) -> None:
@@ -158,15 +152,6 @@ class _Preparation:
         decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
         transport.connect(rounds, self.reporter.connecting, layout.pairs, decode)
         return transport
-
-    def _from_rank_0(self, clip: int, path: Path) -> bytes:
-        """Reads an image from rank 0's host, which is another one."""
-        assert self.context.fetch is not None
-        self.reporter.send(PhotoWanted(clip=clip))
-        data = self.context.fetch()
-        if not data:
-            raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
-        return data
 
     def _tensor_store(self) -> TensorStore | None:
         """Keeps results for verification; a rank that may be on another host sends them."""

@@ -25,10 +25,14 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sends a rank's events to the parent; any thread may call it."""
+    """Sends a rank's events to the parent; any thread may call it.
 
-    def __init__(self, channel: Channel) -> None:
+    `other_host` is the rank's host, named in the errors of clips, if it is not that of rank 0.
+    """
+
+    def __init__(self, channel: Channel, other_host: str = "") -> None:
         self._channel = channel
+        self._other_host = other_host
         self._now = Heartbeat()
         self._device = ""
         self._writers: list[Callable[[], bool]] = []
@@ -93,7 +97,10 @@ class Reporter:
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` alone is lost."""
-        self.send(ClipFailed(clip=clip, error=error_to_dict(error)))
+        known = error_to_dict(error)
+        if self._other_host:
+            known["message"] = f"on {self._other_host}: {known['message']}"
+        self.send(ClipFailed(clip=clip, error=known))
 
     def checkpoint_lost(self, error: BaseException) -> None:
         """Reports that latent checkpoints cannot be written; the clips go on."""
