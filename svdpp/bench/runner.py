@@ -27,7 +27,7 @@ from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
-from svdpp.worker import memory
+from svdpp.worker.device import reset_peak
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
@@ -102,7 +102,7 @@ class Ranks:
 
     def _gather(self) -> None:
         if self.end_together:
-            memory.reset_peak()
+            reset_peak()
             pipeline = next(self._pipelines)
             pipeline.gather()
             self._next = pipeline
@@ -112,7 +112,7 @@ def serve_all(pipelines: Iterable[Pipeline], serve: Callable[[Pipeline], None]) 
     """Serves `pipelines` as a launched rank other than 0; the process ends in the last one."""
     for pipeline in pipelines:
         serve(pipeline)
-        memory.reset_peak()
+        reset_peak()
 
 
 @dataclass

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from svdpp.comm import backend_errors, streams
-from svdpp.comm.header import HEADER_BYTES, Header
-from svdpp.comm.packet import Packet, assemble, describe, flatten
+from svdpp.comm.packet import HEADER_BYTES, Header, Packet, assemble, describe, flatten
 from svdpp.errors import BrokenLinkError, TransportError
 
 _Result = TypeVar("_Result")

@@ -14,7 +14,7 @@ from PIL import Image
 from svdpp.comm.packet import assemble, describe, flatten
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests

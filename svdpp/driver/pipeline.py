@@ -9,8 +9,7 @@ from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
-from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
-from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, LeftoverFiles, OpenClips
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.rank_session import RankSession
 from svdpp.driver.ranks import DeviceCheck, PipelineRanks

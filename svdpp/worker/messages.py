@@ -262,7 +262,7 @@ class Finished(_Message):
 
     kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None
-    """Peak of the bytes in tensors; see `worker.memory`."""
+    """Peak of the bytes in tensors; see `worker.device`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
 

@@ -18,18 +18,22 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
-from svdpp.worker.clip_writer import ClipWriter
-from svdpp.worker.device import conditions_of, gpu_uuid, take_device
+from svdpp.worker.device import (
+    conditions_of,
+    gpu_uuid,
+    out_of_memory_named,
+    peak_bytes,
+    take_device,
+)
 from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.gpu_sampler import GpuSampler
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
-from svdpp.worker.memory import out_of_memory_named, peak_bytes
 from svdpp.worker.messages import Finished, Joined, Started, StoredTensor
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
-from svdpp.worker.reporter import Reporter
+from svdpp.worker.reporter import GpuSampler, Reporter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,9 @@ from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip
+from svdpp.worker.device import MemoryPressure, out_of_memory_named
 from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.memory import MemoryPressure, out_of_memory_named
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
@@ -37,6 +36,7 @@ from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.step_checks import StepChecks
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.comm.header import FIELDS, HEADER_BYTES, Header
+from svdpp.comm.packet import FIELDS, HEADER_BYTES, Header
 from svdpp.errors import TransportError
 
 HEADERS = st.builds(

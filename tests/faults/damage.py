@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from svdpp.comm.header import FIELDS
+from svdpp.comm.packet import FIELDS
 from svdpp.models.base import LATENTS, Tensors, solver_history
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 

@@ -16,10 +16,10 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal

@@ -24,10 +24,10 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.worker import latent_checkpoints, stage, tensor_store
-from svdpp.worker.clip_writer import ClipWriter
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.writers import ClipWriter
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)

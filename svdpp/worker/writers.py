@@ -1,24 +1,64 @@
-"""Writing a finished clip: hashes, file and JSON, in a thread beside the denoising."""
+"""The threads that write beside the denoising: finished clips, and latent checkpoints."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from svdpp.comm.streams import Mark, SideStream
+from svdpp.comm import streams
+from svdpp.comm.packet import Packet
+from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
 from svdpp.models.base import Audio, Frames
-from svdpp.worker.bounded_executor import BoundedExecutor
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# A slow disk holds the rank back instead of filling its memory.
+_MAX_WAITING = 2
+
+
+class BoundedExecutor:
+    """Makes calls in one thread, in order; waiting for a call raises what the call raised.
+
+    The thread makes the rank's device its current one.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._thread = streams.one_thread(name, device)
+        self._waiting: list[Future[Any]] = []
+
+    def submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Queues one call and returns its future; blocks while two others are queued."""
+        while len(self._waiting) >= _MAX_WAITING:
+            self._finish_first()
+        future = self._thread.submit(work, *args, **kwargs)
+        self._waiting.append(future)
+        return future
+
+    def finish(self) -> None:
+        """Waits for all calls."""
+        while self._waiting:
+            self._finish_first()
+
+    def is_busy(self) -> bool:
+        """Whether a call is queued or running; any thread may ask."""
+        return any(not future.done() for future in list(self._waiting))
+
+    def _finish_first(self) -> None:
+        self._waiting[0].result()  # a running call counts as queued
+        self._waiting.pop(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +164,42 @@ class ClipWriter(BoundedExecutor):
             return None
         samples = self._stream.to_host(finished.audio.samples, finished.ready)
         return Audio(samples, finished.audio.rate)
+
+
+class LatentCheckpointWriter(BoundedExecutor):
+    """Writes latent checkpoints in a thread beside the denoising.
+
+    A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
+    The first one is reported, and again the first one after one that could be written.
+    """
+
+    def __init__(
+        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
+    ) -> None:
+        super().__init__("checkpoints", device)
+        self._checkpoints = checkpoints
+        self._device = device
+        self._reporter = reporter
+        self._is_losing = False
+        self._stream = SideStream(device)
+
+    def put(self, key: str, packet: Packet) -> None:
+        """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
+        self.submit(self._save, key, packet, mark(self._device))
+
+    def _save(self, key: str, packet: Packet, ready: Mark) -> None:
+        try:
+            on_host = {
+                name: self._stream.to_host(tensor, ready).contiguous()
+                for name, tensor in packet.tensors.items()
+            }
+            stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
+            self._checkpoints.save(key, replace(packet, tensors=on_host), stays)
+            self._is_losing = False
+        except OutputError as error:
+            if not self._is_losing:
+                self._is_losing = True
+                self._reporter.checkpoint_lost(error)
+        except BaseException as error:
+            self._reporter.failed(error)
+            raise
