@@ -41,7 +41,7 @@ Channel = Literal["clips", "predictions", "decode"]
 class Transfer(NamedTuple):
     """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
 
-    kind: Literal["recv", "send"]
+    direction: Literal["recv", "send"]
     clip: int
     next_step: int
     peer: int

@@ -11,10 +11,9 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, LeftoverFiles, OpenClips
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.rank_session import RankSession
 from svdpp.driver.ranks import DeviceCheck, PipelineRanks
 from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Supervisor
+from svdpp.driver.supervisor import RankSession, Supervisor
 from svdpp.driver.trace import Trace
 from svdpp.driver.work import ClipWork, check_metadata
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
@@ -101,8 +100,6 @@ class Pipeline(PipelineRanks):
         setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.layout.roles,
-            links=self.config.layout.links,
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
@@ -257,7 +254,8 @@ class Pipeline(PipelineRanks):
 
     def check_memory(self) -> None:
         """Checks, as entering the block does, that this host's ranks fit into its free memory."""
-        check_memory(self.config, self.checkpoint, self._setup.roles[: self._num_local])
+        roles = self.config.layout.roles[: self._num_local]
+        check_memory(self.config, self.checkpoint, roles)
 
     def __enter__(self) -> Pipeline:
         if self.is_member:

@@ -15,7 +15,7 @@ from pydantic import (
     TypeAdapter,
 )
 
-from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
 #: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
@@ -42,24 +42,21 @@ class _Message(BaseModel):
 
 
 class ClipJob(_Message):
-    """What the ranks need to know of one clip."""
+    """What a rank needs to know of one clip."""
 
     clip: int
     request: ClipRequest
+    """Its sampling parameters are resolved, if it has any."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """The request as the clip's JSON records it; the decoding rank adds hashes and times."""
+    """For the rank that finishes the clip: the request as the clip's JSON records it."""
 
 
 class Work(_Message):
-    """Parent to rank: further actions, and the clips to encode or finish."""
+    """Parent to rank: further actions, and their clips."""
 
     kind: Literal["work"] = "work"
     actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
-    latents_keys: dict[int, str] = Field(default_factory=dict)
-    """By clip, for those with latent checkpoints to write or read."""
-    samplings: dict[int, SamplingConfig] = Field(default_factory=dict)
-    """By clip, for those with sampling parameters of their own; resolved."""
 
 
 class Stop(_Message):

@@ -38,16 +38,10 @@ from svdpp.worker.writers import ClipWriter
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What every rank gets before it starts.
-
-    `roles` are by rank; `links` are pairs (from, to) of ranks that communicate. None for a
-    folder or path: nothing is kept there.
-    """
+    """What every rank gets before it starts. None for a folder or path: nothing is kept there."""
 
     config: PipelineConfig
     checkpoint: Checkpoint | None
-    roles: tuple[Roles, ...]
-    links: tuple[tuple[int, int], ...]
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
@@ -103,7 +97,7 @@ class _Preparation:
         begun = time.monotonic()
         self._reach("load")
         with out_of_memory_named(None):
-            model = load_model(config, setup.checkpoint, name, setup.roles[rank], rank)
+            model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
             load_seconds = time.monotonic() - begun
             self._reach("join")
             reporter.phase("joining the other ranks")
@@ -152,9 +146,10 @@ class _Preparation:
             tamper=fault.tamper(rank) if fault else None,
             wall_ahead=self.context.clock.wall_ahead,
         )
-        layout, rounds = config.layout, connect_rounds(self.setup.links)
-        decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
-        transport.connect(rounds, self.reporter.connecting, layout.pairs, decode)
+        layout = config.layout
+        rounds, decode = map(connect_rounds, (layout.links, layout.decode_links))
+        on_connecting = self.reporter.connecting
+        transport.connect(rounds, on_connecting, layout.pairs, itertools.chain(*decode))
         return transport
 
     def _tensor_store(self) -> TensorStore | None:

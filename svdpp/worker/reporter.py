@@ -84,20 +84,9 @@ class Reporter:
 
     def transfer(self, transfer: Transfer) -> None:
         """Reports a clip's packet that was received or sent; steps and decodes include others."""
-        if transfer.channel != "clips":
-            return
-        self.send(
-            TransferDone(
-                direction=transfer.kind,
-                clip=transfer.clip,
-                next_step=transfer.next_step,
-                peer=transfer.peer,
-                num_bytes=transfer.num_bytes,
-                seconds=transfer.seconds,
-                end=transfer.end,
-                waited=transfer.waited,
-            )
-        )
+        values = transfer._asdict()
+        if values.pop("channel") == "clips":
+            self.send(TransferDone(**values))
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` alone is lost."""

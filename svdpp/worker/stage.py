@@ -88,7 +88,6 @@ class PipelineStage:
         self._reporter = reporter
         self._sampling = sampling
         self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
-        self._samplings: dict[int, SamplingConfig] = {}
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._is_cancelled = is_cancelled
@@ -105,7 +104,6 @@ class PipelineStage:
         self._copies = streams.SideStream(model.device)
         self._memory_pressure = MemoryPressure(model.device)
         self._jobs: dict[int, ClipJob] = {}
-        self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
         self._audio: dict[int, Audio] = {}
@@ -116,8 +114,6 @@ class PipelineStage:
         """Prepares for the actions of `work`, which `perform` gets later."""
         jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
-        self._keys.update(work.latents_keys)
-        self._samplings.update(work.samplings)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
@@ -192,8 +188,10 @@ class PipelineStage:
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._check_wanted(action.clip)
+            key = self._jobs[action.clip].request.latents_key
+            assert key is not None, f"{action} without a key"
             self._packets[action.clip] = self._checkpoints.load(
-                self._keys[action.clip], action.clip, action.start, self._device
+                key, action.clip, action.start, self._device
             )
 
     def _recv(self, action: Action) -> None:
@@ -292,7 +290,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._checkpoint_writer, self._keys.get(action.clip)
+        writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
         with self._waiting(action, "send"):
             if writer is not None and key is not None and not packet.tombstone:
                 writer.put(key, packet)
@@ -341,17 +339,15 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 self._clip_writer.put(
                     FinishedClip(
                         job=self._jobs[action.clip],
-                        latent=packet.tensors[LATENTS],
+                        packet=packet,
                         frames=self._frames.get(action.clip),
                         audio=self._audio.get(action.clip),
                         ready=streams.mark(self._device),
-                        begun_at=packet.begun_at,
-                        memory_pressure=packet.memory_pressure,
-                        compute_seconds=packet.compute_seconds,
                     )
                 )
         else:
@@ -371,11 +367,11 @@ class PipelineStage:
 
     def _model_of(self, clip: int) -> VideoModel:
         """The model with the sampling parameters of `clip`."""
-        sampling = self._samplings.get(clip)
+        sampling = self._jobs[clip].request.sampling
         return self._model if sampling is None else self._model_with(sampling)
 
     def _sampling_of(self, clip: int) -> SamplingConfig:
-        return self._samplings.get(clip, self._sampling)
+        return self._jobs[clip].request.sampling or self._sampling
 
     def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
         """Prepares an image; runs in the reader's thread."""
@@ -384,10 +380,10 @@ class PipelineStage:
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._jobs, self._keys, self._frames, self._audio):
+        for values in (self._frames, self._audio):
             values.pop(clip, None)
         if clip not in self._helps:
-            self._samplings.pop(clip, None)
+            del self._jobs[clip]
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""

@@ -16,7 +16,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
-from svdpp.models.base import Audio, Frames
+from svdpp.models.base import LATENTS, Audio, Frames
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter
@@ -65,18 +65,14 @@ class BoundedExecutor:
 class FinishedClip:
     """The result of one clip, on the device or the host.
 
-    The clip's output says where files go. Latent, frames (F, H, W, 3, uint8; None: write none)
-    and audio are complete behind `ready` in the device's queue. `begun_at` is the unix time at
-    which the encode began; `compute_seconds` counts encode, steps and decode.
+    The request's output says where files go. The packet's latent, the frames (F, H, W, 3, uint8;
+    None: write none) and the audio are complete behind `ready` in the device's queue.
     """
 
     job: ClipJob
-    latent: torch.Tensor
+    packet: Packet
     frames: torch.Tensor | None
     ready: Mark
-    begun_at: float
-    memory_pressure: bool = False
-    compute_seconds: float = 0.0
     audio: Audio | None = None
 
 
@@ -122,21 +118,21 @@ class ClipWriter(BoundedExecutor):
 
     def _write(self, finished: FinishedClip) -> None:
         begun = time.monotonic()
-        job, frames = finished.job, self._frames_on_host(finished)
+        job, packet, frames = finished.job, finished.packet, self._frames_on_host(finished)
         audio = self._audio_on_host(finished)
         if self._tensor_store is not None and frames is not None:
             self._tensor_store.keep_frames(job.clip, frames)
             self._tensor_store.keep_audio(job.clip, audio)
-        latent = self._stream.to_host(finished.latent, finished.ready)
+        latent = self._stream.to_host(packet.tensors[LATENTS], finished.ready)
         metadata = {
             **job.metadata,
             "conditions": self._conditions,
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             **audio_hashes(audio),
-            **({"memory_pressure": True} if finished.memory_pressure else {}),
-            "compute_seconds": round(finished.compute_seconds, 3),
-            "wall_seconds": round(time.time() - finished.begun_at, 3),
+            **({"memory_pressure": True} if packet.memory_pressure else {}),
+            "compute_seconds": round(packet.compute_seconds, 3),
+            "wall_seconds": round(time.time() - packet.begun_at, 3),
             "resumed_from_step": job.request.done_steps,
             **({"host": self._host} if self._host else {}),
         }

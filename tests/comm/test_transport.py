@@ -67,7 +67,10 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
         )
     transport.drain()
     transport.close()
-    return {"equal": equal, "transfers": [(t.kind, t.clip, t.peer, t.num_bytes) for t in transfers]}
+    return {
+        "equal": equal,
+        "transfers": [(t.direction, t.clip, t.peer, t.num_bytes) for t in transfers],
+    }
 
 
 def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
@@ -189,7 +192,7 @@ def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
         waiting.wait()
     transport.drain()
     transport.close()
-    wire = sorted((t.channel, t.kind, t.next_step, t.num_bytes) for t in transfers)
+    wire = sorted((t.channel, t.direction, t.next_step, t.num_bytes) for t in transfers)
     return {"found": found, "wire": wire}
 
 

@@ -159,10 +159,9 @@ def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
     writer.put(
         FinishedClip(
             job=ClipJob(clip=0, request=ClipRequest(seed=0)),
-            latent=torch.zeros(1),
+            packet=Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
             frames=tensor,
             ready=streams.mark(DEVICE),
-            begun_at=0.0,
         )
     )
     writer.finish()
