@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.comm.packet import Packet, assemble, describe
+from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transfer, Transport
 from svdpp.errors import TransportError
 from svdpp.launch.group import RankContext
@@ -147,27 +147,6 @@ def _leaver(context: RankContext) -> str:
 def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
     words = run_ranks(_leaver, 2, timeout=30)[1]
     assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
-
-
-def test_tensors_in_host_memory_are_in_the_description() -> None:
-    tensors = {"step": torch.tensor(7), "state": torch.arange(5).byte()}
-    back = assemble(describe(tensors, torch.device("cuda")), torch.empty(0, dtype=torch.uint8))
-    assert list(back) == ["step", "state"]
-    assert all(torch.equal(back[name], each) for name, each in tensors.items())
-
-
-@pytest.mark.parametrize(
-    ("description", "words"),
-    [
-        (b"?\n", "cannot be read"),
-        (b'[["latents", "float33", [1], false]]\n', "cannot be read"),
-        (b'[["latents", "float32", [2], false]]\n', "of 4 bytes is described as 8"),
-        (b"[]\nmore", "of 4 bytes is described as 0"),
-    ],
-)
-def test_a_description_that_does_not_fit_is_refused(description: bytes, words: str) -> None:
-    with pytest.raises(TransportError, match=words):
-        assemble(description, torch.zeros(4, dtype=torch.uint8))
 
 
 def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
