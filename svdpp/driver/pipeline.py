@@ -23,7 +23,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
-from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.messages import Event
 from svdpp.worker.rank import RankSetup
 
@@ -103,7 +103,7 @@ class Pipeline(PipelineRanks):
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
-            fault=fault,
+            fault=fault or NO_FAULT,
         )
         super().__init__(
             *(setup, backend, world),

@@ -25,7 +25,7 @@ from svdpp.worker.device import (
     peak_bytes,
     take_device,
 )
-from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import Finished, Joined, Started, StoredTensor
@@ -45,13 +45,12 @@ class RankSetup:
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
-    fault: InjectedFault | None = None
+    fault: InjectedFault = NO_FAULT
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
     """Runs a rank to its end. Reports every error to the parent before it raises it."""
-    if setup.fault:
-        setup.fault.reach(context.world.rank, -1, "start")
+    setup.fault.reach(context.world.rank, -1, "start")
     reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
     reporter.start()
     sampler = None
@@ -95,11 +94,11 @@ class _Preparation:
         reporter.measure_memory(name)
         reporter.phase("loading the model")
         begun = time.monotonic()
-        self._reach("load")
+        setup.fault.reach(rank, -1, "load")
         with out_of_memory_named(None):
             model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
             load_seconds = time.monotonic() - begun
-            self._reach("join")
+            setup.fault.reach(rank, -1, "join")
             reporter.phase("joining the other ranks")
             self.context.join()
             transport = self._connected()
@@ -131,19 +130,15 @@ class _Preparation:
             fault=setup.fault,
         )
 
-    def _reach(self, place: str) -> None:
-        if self.setup.fault:
-            self.setup.fault.reach(self.context.world.rank, -1, place)
-
     def _connected(self) -> Transport:
-        config, fault, rank = self.setup.config, self.setup.fault, self.context.world.rank
+        config, rank = self.setup.config, self.context.world.rank
         transport = Transport(
             rank,
             self.device,
             self.context.backend,
             self.reporter.transfer,
             checksum=config.checksum,
-            tamper=fault.tamper(rank) if fault else None,
+            tamper=self.setup.fault.tamper(rank),
             wall_ahead=self.context.clock.wall_ahead,
         )
         layout = config.layout

@@ -19,7 +19,7 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import MemoryPressure, out_of_memory_named
-from svdpp.worker.fault_injection import InjectedFault
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     ActionDone,
@@ -77,7 +77,7 @@ class PipelineStage:
         checkpoints: LatentCheckpoints | None = None,
         tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
-        fault: InjectedFault | None = None,
+        fault: InjectedFault = NO_FAULT,
         read_photo: ReadPhoto = from_disk,
     ) -> None:
         self._rank = rank
@@ -130,8 +130,7 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, action.kind.lower())
+        self._fault.reach(self._rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
@@ -224,7 +223,7 @@ class PipelineStage:
 
         def sent(step: int, tensors: Tensors) -> Tensors:
             packet.memory_pressure |= self._memory_pressure.rose()
-            if fault is None or step > action.start:
+            if step > action.start:
                 return tensors
             return fault.predicted(self._rank, action.clip, tensors)
 
@@ -245,13 +244,12 @@ class PipelineStage:
 
     def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
-        start, end, tensors = action.start, action.end, packet.tensors
-        if self._fault:
-            self._reporter.at(action, start)
-            skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
-            # An encoded packet must be stepped from its first step on.
-            start, end = (start + skipped, end) if start else (start, end - skipped)
-            tensors = self._fault.received(self._rank, action.clip, tensors)
+        start, end = action.start, action.end
+        self._reporter.at(action, start)
+        skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
+        # An encoded packet must be stepped from its first step on.
+        start, end = (start + skipped, end) if start else (start, end - skipped)
+        tensors = self._fault.received(self._rank, action.clip, packet.tensors)
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
 
         def after_step(step: int, latent: torch.Tensor) -> None:
@@ -262,9 +260,7 @@ class PipelineStage:
         model = self._model_of(packet.clip)
         tensors = model.denoise(tensors, start, end, after_step, pair)
         checks.finish()
-        if self._fault:
-            tensors = self._fault.sent(self._rank, action.clip, tensors, action.peer)
-        return tensors
+        return self._fault.sent(self._rank, action.clip, tensors, action.peer)
 
     def _before_step(self, action: Action, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""
@@ -272,8 +268,7 @@ class PipelineStage:
             return
         self._check_wanted(action.clip)
         self._reporter.at(action, step)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, f"step{step}")
+        self._fault.reach(self._rank, action.clip, f"step{step}")
 
     def _check_wanted(self, clip: int) -> None:
         if self._is_cancelled(clip):
