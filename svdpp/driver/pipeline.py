@@ -29,7 +29,6 @@ from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
 Metadata = Sequence[Mapping[str, Any]]
-_NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
 
 class Pipeline(PipelineRanks):
@@ -119,7 +118,7 @@ class Pipeline(PipelineRanks):
         )
         self._clips = OpenClips(
             config.world_size,
-            lambda rank, message: self._entered.send(rank, message),
+            lambda rank, message: self._entered.supervisor.send(rank, message),
             LeftoverFiles(latents_folder),
             tensor_folder=tensor_folder,
             max_failures=history_clips,
@@ -131,7 +130,6 @@ class Pipeline(PipelineRanks):
         self._submitting = threading.RLock()
         self._trace_clips = history_clips if trace_clips is None else trace_clips
         self._is_entered = False
-        self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None
 
     @property
@@ -147,7 +145,7 @@ class Pipeline(PipelineRanks):
     @property
     def trace(self) -> Trace:
         """The measurements so far, inside the block or after it."""
-        return self._entered.trace
+        return self._entered.supervisor.trace
 
     # --- clips ----------------------------------------------------------------------------------
 
@@ -221,7 +219,7 @@ class Pipeline(PipelineRanks):
                 handles = self._clips.add(checked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
-                    self._entered.send(rank, message)
+                    session.supervisor.send(rank, message)
             if self._history_clips is None:
                 self._requests += checked
         return handles
@@ -265,12 +263,8 @@ class Pipeline(PipelineRanks):
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
         self.check_memory()
-        supervisor = self._supervisor = Supervisor(
-            self._open(),
-            self.config,
-            self._take_event,
-            trace=Trace(self.config.world_size, self._trace_clips),
-        )
+        trace = Trace(self.config.world_size, self._trace_clips)
+        supervisor = Supervisor(self._open(), self.config, self._take_event, trace=trace)
         is_launched = self.world is not None
         self._session = RankSession(supervisor, self._clips, is_launched=is_launched)
         try:
@@ -323,17 +317,18 @@ class Pipeline(PipelineRanks):
 
     def _check_open(self) -> RankSession:
         """The session, if it takes work."""
-        if self._session is None:
-            raise ClosedError(*_NOT_ENTERED)
-        if self._session.is_closing:
+        session = self._entered
+        if session.is_closing:
             raise ClosedError("the pipeline is closed: it takes no more clips")
-        return self._session
+        return session
 
     @property
-    def _entered(self) -> Supervisor:
-        if self._supervisor is None:
-            raise ClosedError(*_NOT_ENTERED)
-        return self._supervisor
+    def _entered(self) -> RankSession:
+        if self._session is None:
+            raise ClosedError(
+                "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
+            )
+        return self._session
 
     def _take_event(self, rank: int, event: Event) -> None:
         try:

@@ -121,11 +121,10 @@ class Supervisor:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
         self._group.kill(error)
 
-    def explain(self) -> None:
-        """Raises the error of a rank that has ended, if any: a launcher then signals all others."""
+    def late_cause(self) -> SvdppError | None:
+        """Why a rank has ended, if one has: a launcher then signals all others."""
         self._collect_reports()
-        if (cause := self._cause()) is not None:
-            raise cause
+        return self._cause()
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
@@ -268,7 +267,7 @@ class RankSession:
     """
 
     def __init__(self, supervisor: Supervisor, clips: OpenClips, *, is_launched: bool) -> None:
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         self._clips = clips
         self._is_launched = is_launched
         self._has_begun = threading.Event()
@@ -303,7 +302,7 @@ class RankSession:
             yield
         except BaseException as error:
             reason = f"only some of the ranks got the clips: {type(error).__name__}"
-            self._supervisor.abort(SvdppError(reason))
+            self.supervisor.abort(SvdppError(reason))
             raise
 
     def close(self) -> None:
@@ -324,7 +323,7 @@ class RankSession:
         Returns what had already ended the session; None if it is closed already.
         """
         self.is_closing = True
-        self._supervisor.abort(self._dropped)
+        self.supervisor.abort(self._dropped)
         if threading.current_thread() is self.thread or self._is_closed:
             return None
         if not self._has_ended.wait(_DROP_SECONDS):
@@ -332,33 +331,25 @@ class RankSession:
         failure = self.failure
         if self._is_launched and isinstance(error, Interrupted):
             if failure is None:
-                failure = self._cause_of_signal()
-            elif failure is self._supervisor.interruption:
+                failure = self.supervisor.late_cause()
+            elif failure is self.supervisor.interruption:
                 failure = None  # the signal went to all ranks, and another's report came first
         self._finish(failure or error)
         return failure
-
-    def _cause_of_signal(self) -> BaseException | None:
-        """What ended another rank, if a launcher has then signalled this one."""
-        try:
-            self._supervisor.explain()
-        except SvdppError as cause:
-            return cause
-        return None
 
     def _run(self) -> None:
         reason = self._supervise()
         try:
             # With launched ranks, `drop` still has to find out whether one of them has failed.
             if self.failure is not None or (reason is self._dropped and not self._is_launched):
-                self._supervisor.kill(self.failure)
+                self.supervisor.kill(self.failure)
         finally:
             self._end(reason)
 
     def _supervise(self) -> BaseException:
         try:
             is_over = lambda: self.is_closing and self._clips.is_idle  # noqa: E731
-            self._supervisor.supervise(is_over, self._has_begun.set)
+            self.supervisor.supervise(is_over, self._has_begun.set)
         except BaseException as error:
             if error is not self._dropped:
                 self.failure = error
@@ -374,6 +365,6 @@ class RankSession:
         with self._cleaning:
             if self._is_closed:
                 return
-            self._supervisor.kill(reason)
+            self.supervisor.kill(reason)
             self._is_closed = True
             self._clips.clean_up()
