@@ -1,9 +1,9 @@
-"""The messages between ranks and their parent: validated values, one JSON text each."""
+"""The messages between ranks and their parent, one JSON text each."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Base64Bytes,
@@ -12,7 +12,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    TypeAdapter,
 )
 
 from svdpp.config import ClipRequest
@@ -34,11 +33,11 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON in ASCII.
+        """The message as JSON in ASCII, with its class by name.
 
         pydantic's own encoder refuses file names that are not UTF-8; Python's escapes their bytes.
         """
-        return json.dumps(self.model_dump(mode="json")).encode()
+        return json.dumps({"kind": type(self).__name__, **self.model_dump(mode="json")}).encode()
 
 
 class ClipJob(_Message):
@@ -54,7 +53,6 @@ class ClipJob(_Message):
 class Work(_Message):
     """Parent to rank: further actions, and their clips."""
 
-    kind: Literal["work"] = "work"
     actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
 
@@ -62,23 +60,19 @@ class Work(_Message):
 class Stop(_Message):
     """Parent to rank: no more work follows; a second one: all ranks are finished, and may end."""
 
-    kind: Literal["stop"] = "stop"
-
 
 class Cancel(_Message):
     """Parent to rank: skip what is left of a clip."""
 
-    kind: Literal["cancel"] = "cancel"
     clip: int
 
 
-Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
+Command = Work | Stop | Cancel
 
 
 class Started(_Message):
     """The rank has its device; sent before it loads the model."""
 
-    kind: Literal["started"] = "started"
     device: str
     uuid: str | None
     """Of the GPU; None on the CPU."""
@@ -89,7 +83,6 @@ class Started(_Message):
 class Heartbeat(_Message):
     """Sent every second by a separate thread, whatever the rank is doing."""
 
-    kind: Literal["heartbeat"] = "heartbeat"
     action: ActionField | None = None
     """The current action; None between actions."""
     step: int = -1
@@ -109,7 +102,6 @@ class Heartbeat(_Message):
 class Joined(_Message):
     """The rank's links are open, and it is ready for work."""
 
-    kind: Literal["joined"] = "joined"
     device: str
     load_seconds: float
     clock_ahead: float = 0.0
@@ -119,7 +111,6 @@ class Joined(_Message):
 class StepDone(_Message):
     """One denoising step is done."""
 
-    kind: Literal["step"] = "step"
     clip: int
     step: int
     seconds: float
@@ -128,7 +119,6 @@ class StepDone(_Message):
 class ActionDone(_Message):
     """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
-    kind: Literal["action"] = "action"
     action: ActionField
     start: float
     end: float
@@ -143,7 +133,6 @@ class ActionDone(_Message):
 class TransferDone(_Message):
     """One packet has been received or sent; see `comm.transport.Transfer`."""
 
-    kind: Literal["transfer"] = "transfer"
     direction: Literal["recv", "send"]
     clip: int
     next_step: int
@@ -159,7 +148,6 @@ class TransferDone(_Message):
 class GpuSample(_Message):
     """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
 
-    kind: Literal["gpu"] = "gpu"
     when: float
     """By the rank's monotonic clock."""
     utilisation: float | None = None
@@ -191,7 +179,6 @@ class GpuSample(_Message):
 class ClipDone(_Message):
     """A clip is finished, and its file, if requested, is written."""
 
-    kind: Literal["clip"] = "clip"
     clip: int
     metadata: dict[str, Any]
     write_seconds: float = 0.0
@@ -201,7 +188,6 @@ class ClipDone(_Message):
 class PromptCut(_Message):
     """A prompt is longer than the model reads."""
 
-    kind: Literal["prompt_cut"] = "prompt_cut"
     clip: int
     text: str
     """The end that is cut off."""
@@ -210,7 +196,6 @@ class PromptCut(_Message):
 class CheckpointLost(_Message):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
-    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
 
@@ -218,7 +203,6 @@ class CheckpointLost(_Message):
 class StoredTensor(_Message):
     """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
-    kind: Literal["stored_tensor"] = "stored_tensor"
     name: str
     """Of the file in the tensor store."""
     data: Base64Bytes
@@ -227,7 +211,6 @@ class StoredTensor(_Message):
 class ClipFailed(_Message):
     """A clip is lost; the rank goes on with the others."""
 
-    kind: Literal["clip_failed"] = "clip_failed"
     clip: int
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
@@ -236,14 +219,12 @@ class ClipFailed(_Message):
 class ClipDropped(_Message):
     """The last rank of a lost or cancelled clip has done with it, as all others have before."""
 
-    kind: Literal["clip_dropped"] = "clip_dropped"
     clip: int
 
 
 class Failed(_Message):
     """The rank cannot go on and ends."""
 
-    kind: Literal["failed"] = "failed"
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
     traceback: str
@@ -257,14 +238,13 @@ class Finished(_Message):
     A rank that ends without it has failed.
     """
 
-    kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None
     """Peak of the bytes in tensors; see `worker.device`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
 
 
-Event = Annotated[
+Event = (
     Heartbeat
     | Started
     | Joined
@@ -279,22 +259,27 @@ Event = Annotated[
     | ClipFailed
     | ClipDropped
     | Failed
-    | Finished,
-    Field(discriminator="kind"),
-]
+    | Finished
+)
 
-_COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
-_EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
+_CLASSES = {kind.__name__: kind for kind in get_args(Command | Event)}
 
 
 def parse_command(message: bytes) -> Command:
-    """A message from the parent; ValueError if it is not valid."""
-    return _COMMANDS.validate_python(json.loads(message))
+    """A message from the parent, as `to_bytes` wrote it."""
+    command: Command = _parsed(message)
+    return command
 
 
 def parse_event(message: bytes) -> Event:
-    """A message from a rank; ValueError if it is not valid."""
-    return _EVENTS.validate_python(json.loads(message))
+    """A message from a rank, as `to_bytes` wrote it."""
+    event: Event = _parsed(message)
+    return event
+
+
+def _parsed(message: bytes) -> Any:
+    values = json.loads(message)
+    return _CLASSES[values.pop("kind")].model_validate(values)
 
 
 def describe_position(action: Action | None, step: int) -> str:

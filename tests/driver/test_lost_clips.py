@@ -16,7 +16,7 @@ from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Failed, Heartbeat
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -98,7 +98,7 @@ def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> N
     pipeline = Pipeline(dummy(steps=6, checksum=True), fault=Damage("header", 0, 1, field))
     pipeline.observe(
         lambda rank, event: (
-            said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None
+            said.setdefault(rank, event.error["message"]) if isinstance(event, Failed) else None
         )
     )
     finished = []
