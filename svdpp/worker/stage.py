@@ -30,11 +30,10 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
-from svdpp.worker.pair import NotWantedError, Pair
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.step_checks import StepChecks
+from svdpp.worker.steps import NotWantedError, Pair, StepChecks
 from svdpp.worker.tensor_store import TensorStore
 from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 
