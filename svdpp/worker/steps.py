@@ -1,4 +1,4 @@
-"""Beside the steps of one DENOISE: the check of each latent, and the exchange of a pair of ranks."""
+"""Beside the steps of one DENOISE: the check of each latent, and the exchange within a pair."""
 
 from __future__ import annotations
 
