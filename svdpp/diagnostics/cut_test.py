@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from svdpp.comm.packet import assemble, describe, flatten
+from svdpp.comm.packet import Description, Packet, describe, flatten
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ModelConfig, PipelineConfig
-from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
@@ -162,7 +162,8 @@ class _CutTest:
 
     def _sent(self, tensors: Tensors) -> Tensors:
         """The tensors as bytes, and back, as a transfer does it."""
-        return assemble(describe(tensors, self._device), flatten(tensors, self._device))
+        description = Description(describe(Packet(0, 0, 0.0, tensors), self._device))
+        return description.packet(flatten(tensors, self._device)).tensors
 
     def _sha256(self, tensor: torch.Tensor) -> str:
         return tensor_sha256(self._copies.to_host(tensor.detach(), mark(self._device)))
