@@ -20,8 +20,7 @@ import torch
 from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.load import component_class
-from svdpp.models.loading import silence_libraries
+from svdpp.models.engine.load import component_class, silence_libraries
 
 #: Steps of the tiny copy's clips.
 NUM_STEPS = 4

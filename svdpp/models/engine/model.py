@@ -241,7 +241,7 @@ def load_model(
     device: str,
     roles: Roles,
 ) -> EngineModel:
-    """Loads only the components for one rank; see `load_module` for errors."""
+    """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(pipe, checkpoint, model.dtype, sampling)
 
