@@ -223,10 +223,11 @@ class _Hollow:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """The packet after the first step, and the memory of a step."""
+        """The packet after two steps, and the memory of the second, which holds more."""
         roles = Roles(encode=False, denoise=True, decode=False)
-        step = partial(self._model.denoise, packet, 0, 1, lambda _, __: None)
-        return self._measured(roles, packet, step)
+        end = min(2, self._sampling.num_inference_steps)
+        steps = partial(self._model.denoise, packet, 0, end, lambda _, __: None)
+        return self._measured(roles, packet, steps)
 
     def decode(self, packet: Tensors) -> PartMemory:
         """The memory of a decode; `packet` is one after a step."""
