@@ -1,4 +1,4 @@
-"""Memory estimates of eleven set-ups of seven rows: exact for weights, within 10% for activations.
+"""Memory estimates of 15 set-ups of eleven rows: exact for weights, within 10% for activations.
 
 The figure to compare with is what torch's allocator allocates in a rank's own encode, two steps and
 decode, and what the rank has received. The clips are large enough that activations dominate.
@@ -46,6 +46,10 @@ SIZES = {
     "wan-2.1-image": (160, 13, 256),
     "wan-5b-image": (192, 13, 256),
     "ltx-timestep": (192, 17, 256),
+    "ltx-condition-image": (96, 9, 256),
+    "wan-vace-image": (96, 9, 256),
+    "skyreels-v2": (160, 13, 256),
+    "framepack": (96, 37, 8),
 }
 ONE_OF_EACH = list(SIZES)[:7]
 
