@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +41,7 @@ class Stdout(RichConsole):
     def on_broken_pipe(self) -> None:
         """See `RichConsole`."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(128 + signal.SIGPIPE)
+        raise click.exceptions.Exit(128 + signal.SIGPIPE)
 
 
 class _Stderr(RichConsole):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from svdpp.errors import InputError, RequestError
 
@@ -133,14 +133,13 @@ def _known_options() -> dict[str, tuple[str, Any]]:
         *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
         ServeOptions,
     )
-    known = {}
-    for group in groups:
-        for field, hint in declared(group).items():
-            kind, option = get_args(hint)[:2]
-            for name in getattr(option, "names", ()):
-                if name.startswith("--"):
-                    known[name[2:]] = field, kind
-    return known
+    return {
+        name[2:]: (field, hint)
+        for group in groups
+        for field, (hint, about) in declared(group).items()
+        for name in about.get("names", ())
+        if name.startswith("--")
+    }
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

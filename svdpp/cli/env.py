@@ -54,16 +54,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "peer access", " ".join(rows)
     if not devices["gpus"]:
         yield "cuda", "no GPU"
-    flags = [name.replace("_", " ") for name, value in facts["determinism"].items() if value]
-    flag_names = ", ".join(flags) or "none"
-    yield "determinism", f"on in this process: {flag_names}; ranks set their own"
     if ffmpeg is None:
         yield "ffmpeg", "none: pip install imageio-ffmpeg"
     else:
         yield "ffmpeg", ffmpeg["version"] or "unknown version"
         yield "ffmpeg path", ffmpeg["path"]
     yield "hub cache", facts["hub_cache"]["path"]
-    yield "svd models", ", ".join(facts["hub_cache"]["svd_models"]) or "none in the cache"
     yield from facts["variables"].items()
     for each in facts["defaults"]:
         yield each["option"], f"{each['value']}, by {each['source']}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
+from svdpp.cli.options.declare import argument
 from svdpp.cli.options.talk import AnswerOptions
 from svdpp.config import (
     SAMPLING_CLASSES,
@@ -34,23 +34,23 @@ _NEVER_RAN = "the published weights; a GPU"
 _GIB = 2**30
 
 
+@dataclass(frozen=True, kw_only=True)
+class NameOptions:
+    """Which models."""
+
+    name: str | None = argument(
+        "[FAMILY|MODEL]", "A family that the list names, or a diffusers folder or hub id."
+    )
+
+
 @command(examples=("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
-def models(
-    console: Console,
-    answer: AnswerOptions,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FAMILY|MODEL]",
-            help="A family that the list names, or a diffusers folder or hub id.",
-        ),
-    ] = None,
-) -> None:
+def models(console: Console, asked: NameOptions, answer: AnswerOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
     configs are read; the memory is that of its default clip on CUDA.
     """
+    name = asked.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
     else:

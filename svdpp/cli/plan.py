@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from svdpp.cli.command import command, given_options, is_given
 from svdpp.cli.console import Console
@@ -52,7 +52,7 @@ _OF_MEMORY = (
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
 def plan(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     forecast: ForecastOptions,
     seconds: SecondsOptions,
@@ -224,7 +224,7 @@ def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
         )
 
 
-def _refuse_idle(context: typer.Context, *, for_pairs: bool) -> None:
+def _refuse_idle(context: click.Context, *, for_pairs: bool) -> None:
     """Refuses options that have no effect without --memory, or a choice of pairs for the model."""
     idle = _OF_MEMORY if for_pairs else (*_OF_MODEL, *_OF_MEMORY)
     for name, option in given_options(context).items():

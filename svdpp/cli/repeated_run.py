@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
 from svdpp.errors import InputError
 from svdpp.redaction import located_path, recorded_path
@@ -22,7 +22,7 @@ _LEFT_OUT = frozenset(
 )
 
 
-def given_options(context: typer.Context, folder: Path) -> dict[str, Any]:
+def given_options(context: click.Context, folder: Path) -> dict[str, Any]:
     """The options that were set, for a manifest in `folder`.
 
     A path becomes an object with the path relative to the folder, so that the manifest can be moved

@@ -304,12 +304,7 @@ def needs_image(model: ModelOptions) -> bool:
     return image_use(model) == "needed"
 
 
-def joined_world(
-    launched: World | None,
-    asked: int | None,
-    option: str = "--world",
-    leave_out: str = "leave --world and --gpus out",
-) -> int | None:
+def joined_world(launched: World | None, asked: int | None) -> int | None:
     """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
@@ -317,8 +312,8 @@ def joined_world(
         return launched.size
     launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
     raise RequestError(
-        f"{option} {asked} disagrees with {launcher}'s world of {launched.size}",
-        f"{leave_out} under {launcher}",
+        f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
+        f"leave --world and --gpus out under {launcher}",
         details={"asked": asked, "found": launched.size},
     )
 

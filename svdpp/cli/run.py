@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
@@ -25,7 +25,6 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     show_dry_run,
-    utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
@@ -66,7 +65,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,
@@ -163,9 +162,7 @@ class _Run:
         if made and figures is not None:
             announce_report(console, figures, policy.manifest)
         if console.as_json:
-            speeds = utilisation(figures) if made and figures else None
-            done = ({**clip, "utilisation": speeds} for clip in made)
-            console.json([*clips.skipped, *done, *lost])
+            console.json([*clips.skipped, *made, *lost])
         else:
             print_clips(console, policy.folder, clips.skipped, made, lost)
         if lost:

@@ -6,7 +6,6 @@ import shlex
 import socket
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
-# Seconds of a run from which on the few that it takes to count FLOPs are worth it.
-_WORTH_COUNTING = 10.0
 _MAX_NAMES = 20
 
 Metadata = Mapping[str, Any]
@@ -87,16 +84,6 @@ def announce_report(console: Console, figures: RunFigures, manifest: Path) -> No
     lines = diagnose(figures, run_again(manifest)).lines
     if lines:
         console.info(*lines, f"  svdpp report {shlex.quote(str(manifest))}")
-
-
-def utilisation(figures: RunFigures) -> dict[str, Any]:
-    """TFLOP/s and MFU of the run's ranks, as in its report."""
-    from svdpp.diagnostics.utilisation import Speeds, speeds_of
-
-    if figures.makespan < _WORTH_COUNTING:
-        note = "a short run: svdpp report counts its FLOPs, which takes seconds"
-        return asdict(Speeds(note=note))
-    return asdict(speeds_of(figures))
 
 
 def print_clips(

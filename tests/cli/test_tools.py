@@ -27,7 +27,7 @@ def test_env_in_words_and_as_json() -> None:
 
     assert (words.code, words.err) == (0, "")
     assert words.out.split()[:2] == ["svdpp", __version__]
-    for name in ("torch", "cpu", "memory", "determinism", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
+    for name in ("torch", "cpu", "memory", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
         assert f"\n{name}  " in words.out
     facts = json.loads(values.out)
     assert facts["schema_version"] == 1
