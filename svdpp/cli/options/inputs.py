@@ -102,7 +102,7 @@ class InputOptions(ImageOptions):
 
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
+        typer.Argument(metavar="INPUT...", help="Images or videos: files, folders, quoted globs."),
     ] = None
     seeds: str | None = setting(
         VIDEO, "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
