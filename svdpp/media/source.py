@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from PIL import Image
 
@@ -49,10 +50,13 @@ def source_of(data: bytes, path: Path, sampling: SamplingConfig) -> tuple[Source
         image, photo = photo_of(data, path)
         return fit_photo(image, width, height, fit), photo
     frames, size = [], (0, 0)
-    for frame in _frames(data, path, sampling.frames, MAX_PIXELS):
-        size = frame.size
-        fitted = fit_photo(frame, width, height, fit)
-        frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for frame in _frames(data, file, path, sampling.frames, MAX_PIXELS):
+            size = frame.size
+            fitted = fit_photo(frame, width, height, fit)
+            frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
     return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
 
 
@@ -62,20 +66,23 @@ def read_source(path: str, sampling: SamplingConfig) -> Source:
 
 
 def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
-    """Checks that a video has as many frames, all of which are decoded."""
+    """Checks that a video has as many frames, all of which are decoded; writes no file."""
     data = read_bytes(path)
-    *_, size = (frame.size for frame in _frames(data, path, num_frames, max_pixels))
+    with path.open("rb") as file:
+        *_, size = (frame.size for frame in _frames(data, file, path, num_frames, max_pixels))
     return Photo(path, hashlib.sha256(data).hexdigest(), *size)
 
 
-def _frames(data: bytes, path: Path, count: int, max_pixels: int) -> Iterator[Image.Image]:
-    """The first `count` frames, upright, one at a time."""
+def _frames(
+    data: bytes, file: IO[bytes], path: Path, count: int, max_pixels: int
+) -> Iterator[Image.Image]:
+    """The first `count` frames, upright, one at a time; `file` has the same bytes as `data`."""
     demuxer, done = demuxer_of(data), 0
     if demuxer is None:
         yield from itertools.repeat(photo_of(data, path, max_pixels)[0], count)
         return
     try:
-        for frame in _decoded(data, demuxer, count, max_pixels):
+        for frame in _decoded(file.fileno(), demuxer, count, max_pixels):
             check_size(*frame.size, max_pixels)
             yield frame
             done += 1
@@ -86,49 +93,44 @@ def _frames(data: bytes, path: Path, count: int, max_pixels: int) -> Iterator[Im
         raise InputError(f"{str(path)!r} {error.message}", error.hint) from None
 
 
-def _decoded(data: bytes, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
+def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
     """What ffmpeg decodes; it can open no other file."""
-    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as log:
-        file.write(data)
-        file.flush()
-        source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
-        source += ["-max_pixels", str(max_pixels), "-threads", "2", "-f", demuxer]
-        output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
-        # As PPM, because its header gives the size of each frame.
-        output += ["-frames:v", str(count), "-pix_fmt", "rgb24", "-c:v", "ppm"]
-        process = subprocess.Popen(
-            [
-                *(find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror"),
-                *(*source, "-i", f"file:/dev/fd/{file.fileno()}"),
-                *(*output, "-f", "image2pipe", "pipe:1"),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=(file.fileno(),),
-        )
-        timer = threading.Timer(_SECONDS, process.kill)
-        timer.start()
+    command = [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror"]
+    command += ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
+    command += ["-max_pixels", str(max_pixels), "-threads", "2"]
+    command += ["-f", demuxer, "-i", f"file:/dev/fd/{file}"]
+    command += ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
+    # As PPM, because its header gives the size of each frame.
+    command += ["-frames:v", str(count), "-pix_fmt", "rgb24", "-c:v", "ppm"]
+    process = subprocess.Popen(
+        [*command, "-f", "image2pipe", "pipe:1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=(file,),
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    timer = threading.Timer(_SECONDS, process.kill)
+    timer.start()
+    with process:
         try:
-            assert process.stdout is not None
-            with process.stdout as stdout:
-                while stdout.readline():
-                    width, height = map(int, stdout.readline().split())
-                    stdout.readline()
-                    pixels = stdout.read(3 * width * height)
-                    if len(pixels) < 3 * width * height:
-                        break
-                    yield Image.frombytes("RGB", (width, height), pixels)
+            while process.stdout.readline():
+                width, height = map(int, process.stdout.readline().split())
+                process.stdout.readline()
+                pixels = process.stdout.read(3 * width * height)
+                if len(pixels) < 3 * width * height:
+                    break
+                yield Image.frombytes("RGB", (width, height), pixels)
+            log = process.stderr.read(_MAX_LOG).decode(errors="replace")
             code = process.wait()
         finally:
             timer.cancel()
             process.kill()
-            process.wait()
-        if code == -signal.SIGKILL:
-            raise InputError(f"takes longer than {_SECONDS:.0f} s to decode", "save it as H.264")
-        if code:
-            log.seek(0)
-            lines = filter(str.strip, log.read(_MAX_LOG).decode(errors="replace").split("\n"))
-            reason = without_controls(next(lines, f"ffmpeg ended with {code}"))
-            raise InputError(f"cannot be decoded as a video: {reason[:200]}", "save it as H.264")
+    if code == -signal.SIGKILL:
+        raise InputError(f"takes longer than {_SECONDS:.0f} s to decode", "save it as H.264")
+    if code:
+        line = next(filter(str.strip, log.split("\n")), f"ffmpeg ended with {code}")
+        reason = without_controls(line)[:200]
+        raise InputError(f"cannot be decoded as a video: {reason}", "save it as H.264")
