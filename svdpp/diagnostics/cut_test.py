@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from svdpp.comm.packet import assemble, describe, flatten
 from svdpp.comm.streams import SideStream, mark
@@ -18,7 +17,7 @@ from svdpp.driver.rank_task import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.source import Source, read_source
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
@@ -78,7 +77,7 @@ def _report(
 def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> Found:
     """See `differences`; writes the tiny copy to the empty `folder`."""
     write_tiny_copy(original, folder)
-    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    model = ModelConfig(name=str(folder), family=original.family, dtype=config.model.dtype)
     sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
@@ -172,9 +171,5 @@ class _CutTest:
         return tensor_sha256(self._copies.to_host(tensor.detach(), mark(self._device)))
 
 
-def _fitted(request: ClipRequest, config: PipelineConfig) -> Image.Image | None:
-    if request.image is None:
-        return None
-    sampling = config.sampling
-    image, _ = read_photo(Path(request.image))
-    return fit_photo(image, sampling.width, sampling.height, sampling.fit)
+def _fitted(request: ClipRequest, config: PipelineConfig) -> Source | None:
+    return None if request.image is None else read_source(request.image, config.sampling)

@@ -28,6 +28,9 @@ GENERATOR = "generator"
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
+#: What a clip starts from besides a prompt: an image, or the frames of a video.
+Source = Image.Image | list[Image.Image]
+
 #: torch's dtypes by the names of options and configs.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -77,8 +80,8 @@ class VideoModel(Protocol):
         """
         ...
 
-    def prepare(self, image: Image.Image) -> Tensors:
-        """Runs the part of the encode that needs no device, on an upright RGB image.
+    def prepare(self, source: Source) -> Tensors:
+        """Runs the part of the encode that needs no device, on upright RGB images.
 
         Returns CPU tensors. It may run in a thread while the rank denoises another clip.
         """

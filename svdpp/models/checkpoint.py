@@ -134,8 +134,9 @@ class Checkpoint:
         negative_prompt: str | None,
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
+        visual = "a video" if sampling.from_video else "an image"
         inputs = (
-            ("an image", image, self.image_use, "name an image"),
+            (visual, image, self.image_use, f"name {visual}"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
         )
         for what, is_given, use, hint in inputs:
@@ -270,12 +271,12 @@ def with_weights(
 
 def family_of_model(model: ModelConfig) -> str:
     """The family of a model, from its `model_index.json`; downloads at most the configs."""
-    if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+    if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     local = _local_folder(model.name)
     folder = local or hub.download(model)
     with _model_named(model, local):
-        return _read_index(folder)[1]
+        return _read_index(folder, model.family)[1]
 
 
 # 1. Find the folder.
@@ -318,7 +319,7 @@ def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
 
 
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
-    index, family = _read_index(folder)
+    index, family = _read_index(folder, model.family)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
     classes = classes_of(index, row.parts, row.denoiser)
@@ -327,7 +328,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     configs = Configs(folder, index, row.schedulers)
     for part in filter(has_weights, classes):
         configs.of(part)
-    from_image = index.values["_class_name"] == row.image
+    from_image = index.values["_class_name"] in (row.image, *row.also)
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
@@ -348,8 +349,8 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     return checkpoint
 
 
-def _read_index(folder: Path) -> tuple[JsonFile, str]:
-    """`model_index.json`, and the family of the pipeline that it names."""
+def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
+    """`model_index.json`, and the family of the pipeline that it names, or the one asked for."""
     if not (folder / _INDEX_FILE).is_file():
         raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
     index = read_json(folder, _INDEX_FILE)
@@ -360,7 +361,14 @@ def _read_index(folder: Path) -> tuple[JsonFile, str]:
             f"the pipeline is {short_repr(name)}, which {reason}",
             "svdpp models lists those that it runs",
         )
-    return index, FAMILIES[name]
+    family = FAMILIES[name]
+    if asked in (None, family) or (asked in ROWS and name in ROWS[asked].also):
+        return index, asked or family
+    others = [each for each, row in ROWS.items() if name in row.also]
+    raise RequestError(
+        f"{_INDEX_FILE} names a {name}, which --family {short_repr(asked)} does not run",
+        f"--family {' or '.join((family, *others))}",
+    )
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -45,7 +44,7 @@ from svdpp.models.engine.load import (
     silence_libraries,
     unused_parts,
 )
-from svdpp.models.engine.model import EngineModel
+from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.hub import show_name
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
@@ -215,9 +214,8 @@ class _Hollow:
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         """A packet before the first step, and the memory of an encode."""
-        size = self._sampling.width, self._sampling.height
-        image = Image.new("RGB", size) if self._sampling.from_image else None
-        prepared = {} if image is None else self._model.prepare(image)
+        source = blank_source(self._sampling, self._sampling.frames)
+        prepared = {} if source is None else self._model.prepare(source)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
         roles = Roles(encode=True, denoise=False, decode=False)
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))

@@ -136,8 +136,9 @@ class VideoRequest(BaseModel):
         return cast("UploadFile | None", self.value("input_reference"))
 
 
-def _photo_fields(use: Use) -> dict[str, Any]:
+def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
     text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    text = "The video: MP4, MOV, WebM or Matroska; an image stands still" if videos else text
     fit = Field(None, description="How an image of another shape becomes the frame.")
     match use:
         case "refused":
@@ -189,7 +190,7 @@ def form_of(
         "VideoRequest",
         __base__=VideoRequest,
         __doc__=VideoRequest.__doc__,
-        **_photo_fields(photo),
+        **_photo_fields(photo, videos=kind.from_video),
         **_prompt_fields(kind),
         **{
             field: _param_field(param, highest.get(field, param.highest))

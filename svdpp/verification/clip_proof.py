@@ -229,6 +229,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
         world_size=1,
         model=ModelConfig(
             name=metadata["model"],
+            family=metadata["family"],
             revision=metadata["revision"],
             variant=metadata["variant"],
             local_files_only=settings.local_files_only,

@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_writer import ClipWriter, FinishedClip
 from svdpp.worker.fault_injection import InjectedFault
@@ -377,10 +376,10 @@ class PipelineStage:
     def _sampling_of(self, clip: int) -> SamplingConfig:
         return self._samplings.get(clip, self._sampling)
 
-    def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
-        """Prepares an image; runs in the reader's thread."""
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Tensors:
+        """Prepares an image or a video; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
-        return model.prepare(image)
+        return model.prepare(source)
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]

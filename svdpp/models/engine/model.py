@@ -14,7 +14,7 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Audio, Partner, Tensors
+from svdpp.models.base import AfterStep, Audio, Partner, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
@@ -55,18 +55,20 @@ class EngineModel:
             pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
         return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
 
-    def prepare(self, image: Image.Image) -> Tensors:
-        """What the row prepares, or the pixels of the image: (H, W, 3) uint8."""
+    def prepare(self, source: Source) -> Tensors:
+        """What the row prepares, or the pixels: (H, W, 3) uint8, or (F, H, W, 3) of a video."""
         if self._row.prepare is not None:
-            made: Tensors = self._row.prepare(self._pipe, image, self._sampling)
+            made: Tensors = self._row.prepare(self._pipe, source, self._sampling)
             return made
-        return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
+        if isinstance(source, list):
+            return {_IMAGE: torch.from_numpy(np.stack([np.asarray(frame) for frame in source]))}
+        return {_IMAGE: torch.from_numpy(np.array(source.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
         """Encodes the prompts and the image, which is `prepared`, and draws the noise."""
         assert bool(prepared) == self._sampling.from_image
         pixels = prepared.get(_IMAGE)
-        image = self._stand_in() if pixels is None else Image.fromarray(pixels.numpy())
+        source = blank_source(self._sampling) if pixels is None else _source(pixels)
         generator = torch.Generator(self._generator_device).manual_seed(request.seed)
         call = self._call(None, 0, 0, generator)
         with ExitStack() as patches:
@@ -76,7 +78,7 @@ class EngineModel:
                 patches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._checkpoint, self._sampling)
-                | request_arguments(self._row, self._sampling, request, image, generator)
+                | request_arguments(self._row, self._sampling, request, source, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -193,13 +195,9 @@ class EngineModel:
         negative = "" if structure["given"]["negative_prompt"] else None
         prompt = "" if self._row.takes_prompt else None
         request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
-        given = request_arguments(self._row, self._sampling, request, self._stand_in(), generator)
+        source = blank_source(self._sampling)
+        given = request_arguments(self._row, self._sampling, request, source, generator)
         return arguments | given
-
-    def _stand_in(self) -> Image.Image | None:
-        """An image that is not used, for clips from an image."""
-        size = self._sampling.width, self._sampling.height
-        return Image.new("RGB", size) if self._sampling.from_image else None
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
         """The structure and the tensors of a packet after `steps`."""
@@ -263,19 +261,34 @@ def request_arguments(
     row: Row,
     sampling: Any,
     request: ClipRequest,
-    image: Image.Image | None,
+    source: Source | None,
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
-    if image is not None and row.size_from_image:
-        image = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
+    if isinstance(source, Image.Image) and row.size_from_image:
+        source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     given = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
-        row.image_argument: image,
+        row.image_argument: source,
         "generator": generator,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def blank_source(sampling: Any, num_frames: int = 1) -> Source | None:
+    """Black pictures in place of what a clip starts from; None if it starts from text alone."""
+    if not sampling.from_image:
+        return None
+    image = Image.new("RGB", (sampling.width, sampling.height))
+    return [image] * num_frames if sampling.from_video else image
+
+
+def _source(pixels: torch.Tensor) -> Source:
+    """Of the result of `prepare`."""
+    if pixels.dim() == 3:
+        return Image.fromarray(pixels.numpy())
+    return [Image.fromarray(frame) for frame in pixels.numpy()]
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
