@@ -135,7 +135,7 @@ def estimate(
 def probe_packet(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, has_stepped: bool
 ) -> Tensors:
-    """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
+    """A packet of zeros in host memory; see `EngineModel.probe_packet`."""
     hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
     packet, _ = hollow.encode()
     return hollow.denoise(packet)[0] if has_stepped else packet

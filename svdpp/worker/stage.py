@@ -86,7 +86,8 @@ class PipelineStage:
         self._clip_writer = clip_writer
         self._reporter = reporter
         self._sampling = sampling
-        self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
+        with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
+        self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         self._samplings: dict[int, SamplingConfig] = {}
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
