@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from svdpp.comm.packet import Description, Packet, describe, flatten
 from svdpp.comm.streams import SideStream, mark
@@ -18,7 +17,7 @@ from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.source import Source, read_source
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
@@ -75,7 +74,7 @@ def _report(
 def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> Found:
     """See `differences`; writes the tiny copy to the empty `folder`."""
     write_tiny_copy(original, folder)
-    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    model = ModelConfig(name=str(folder), family=original.family, dtype=config.model.dtype)
     sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
@@ -94,11 +93,9 @@ class _CutTest:
         self._config, self._checkpoint, self._device = config, checkpoint, device
         self._copies = SideStream(device)
         (self._request,) = example_requests(config, 1)
-        self._image: Image.Image | None = None
+        self._source: Source | None = None
         if self._request.image is not None:
-            sampling = config.sampling
-            image, _ = read_photo(Path(self._request.image))
-            self._image = fit_photo(image, sampling.width, sampling.height, sampling.fit)
+            self._source = read_source(self._request.image, config.sampling)
         self._models: dict[tuple[int, Roles], VideoModel] = {}
         self._latents: list[str] = []
 
@@ -108,7 +105,7 @@ class _CutTest:
 
         frames = tensor_sha256(torch.from_numpy(self._whole_call(after_step)[1]))
         encoder = self._model(0, encode=True)
-        prepared = {} if self._image is None else encoder.prepare(self._image)
+        prepared = {} if self._source is None else encoder.prepare(self._source)
         first = self._sent(encoder.encode(prepared, self._request))
         for cut in range(1, NUM_STEPS):
             packet = first
@@ -133,7 +130,7 @@ class _CutTest:
         reference = Reference(self._checkpoint, self._config.model, str(self._device))
         return reference.run(
             self._request,
-            self._image,
+            self._source,
             self._config.sampling,
             before_steps=lambda: None,
             after_step=after_step,

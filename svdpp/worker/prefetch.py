@@ -1,4 +1,4 @@
-"""The prefetch of images: read and prepared beside the denoising, one clip ahead or on request."""
+"""The prefetch of images and videos: read and prepared one clip ahead, or on request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError
 from svdpp.media import image as photos
-from svdpp.models.base import Tensors
+from svdpp.media.source import source_of
+from svdpp.models.base import Source, Tensors
 
 #: Returns the bytes of a clip's image, given its path on rank 0's host.
 ReadPhoto = Callable[[int, Path], bytes]
@@ -39,7 +39,7 @@ class PhotoReader:
     def __init__(
         self,
         sampling: SamplingConfig,
-        prepare: Callable[[Image.Image, SamplingConfig], Tensors],
+        prepare: Callable[[Source, SamplingConfig], Tensors],
         device: torch.device,
         read: ReadPhoto = from_disk,
     ) -> None:
@@ -95,12 +95,11 @@ class PhotoReader:
         if request.image is None:
             return {}
         path = Path(request.image)
-        image, photo = photos.photo_of(self._read_bytes(clip, path), path)
+        sampling = request.sampling or self._sampling
+        source, photo = source_of(self._read_bytes(clip, path), path, sampling)
         if request.image_sha256 not in (None, photo.sha256):
             raise InputError(f"{request.image!r} has changed since the run began")
-        sampling = request.sampling or self._sampling
-        fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
-        return self._prepare(fitted, sampling)
+        return self._prepare(source, sampling)
 
 
 def _image_of(request: ClipRequest) -> _Image:

@@ -114,7 +114,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
-    checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))
     assert _check(checkpoint, case.config(), tmp_path / "copy") == []
 
 
