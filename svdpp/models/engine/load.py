@@ -14,8 +14,8 @@ import torch
 from svdpp.config import ModelConfig
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
-from svdpp.models.engine.call import replaced
 from svdpp.models.engine.configs import library_errors
+from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.hub import show_name
 from svdpp.models.loading import (
