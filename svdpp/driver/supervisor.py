@@ -128,6 +128,7 @@ class Supervisor:
 
     def _collect_reports(self) -> None:
         deadline = time.monotonic() + _REPORT_SECONDS
+        self._listen(0.05)  # even if this process was paused beyond the deadline
         while time.monotonic() < deadline:
             self._listen(0.05)
 

@@ -67,7 +67,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.0)
 
 
 def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Group:
