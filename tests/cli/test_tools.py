@@ -26,9 +26,16 @@ def test_env_in_words_and_as_json() -> None:
     words, values = svdpp_alone("env"), svdpp_here("env", "--json")
 
     assert (words.code, words.err) == (0, "")
-    assert words.out.split()[:2] == ["svdpp", __version__]
-    for name in ("torch", "cpu", "memory", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
-        assert f"\n{name}  " in words.out
+    assert words.out.split()[:3] == ["versions", "svdpp:", __version__]
+    for name in (
+        "torch:",
+        "cpu:",
+        "memory:",
+        "ffmpeg",
+        "hub cache",
+        "HF_HUB_OFFLINE",
+    ):
+        assert re.search(rf"\n *{name}", words.out)
     facts = json.loads(values.out)
     assert facts["schema_version"] == 1
     assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
@@ -52,7 +59,6 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
-    names += ["model", "memory", "transfers", "determinism", "cut test", "pairs"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     said = " ".join(answer.out.split())
     assert re.search(r"the latents are (bitwise equal|\d+\.\d dB apart) \(fp32\);", said)
@@ -119,7 +125,6 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert checks["ffmpeg"]["fix"] == "pip install imageio-ffmpeg"
     assert "--out" in checks["output folder"]["fix"]
     assert "--model" in checks["model"]["fix"]
-    for name in ("memory", "transfers", "determinism", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
     assert checks["pairs"]["detail"] == "needs cut test"
 
@@ -161,7 +166,7 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "write", "transfer of a packet"):
+    for word in ("encode", "step", "decode", "write", "transfer", "packet"):
         assert word in answer.out
 
 
