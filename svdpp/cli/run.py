@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from svdpp.cli.command import command
+from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
@@ -16,7 +17,6 @@ from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.repeated_run import given_options
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
@@ -108,7 +108,7 @@ def run(
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        given = given_options(context, output.place().folder)
+        given = recordable_options(context, output.place().folder)
         _Run(console, asked, traces, pipeline, clips).make(refused, given)
 
 

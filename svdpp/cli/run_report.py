@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
-_MAX_NAMES = 20
 
 Metadata = Mapping[str, Any]
 
@@ -160,22 +159,19 @@ def show_dry_run(
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }
-    if console.as_json:
-        console.json(about)
-        return
-    for line in _dry_run_lines(policy.folder, config, about):
-        console.result(line)
-    columns = {"weights": "weight", "work": "work", "process": "process", "peak": "peak"}
-    console.table(
-        [
-            {"rank": str(one["rank"])}
-            | {
-                f"{head} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}"
-                for head, name in columns.items()
-            }
-            for one in about["ranks"]
-        ]
-    )
+    if not console.as_json:
+        about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
+        about["forecast"] = (
+            about["forecast"] or "none without --costs, which svdpp profile measures"
+        )
+        sampling = config.sampling
+        console.result(
+            f"{counted(len(clips.requests), 'clip')} to make: "
+            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
+            f"{counted(sampling.num_inference_steps, 'step')}, "
+            f"{config.model.name} {config.model.dtype}"
+        )
+    console.answer(about)
 
 
 def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
@@ -196,35 +192,3 @@ def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[
     sizes = {"height": sampling.height, "width": sampling.width}
     one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
-
-
-def _dry_run_lines(folder: Path, config: PipelineConfig, about: dict[str, Any]) -> Iterator[str]:
-    from svdpp.media.disk_space import size
-
-    names, disk, forecast = about["clips"], about["disk"], about["forecast"]
-    yield from (str(folder / clip["output"]) for clip in names[:_MAX_NAMES])
-    if len(names) > _MAX_NAMES:
-        yield f"... and {len(names) - _MAX_NAMES} more"
-    if about["finished"]:
-        yield f"already finished: {counted(len(about['finished']), 'clip')}"
-    yield ""
-    sampling, costs = config.sampling, config.costs
-    yield (
-        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
-        f"{sampling.width}x{sampling.height}, "
-        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
-    )
-    yield f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}"
-    if forecast is None:
-        yield "forecast: none without --costs, which svdpp profile measures"
-    else:
-        yield (
-            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
-            f"{forecast['makespan_seconds']:.4g} s, first after "
-            f"{forecast['first_clip_seconds']:.4g} s"
-        )
-    yield (
-        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
-        f"{size(disk['free_bytes'])} free"
-    )
-    yield ""
