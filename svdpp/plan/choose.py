@@ -278,7 +278,7 @@ def _unproven(num_clips: int, best: _Candidate, pairs: Sequence[Layout], *, soon
     return (
         f"with --cfg-parallel 2 ({pair.layout}) a clip would take {pair.latency:.4g} s and "
         f"{_clips(num_clips)} {pair.seconds:.4g} s, not {best.latency:.4g} and "
-        f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp verify tries it"
+        f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp doctor tries it"
     )
 
 
