@@ -59,6 +59,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
+    names += ["model", "memory", "transfers", "determinism", "cut test", "pairs"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     said = " ".join(answer.out.split())
     assert re.search(r"the latents are (bitwise equal|\d+\.\d dB apart) \(fp32\);", said)
@@ -125,6 +126,7 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert checks["ffmpeg"]["fix"] == "pip install imageio-ffmpeg"
     assert "--out" in checks["output folder"]["fix"]
     assert "--model" in checks["model"]["fix"]
+    for name in ("memory", "transfers", "determinism", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
     assert checks["pairs"]["detail"] == "needs cut test"
 
