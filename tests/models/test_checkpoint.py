@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,19 +20,7 @@ from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
-
-
 SHARD = "unet/diffusion_pytorch_model-00001-of-00001.safetensors"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 def error_of(name: str | Path, **options: Any) -> ModelError:

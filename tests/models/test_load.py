@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,16 +25,6 @@ from tests.models.builders import edit_json, save_tiny_checkpoint
 UNET = "unet/diffusion_pytorch_model.safetensors"
 CLIP = "image_encoder/model.safetensors"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 @pytest.fixture(scope="module")
