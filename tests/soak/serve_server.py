@@ -40,6 +40,8 @@ FAULTS = {
     "stop a rank": signal.SIGSTOP,
     "kill the fork server": signal.SIGKILL,
 }
+#: Ranks need no fork server, and a shell's background ignores SIGINT.
+_MAY_GO_ON = ("kill the fork server", "interrupt a rank")
 _WEIGHTS = (3, 1, 1, 4, 1, 2, 2)
 
 
@@ -152,8 +154,8 @@ class FaultyServer:
                 self._end(what)
                 self._process = self._start()
                 return
-            if what == "kill the fork server" and now == before and time.monotonic() > begun + 5.0:
-                return  # the ranks go on without it
+            if what in _MAY_GO_ON and now == before and time.monotonic() > begun + 5.0:
+                return
             if time.monotonic() > end:
                 ranks = ranks_of(self._process.pid)
                 self.tally.unready.append(f"{what}: {now} restarts, ranks {ranks}")
