@@ -24,7 +24,7 @@ import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -276,7 +276,9 @@ class _Hollow:
         """Zeros in real memory, in place of the result of a component's method."""
         if self._inside:
             return real(*args, **kwargs)
-        key = part, real.__name__, *(each.shape for each in _tensors_in((args, kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = (each.shape if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+        key = part, real.__name__, str(spec), *inputs
         if key not in self._known:
             self._known[key] = self._run(self._modules[part], real, args, kwargs)
         peak, result = self._known[key]
