@@ -9,18 +9,15 @@ convolution kernel it chooses.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -139,22 +136,6 @@ def probe_packet(
     hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
     packet, _ = hollow.encode()
     return hollow.denoise(packet)[0] if has_stepped else packet
-
-
-@torch.no_grad()
-def bare_process_bytes() -> int:
-    """Resident bytes of a rank's process without a model.
-
-    It measures this process, which must already have imported what a rank imports. It runs each
-    kind of kernel once, because the libraries' code becomes resident only then (about 20 MiB).
-    """
-    DummyUNet()(torch.zeros(1, 4, 2, 8, 8), 0)
-    batch = functional.conv2d(torch.zeros(16, 32, 8, 8), torch.zeros(32, 32, 3, 3))
-    batch = functional.group_norm(batch, 4).flatten(2)
-    functional.gelu(functional.linear(batch, torch.zeros(36, 36)))
-    functional.scaled_dot_product_attention(batch, batch, batch)
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
