@@ -14,8 +14,8 @@ from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
-from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
+from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.config import DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, SvdppError
 
 if TYPE_CHECKING:
@@ -75,12 +75,10 @@ _NOT_SAMPLING = {
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options."""
     asked, model, sampling = point.pipeline, _model(point), _sampling(point)
-    from_image = bool(point.workload.images) or needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
     for name in ("prompts", "negative_prompt"):
-        if not isinstance(sampled, PromptedSampling) and getattr(point.workload, name) is not None:
+        if getattr(point.workload, name) is not None and model.family == "svd":
             raise RequestError(
-                f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
+                f"workload.{name} is not for {model.model}, a model of the family svd",
                 f"leave workload.{name} out",
             )
     of_ranks = {"world", "device", "threads", "timeout", "start_timeout", "checksum"} | {
@@ -96,13 +94,9 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
             **asked.model_dump(include=of_layout, exclude_defaults=True),
         ),
     )
-    device = options.ranks.device_for(model.model)
+    from_image = True if point.workload.images else None
     request = PipelineRequest(
-        options=options,
-        num_clips=point.workload.clips,
-        launched=None,
-        device=device,
-        from_image=from_image,
+        options=options, num_clips=point.workload.clips, from_image=from_image
     )
     return request.resolve()[0]
 

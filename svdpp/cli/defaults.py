@@ -117,7 +117,6 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.declare import declared
-    from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions
     from svdpp.cli.options.model import ModelOptions
@@ -126,6 +125,7 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
     from svdpp.cli.options.talk import LogOptions
+    from svdpp.cli.plan import ForecastOptions, SecondsOptions
     from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (

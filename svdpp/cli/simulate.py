@@ -15,7 +15,7 @@ from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.plan_report import times_of
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
@@ -96,8 +96,6 @@ def simulate(
         options=options,
         num_clips=lambda world_size: clips.at_least_one(2 * world_size),
         launched=launched,
-        device=options.ranks.device_for(model.model),
-        from_image=needs_image(model),
         on_cpu=4,
         time_scale=clips.time_scale,
     ).resolve()

@@ -22,7 +22,7 @@ from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _compare(
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
     names = labels(requests)
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         with _progress(console, "pipelined", names, config.layout) as progress:
             observers = (progress, EventLog(config.layout))
             conditions = proof.run_pipelined(

@@ -14,6 +14,7 @@ from svdpp.config.sampling import (
     PromptedSampling,
     SvdSampling,
     VaceSampling,
+    WanControlSampling,
     WanSampling,
     WanVideoSampling,
 )
@@ -92,7 +93,10 @@ _ROWS = (
     _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (SvdSampling, WanSampling, VaceSampling, WanVideoSampling, LtxSampling, *_ROWS)
+_CLASSES = (
+    *(SvdSampling, WanSampling, VaceSampling, WanControlSampling, WanVideoSampling, LtxSampling),
+    *_ROWS,
+)
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}

@@ -248,6 +248,16 @@ class VaceSampling(WanSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WanControlSampling(VaceSampling):
+    """The same for a clip that is controlled by a video."""
+
+    from_video: ClassVar[bool] = True
+
+    family: Literal["wan_vace_control"] = "wan_vace_control"  # type: ignore[assignment]
+    conditioning_scale: Annotated[float, within(0, 10, "Weight of the video.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class WanVideoSampling(WanSampling):
     """The parameters of diffusers' `WanVideoToVideoPipeline`, with the steps that it runs."""
 

@@ -28,7 +28,6 @@ from svdpp.errors import RequestError
 from svdpp.models.base import DTYPES, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
-from svdpp.models.engine.call import component_methods, replaced
 from svdpp.models.engine.configs import first_line
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -42,6 +41,7 @@ from svdpp.models.engine.load import (
     unused_parts,
 )
 from svdpp.models.engine.model import EngineModel, blank_source
+from svdpp.models.engine.patches import component_methods, replaced
 from svdpp.models.hub import show_name
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles

@@ -385,9 +385,9 @@ def test_the_families_are_listed_with_their_parameters() -> None:
     listed = json.loads(svdpp_here("models", "--json").out)["families"]
     assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
     ltx2 = svdpp_here("models", "ltx2").out
-    assert "--param stg_scale: " in ltx2
+    assert "\n--param stg_scale " in ltx2
     assert "LTX2ImageToVideoPipeline" in ltx2
-    assert "never run: the published weights" in ltx2
+    assert "never ran: the published weights" in ltx2
     assert_error(svdpp_here("models", "sora"), 2, "there is no family or model 'sora'")
     assert_error(svdpp_here("models", "./sora"), 5, "there is no folder './sora'")
 
@@ -404,7 +404,7 @@ def test_a_size_that_the_model_cannot_make_is_one_sentence(folders: dict[str, st
     """The tiny model's table of positions ends before those of the default size."""
     shown = svdpp_here("models", folders["wan"]).out
     assert "experts: 2" in shown
-    assert "memory: unknown, because model " in shown
+    assert "memory: -\nwhy no memory: model " in shown
     asked = ("--prompt", "a cat", "--steps", "4", "--gpus", "2", "--dry-run")
     answer = svdpp_here("run", "--model", folders["wan"], *ON_CPU, *asked)
     assert_error(answer, 2, "cannot make a clip of 832x480 and 81 frames", "--height")

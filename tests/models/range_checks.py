@@ -45,10 +45,10 @@ def photograph() -> Image.Image:
 
 
 def source(sampling: Any) -> Source:
-    """The picture, or frames of a video of another size."""
+    """The picture, or frames of a video, fitted."""
     if not sampling.from_video:
         return photograph()
-    shape = (sampling.num_frames, 50, 70, 3)
+    shape = (sampling.num_frames, sampling.height, sampling.width, 3)
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     return [Image.fromarray(frame) for frame in pixels]
 

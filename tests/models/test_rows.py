@@ -109,6 +109,9 @@ CASES: dict[str, Case] = {
     "kandinsky5-image": Case("kandinsky5", KANDINSKY, image=True),
     "wan-vace": Case("wan_vace", {"height": 32, "width": 32, "num_frames": 9}),
     "wan-vace-image": Case("wan_vace", {"height": 32, "width": 32, "num_frames": 9}, image=True),
+    "wan-vace-control": Case(
+        "wan_vace_control", {"height": 32, "width": 48, "num_frames": 9}, image=True
+    ),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }

@@ -526,6 +526,7 @@ _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "framepack": _framepack,
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
+    "wan_vace_control": _wan_vace,
     "cogvideox_v2v": lambda _: _cogvideox(image=False),
     "skyreels_v2": _skyreels_v2,
     "skyreels_v2_df": _skyreels_v2_df,

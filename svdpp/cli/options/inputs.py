@@ -19,7 +19,7 @@ from svdpp.errors import InputError, RequestError
 def _take_from(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
     """Makes the options of an earlier run the defaults."""
     if path is not None:
-        from svdpp.cli.repeated_run import recorded_options
+        from svdpp.cli.command_line import recorded_options
 
         context.default_map = {**(context.default_map or {}), **recorded_options(path)}
     return path

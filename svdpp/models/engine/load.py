@@ -22,8 +22,8 @@ from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
-from svdpp.models.engine.call import replaced
 from svdpp.models.engine.configs import first_line, library_errors, short_repr
+from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.free_memory import free_bytes
 from svdpp.models.hub import show_name

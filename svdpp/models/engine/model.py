@@ -17,8 +17,9 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
+from svdpp.models.engine.call import STRUCTURE, RangeCall
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
+from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
 from svdpp.plan.actions import FrameRange

@@ -16,7 +16,6 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import in_halves
-from svdpp.models.engine.call import replaced, step_callback
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -26,6 +25,7 @@ from svdpp.models.engine.load import (
     silence_libraries,
 )
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
+from svdpp.models.engine.patches import replaced, step_callback
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
 

@@ -122,6 +122,21 @@ _LTX = Row(
     generator_device=ltx.generator_device,
 )
 
+_VACE = Row(
+    title="Wan VACE, whose image is a reference",
+    branches="calls",
+    text="WanVACEPipeline",
+    image="WanVACEPipeline",
+    denoiser="WanVACETransformer3DModel",
+    denoisers=("transformer", "transformer_2"),
+    encode=("tokenizer", "text_encoder", "vae"),
+    image_argument="reference_images",
+    fp32=frozenset({"vae"}),
+    unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+    facts=wan.vace_facts,
+    check=wan.check,
+)
+
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
@@ -154,19 +169,14 @@ ROWS: Mapping[str, Row] = {
         facts=wan.facts,
         check=wan.check,
     ),
-    "wan_vace": Row(
-        title="Wan VACE, whose image is a reference",
-        branches="calls",
-        text="WanVACEPipeline",
-        image="WanVACEPipeline",
-        denoiser="WanVACETransformer3DModel",
-        denoisers=("transformer", "transformer_2"),
-        encode=("tokenizer", "text_encoder", "vae"),
-        image_argument="reference_images",
-        fp32=frozenset({"vae"}),
-        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
-        facts=wan.vace_facts,
-        check=wan.check,
+    "wan_vace": _VACE,
+    "wan_vace_control": replace(
+        _VACE,
+        title="Wan VACE, controlled by a video",
+        text=None,
+        image_argument="video",
+        also=("WanVACEPipeline",),
+        facts=lambda configs: {**wan.facts(configs), "image_use": "needed"},
     ),
     "wan_v2v": Row(
         title="Wan 2.1 from a video",
@@ -329,7 +339,7 @@ FAMILIES: Mapping[str, str] = {
     pipeline: family
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
-    if pipeline is not None
+    if pipeline is not None and pipeline not in row.also
 }
 
 _VIDEOS = "takes two videos and an image, and svdpp reads one file for a clip"
