@@ -77,6 +77,9 @@ def describe(family: str) -> dict[str, Any]:
         "family": family,
         "title": row.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
+        "other_families": [
+            name for name, other in ROWS.items() if {*other.also} & {row.text} and name != family
+        ],
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
         "lora": row.loras,
@@ -159,6 +162,8 @@ def _lines(about: dict[str, Any]) -> Iterator[str]:
         if name in about:
             value = about[name]
             yield f"{name}: {value if isinstance(value, str) else ', '.join(value)}"
+    if about["other_families"]:
+        yield f"--family runs it as: {', '.join(about['other_families'])}"
     yield f"LoRA: {'by --lora' if about['lora'] else 'none'}"
     if about.get("experts", 1) > 1:
         yield f"experts: {about['experts']}, each for a part of the steps"
