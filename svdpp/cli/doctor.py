@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-import typer
+import click
 from rich.text import Text
 
 from svdpp.cli.command import command, is_given
@@ -51,7 +51,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     },
 )
 def doctor(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     folder: FolderOptions,
@@ -87,7 +87,7 @@ def doctor(
         )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
-        raise typer.Exit(failed[0].exit_code)
+        raise click.exceptions.Exit(failed[0].exit_code)
     on_ranks = f"on {counted(config.world_size, f'{config.device} rank')} has what it needs"
     if model.is_dummy:
         console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from svdpp.cli.console import Console
@@ -16,12 +15,7 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 5.0
 
 
-def serve_member(
-    pipeline: Pipeline,
-    world: World,
-    console: Console,
-    answer: Callable[[bytes], bytes] = lambda _: b"",
-) -> None:
+def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     """Works until rank 0 ends the run. Rank 0 logs for all ranks of its own host."""
     from loguru import logger
 
@@ -36,7 +30,7 @@ def serve_member(
         if is_loud and world.local_rank == 0:
             console.error(RankError(sentence, "is its host down, or the network to it?"))
 
-    pipeline.serve(say=say, answer=answer)
+    pipeline.serve(say=say)
 
 
 def is_told_elsewhere(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
@@ -182,15 +182,22 @@ class RunRequest:
             )
         return remarks
 
-    def pipeline(self, config: PipelineConfig, traces: TraceOptions | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders of the request, for rank 0 with `traces`."""
+    def pipeline(
+        self,
+        config: PipelineConfig,
+        inputs: Sequence[ClipInput] = (),
+        traces: TraceOptions | None = None,
+    ) -> Pipeline:
+        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and traces."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
+        images = {each.photo.path.parent: each.photo.path for each in inputs if each.photo}
+        shared = [self.output.place().folder, *images.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
-            output_folder=str(self.output.place().folder.absolute()),
+            shared_paths=[str(path.absolute()) for path in shared],
             profile_path=None if traces is None else traces.profile_path,
             trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
         )
@@ -201,7 +208,7 @@ class RunRequest:
 
 
 def without_other_seeds(
-    context: typer.Context, inputs: InputOptions, options: PipelineOptions
+    context: click.Context, inputs: InputOptions, options: PipelineOptions
 ) -> tuple[InputOptions, PipelineOptions]:
     """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):

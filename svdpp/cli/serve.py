@@ -42,7 +42,7 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "param"),
+    without=("seed",),
     defaults={
         "world": "all GPUs; on the CPU 2",
         "split": "dithered; with two experts balanced",
@@ -136,7 +136,6 @@ def _config(
         options=options,
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
-        device=options.ranks.device_for(options.model.model),
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=image_use(options.model) != "refused",
         default_split=_SPLIT,

@@ -240,7 +240,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
     folder = local or hub.download(model)
     with _model_named(model, local):
-        checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
+        checkpoint = _check_configs(model, folder, local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -258,7 +258,7 @@ def with_weights(
         folder = hub.download(pinned, components)
     with _model_named(model, local):
         if local is None:  # the default model's configs have not been downloaded before
-            checkpoint = _check_configs(model, folder, hub.commit_of(folder))
+            checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
         files = [path for part in checked for path in checkpoint.weight_files(part)]
         changes = local is not None and model.name != DEMO_MODEL
@@ -286,17 +286,17 @@ def _local_folder(name: str) -> Path | None:
     """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
-    path = os.path.expanduser(name)
+    path, shown, hint = os.path.expanduser(name), hub.show_name(name), hub.MODEL_HINT
     if name.lower() in (DEMO_MODEL, DUMMY_MODEL) and not os.path.exists(path):
-        raise ModelError(f"there is no model {hub.show_name(name)}", f"--model {name.lower()}")
+        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
     if os.path.isdir(path):
         return Path(path).resolve()
     if os.path.isfile(path):
-        raise ModelError(f"{hub.show_name(name)} is a file, not a diffusers folder", hub.MODEL_HINT)
+        raise ModelError(f"{shown} is a file, not a diffusers folder", hint)
     if "://" in name:
-        raise ModelError(f"{hub.show_name(name)} is a URL, not a hub id", hub.MODEL_HINT)
+        raise ModelError(f"{shown} is a URL, not a hub id", hint)
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
-        raise ModelError(f"there is no folder {hub.show_name(name)}", hub.MODEL_HINT)
+        raise ModelError(f"there is no folder {shown}", hint)
     return None
 
 
@@ -318,7 +318,7 @@ def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
 # 2. Check its contents.
 
 
-def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
+def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
@@ -338,7 +338,7 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
-        revision=revision,
+        revision=None if local else hub.commit_of(folder),
         variant=model.variant,
         family=family,
         classes=tuple(classes.items()),

@@ -54,7 +54,7 @@ class SleepTimes:
 
 
 class DummyModel:
-    """A `VideoModel` around the dummy network. It encodes a seed and decodes black frames."""
+    """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import torch
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
@@ -28,7 +28,7 @@ from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solve
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
-from svdpp.worker.memory import out_of_memory_named
+from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter

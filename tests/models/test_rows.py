@@ -252,7 +252,7 @@ def test_the_estimate_runs_the_call_without_weights(
     ):
         memory = getattr(estimated, part)
         assert memory.weight_bytes == num_bytes(loaded(model).values()), part
-        assert min(memory.activation_bytes, memory.flops) > 0
+        assert memory.activation_bytes > 0
     request = request_of("a cat" if checkpoint.row.takes_prompt else None)
     packet = encoder.encode(encoder.prepare(source(sampling)) if case.image else {}, request)
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}

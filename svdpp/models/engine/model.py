@@ -1,4 +1,4 @@
-"""The engine's `VideoModel`: every stage of a rank is a call of diffusers' pipeline."""
+"""The model of one rank: every stage is a call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_CACHED_TEXTS = 16
 
 
 class EngineModel:
-    """A model of any family that has a row, with resolved sampling parameters."""
+    """The model of one rank: any family that has a row, with resolved sampling parameters."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class EngineModel:
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
+        """Of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
         self._dtype, self._sampling = dtype, sampling
         # Embeddings of the last prompts, so that each distinct prompt is encoded once.
@@ -57,7 +58,10 @@ class EngineModel:
         return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
 
     def prepare(self, source: Source) -> Tensors:
-        """What the row prepares, or the pixels: (H, W, 3) uint8, or (F, H, W, 3) of a video."""
+        """What the row prepares, or the pixels: (H, W, 3) uint8, or (F, H, W, 3) of a video.
+
+        On the CPU; it may run in a thread while the rank denoises another clip.
+        """
         if self._row.prepare is not None:
             made: Tensors = self._row.prepare(self._pipe, source, self._sampling)
             return made
@@ -66,7 +70,10 @@ class EngineModel:
         return {_IMAGE: torch.from_numpy(np.array(source.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Encodes the prompts and the image, which is `prepared`, and draws the noise."""
+        """The packet before the first step: what later steps and the decode need.
+
+        Encodes the prompts and the image, which is `prepared`, and draws the noise.
+        """
         assert bool(prepared) == self._sampling.from_image
         pixels = prepared.get(_IMAGE)
         source = blank_source(self._sampling) if pixels is None else _source(pixels)
@@ -93,7 +100,11 @@ class EngineModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Runs steps `start` to `end` (exclusive); returns the packet after them."""
+        """Runs steps `start` to `end` (exclusive); returns the packet after them.
+
+        Does not change `tensors`, the packet before them. With a partner each step evaluates one
+        branch of the guidance, and both get the same result.
+        """
         assert start < end
         structure, tensors = self._opened(tensors, start)
         generator = torch.Generator(self._generator_device)
@@ -144,7 +155,10 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
-        """See `VideoModel`."""
+        """A made-up packet with a real one's shapes, dtypes and devices, to measure without encode.
+
+        With `has_stepped` it is one to decode, otherwise one before the first step.
+        """
         from svdpp.models.memory import probe_packet  # imports this module
 
         model = ModelConfig(name=self._checkpoint.name, dtype=self._dtype)
@@ -240,7 +254,7 @@ def load_model(
     device: str,
     roles: Roles,
 ) -> EngineModel:
-    """Loads only the components for one rank; see `load_module` for errors."""
+    """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(pipe, checkpoint, model.dtype, sampling)
 

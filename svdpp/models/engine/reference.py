@@ -17,12 +17,17 @@ from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Source, Tensor
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import in_halves
 from svdpp.models.engine.configs import library_errors
-from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, set_up
+from svdpp.models.engine.load import (
+    apply_memory_options,
+    dtype_of,
+    load_loras,
+    set_up,
+    silence_libraries,
+)
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
 from svdpp.models.engine.patches import replaced, step_callback
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
-from svdpp.models.loading import silence_libraries
 
 
 class Reference:
