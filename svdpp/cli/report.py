@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
-from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
     from svdpp.bench.compare import Ratio
@@ -38,7 +37,7 @@ class ReportOptions:
         "svdpp report results/smoke/A --json",
     )
 )
-def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> None:
+def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run or bench, and what would make it faster.
 
     It reads the figures that svdpp run leaves in run.json, and svdpp bench in its folder: where
@@ -67,7 +66,7 @@ def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> N
         show(page)
         page.write_page(options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")
-    if answer.as_json:
+    if console.as_json:
         console.json(found.to_json())
     else:
         show(console)
