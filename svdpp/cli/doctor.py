@@ -61,8 +61,7 @@ def doctor(
     """Check in half a minute that a run has what it needs.
 
     The checks are devices, transfers, ffmpeg, model, memory and determinism, and the cut test: a
-    tiny copy of the model's configs, cut at every step. It also shows whether pairs of ranks
-    (--cfg-parallel 2) change its bits. Nothing is downloaded.
+    tiny copy of the model's configs, cut at every step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)

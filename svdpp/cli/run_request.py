@@ -128,7 +128,7 @@ class RunRequest:
         """The configuration, and a remark on the choice of the layout; "" for none."""
         options, device = self.options, self.device
         weights = options.model.to_config(device)
-        config, why = PipelineRequest(
+        return PipelineRequest(
             options=options,
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
@@ -136,9 +136,6 @@ class RunRequest:
             from_image=bool(self.inputs.inputs),
             memory=partial(_memory_of_devices, weights, self._sampling, device),
         ).resolve()
-        if num_clips and not why:
-            why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
-        return config, why
 
     @property
     def knows_costs(self) -> bool:

@@ -224,30 +224,6 @@ def _named_cards(cards: Sequence[int]) -> str:
     return f"{larger}: ranks 0 to {len(cards) - 1} take cards {', '.join(map(str, cards))}"
 
 
-def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
-    """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
-
-    Returns:
-        None if no layout is that much faster, or the costs lack a value for the forecast.
-    """
-    try:
-        best = choose_layout(
-            num_steps=layout.num_steps,
-            world_size=layout.world_size,
-            num_clips=num_clips,
-            costs=layout.costs,
-            decodes=layout.decodes,
-            expert_boundary=layout.expert_boundary,
-            share_experts=layout.share_experts,
-            cfg_parallel=layout.cfg_parallel,
-        ).layout
-        now, then = _forecast([layout, best], num_clips)
-    except RequestError:
-        return None
-    times = now.seconds / then.seconds
-    return (best, times) if times > by else None
-
-
 def _reason(
     num_clips: int, best: _Candidate, candidates: Sequence[_Candidate], *, sooner: bool
 ) -> str:
