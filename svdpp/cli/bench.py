@@ -13,14 +13,7 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
-from svdpp.errors import (
-    RequestError,
-    SvdppError,
-    TargetError,
-    VerificationError,
-    error_to_dict,
-    highest_code,
-)
+from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
@@ -63,28 +56,22 @@ def bench(
     overrides = [*(asked.settings or []), *overrides]
     if asked.torch_profile:
         overrides.append("profile=true")
-    points = _points(names, overrides)
-    for option, value in (("--trace", traces.trace), ("--baseline", asked.baseline)):
-        if value is not None and len(points) > 1:
-            raise RequestError(
-                f"{option} takes one point, and the lists span {len(points)}",
-                f"leave {option} out, or give one value for each field",
-            )
+    point = _configuration(names, overrides)
     from svdpp.launch import fork_server
 
     traces.check()
     with bench_fields.named():
-        families = [bench_fields.family(point) for point in points]
-    fork_server.start_early(
-        family=next(filter(None, families), None), device=points[0].pipeline.device
-    )
-    benches = _benches(points)
+        family = bench_fields.family(point)
+    fork_server.start_early(family=family, device=point.pipeline.device)
+    one = _bench(point)
     if asked.baseline is not None:
         from svdpp.bench.compare import check_baseline
 
-        first = benches[0].asked
-        check_baseline(asked.baseline, first.model_dump(mode="json"), first.measure.repeats)
-    _measure(console, benches, asked, traces.trace)
+        check_baseline(asked.baseline, one.asked.model_dump(mode="json"), one.asked.measure.repeats)
+    found = _run(console, one, asked, traces.trace)
+    if console.as_json:
+        console.json([found])
+    _check(one, found)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
@@ -112,63 +99,31 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
     return names, overrides
 
 
-def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
-    from svdpp.bench.config import read_grid, shipped
+def _configuration(names: list[str], overrides: list[str]) -> BenchConfig:
+    from svdpp.bench.config import read_config, shipped
 
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
         raise RequestError(
             f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
         )
-    return read_grid(names[0], overrides)
+    return read_config(names[0], overrides)
 
 
-def _benches(points: list[BenchConfig]) -> list[Bench]:
+def _bench(point: BenchConfig) -> Bench:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
-    benches = []
     with bench_fields.named():
-        configs = [bench_fields.pipeline_config(point) for point in points]
-        for point, config in zip(points, configs, strict=True):
-            pipeline = Pipeline(config)
-            one = Bench(point, pipeline.config)
-            if pipeline.checkpoint is not None:
-                pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
-            benches.append(one)
-    return benches
-
-
-def _measure(
-    console: Console, benches: list[Bench], asked: BenchOptions, trace: Path | None
-) -> None:
-    """Measures point by point, the others also when one fails."""
-    found: list[dict[str, Any]] = []
-    failures: list[SvdppError] = []
-    for index, one in enumerate(benches):
-        point = f"point {index + 1} of {len(benches)}"
-        if len(benches) > 1:
-            console.info(point)
-        try:
-            found.append(_run(console, one, asked, trace))
-        except SvdppError as error:
-            if len(benches) == 1:
-                raise
-            failures.append(error)
-            found.append(
-                {"config": one.asked.model_dump(mode="json"), "error": error_to_dict(error)}
-            )
-            console.info(f"{point}: {error.message}")
-        else:
-            failures += _failures(one, found[-1])
-    if console.as_json:
-        console.json(found)
-    _raise_worst(failures, len(benches))
+        pipeline = Pipeline(bench_fields.pipeline_config(point))
+        one = Bench(point, pipeline.config)
+        if pipeline.checkpoint is not None:
+            pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
+    return one
 
 
 def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) -> dict[str, Any]:
-    from svdpp.bench.compare import compare
-    from svdpp.bench.names import COSTS, PROFILE
+    from svdpp.bench.compare import COSTS, PROFILE, compare
     from svdpp.bench.results import Results
     from svdpp.cli.bench_report import show_comparison, show_summary
     from svdpp.cli.progress import Progress
@@ -178,7 +133,7 @@ def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) 
     one.trace_path = trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    with kept.failure_recorded(), bench_fields.named():
+    with bench_fields.named():
         one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
@@ -190,7 +145,6 @@ def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) 
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
-    console.info(f"what limits it: svdpp report {folder}")
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
@@ -212,33 +166,20 @@ def _headline(one: Bench) -> str:
     return said
 
 
-def _failures(one: Bench, found: dict[str, Any]) -> list[SvdppError]:
-    """What is wrong with a point that was measured: bits that differ, else figures."""
+def _check(one: Bench, found: dict[str, Any]) -> None:
+    """Raises what is wrong with a bench that was measured: bits that differ, else figures."""
     from svdpp.bench.runner import differing
     from svdpp.bench.targets import missed
 
     if different := differing(one.rounds):
         count = counted(len(different), "clip")
-        return [
-            VerificationError(
-                f"bits differ from those of diffusers in {count}, first in {different[0]}",
-                "svdpp verify shows the first step that differs",
-            )
-        ]
+        raise VerificationError(
+            f"bits differ from those of diffusers in {count}, first in {different[0]}",
+            "svdpp verify shows the first step that differs",
+        )
     targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
     said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
     if slower:
         said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
-    hint = "the tables above show each figure and its range"
-    return [TargetError("; ".join(said), hint)] if said else []
-
-
-def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command with the highest exit code of its points; returns if none failed."""
-    # A missed target decides it only if nothing else failed.
-    others = [error for error in failures if not isinstance(error, TargetError)]
-    if others or failures:
-        worst = highest_code(others or failures)
-        if num_points > 1:
-            worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
-        raise worst
+    if said:
+        raise TargetError("; ".join(said), "the tables above show each figure and its range")

@@ -28,8 +28,7 @@ class BenchOptions:
     words: list[str] | None = argument(
         "CONFIG [--SECTION.FIELD=VALUE]...",
         "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
-        "svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its values is "
-        "measured.",
+        "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
     )
     settings: list[str] | None = setting(
         LAYOUT,

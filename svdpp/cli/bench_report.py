@@ -25,6 +25,9 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
         )
     console.result(_accounted(found))
+    console.result(f"what limits the pipeline: {found['limits']['headline']}")
+    if found["limits"]["advice"]:
+        console.result(f"  {found['limits']['advice']['command']}")
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     if found.get("targets"):

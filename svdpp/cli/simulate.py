@@ -146,7 +146,7 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
-    from svdpp.diagnostics.report import overrun
+    from svdpp.diagnostics.findings import overrun
 
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
     figures = recorder.figures()

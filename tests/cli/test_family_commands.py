@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from svdpp.bench.config import read_grid
+from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
@@ -247,7 +247,7 @@ def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: obj
 
 
 def bench_of(*arguments: Any, **workload: object) -> Bench:
-    (point,) = read_grid(bench_file(*arguments, **workload), [])
+    point = read_config(bench_file(*arguments, **workload), [])
     return Bench(point, Pipeline(pipeline_config(point)).config)
 
 

@@ -31,7 +31,6 @@ def test_env_in_words_and_as_json() -> None:
         "torch:",
         "cpu:",
         "memory:",
-        "determinism",
         "ffmpeg",
         "hub cache",
         "HF_HUB_OFFLINE",
