@@ -177,8 +177,3 @@ def test_a_shell_completes_choices() -> None:
     given = [re.findall(r"^plain,(.*)", block, re.M) for block in answer.out.split("END\n")]
     found = {line: " ".join(words) for line, words in zip(COMPLETED, given, strict=False)}
     assert found == COMPLETED
-
-
-def test_an_option_of_one_group_survives_a_name_that_another_group_leaves_out() -> None:
-    """bench has --profile from its own group, without the one of the traces."""
-    assert "--profile" in svdpp_here("bench", "--help-all").out
