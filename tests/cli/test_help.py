@@ -90,7 +90,7 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
     defaults = re.findall(r"\[default: ([^]]*)\]", text)
 
     assert "Default:" not in text
-    assert len(defaults) == text.count("[default: ") > 0 or name in ("env", "models")
+    assert len(defaults) == text.count("[default: ") > 0 or name in ("env", "models", "report")
     others = [other for other in COMMANDS if other not in (name, "run")]
     assert not [d for d in defaults for other in others if f"svdpp {other}" in d]
 
