@@ -85,7 +85,7 @@ def profile(
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    The costs are the times of encode, step, decode and transfer, and an estimate of the
     memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
