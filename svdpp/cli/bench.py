@@ -11,7 +11,6 @@ from svdpp.cli import bench_fields
 from svdpp.cli.bench_fields import BenchOptions
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.errors import RequestError, TargetError, VerificationError
@@ -37,7 +36,6 @@ def bench(
     launched: World | None,
     asked: BenchOptions,
     traces: TraceOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure a pipeline against data parallel and against diffusers on one device.
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, argument, setting, switch
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL, PipelineConfig

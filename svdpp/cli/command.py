@@ -14,6 +14,7 @@ from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
 from svdpp.cli.help import help_option, show_page
 from svdpp.cli.options.declare import HIDDEN_NAMES, declared, parameter
+from svdpp.cli.options.outputs import TalkOptions
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
@@ -62,6 +63,7 @@ class Command(click.Command):
         for name, given in inspect.signature(function).parameters.items():
             if is_dataclass(self._hints[name]):
                 self.params += self._flat(self._hints[name], given.default)
+        self.params += self._flat(TalkOptions, _EMPTY)
         self.params.append(help_option(self._short_help, "-h", "--help", help="Show this help."))
         self.params.append(help_option(self._long_help, "--help-all", help="Show all options."))
 
@@ -70,7 +72,7 @@ class Command(click.Command):
         values = ctx.params
         console = Console(
             as_json=values["as_json"],
-            quiet=values.get("quiet", False),
+            quiet=values["quiet"],
             set_elsewhere=_set_elsewhere(ctx),
         )
         with answered(console, debug=values["debug"]):

@@ -10,14 +10,12 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
@@ -81,7 +79,6 @@ def profile(
     sampling: SamplingOptions,
     prompts: PromptOptions,
     asked: MeasureOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure the costs that plans are based on.
 
@@ -99,6 +96,8 @@ def profile(
         from svdpp.driver.pipeline import Pipeline
 
         open_log(verbosity=0, log_file=None)
+        from svdpp.cli.log import serve_member
+
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
     _check_free(asked.out, overwrite=asked.overwrite)

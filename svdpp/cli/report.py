@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
-from svdpp.cli.options.talk import AnswerOptions
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
@@ -34,7 +33,7 @@ class ReportOptions:
         "svdpp report out --json",
     )
 )
-def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> None:
+def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 
     It reads the figures that svdpp run leaves in run.json: where each rank's time went, which rank
@@ -50,7 +49,7 @@ def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> N
         _print_run(page, found)
         page.write_page(options.html)
         console.info(f"wrote {shlex.quote(str(options.html))}")
-    if answer.as_json:
+    if console.as_json:
         console.json(found.to_json())
     else:
         _print_run(console, found)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError

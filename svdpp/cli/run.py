@@ -12,11 +12,9 @@ from svdpp.cli.command import command
 from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.outputs import LogOptions, OutputOptions
 from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
@@ -98,6 +96,8 @@ def run(
         from svdpp.driver import hosts
 
         answer = partial(hosts.answer, policy=asked.policy)
+        from svdpp.cli.log import serve_member
+
         serve_member(asked.pipeline(config), launched, console, answer)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
