@@ -24,7 +24,7 @@ from svdpp.errors import (
     exit_code_of,
     highest_code,
 )
-from svdpp.launch import temp_folders
+from svdpp.launch import process_lifetime
 from svdpp.launch.world import find_world, is_member
 
 # Rank 0 may have failed with the same error before it could listen.
@@ -123,6 +123,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """Ends the process silently as by signal `number`; its ranks notice and end, too."""
-    temp_folders.remove_all()
-    temp_folders.remove_multiprocessing_folder()
+    process_lifetime.remove_all()
+    process_lifetime.remove_multiprocessing_folder()
     os._exit(128 + number)

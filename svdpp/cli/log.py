@@ -176,12 +176,7 @@ class EventLog:
                 pass
 
 
-def serve_member(
-    pipeline: Pipeline,
-    world: World,
-    console: Console,
-    answer: Callable[[bytes], bytes] = lambda _: b"",
-) -> None:
+def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     """Works as another rank of a launcher; rank 0 logs for all ranks of its own host."""
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:
@@ -192,4 +187,4 @@ def serve_member(
         if is_loud and world.local_rank == 0:
             console.error(RankError(sentence, "is its host down, or the network to it?"))
 
-    pipeline.serve(say=say, answer=answer)
+    pipeline.serve(say=say)

@@ -236,21 +236,18 @@ def _show_layout(
     from svdpp.plan.choose import choose_layout
     from svdpp.plan.layout import Layout
 
-    memory, world_size = limits["memory_gib"], counts["world_size"]
     if layout.chooses:
         choice = choose_layout(
             **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
         )
-        cards = choice.cards or range(world_size)
-        unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
-        show_layout(console, request, choice.layout, choice.reason, unequal)
+        show_layout(console, request, choice.layout, choice.reason)
         return
-    if memory:
+    if limits["memory_gib"]:
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(world_size)))
+    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:

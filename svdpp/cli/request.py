@@ -237,8 +237,6 @@ def auto_layout(
     chosen = {"costs": costs, **{name: getattr(choice.layout, name) for name in names}}
     if choice.layout.share_experts:  # also if the options do not say so
         chosen["share_experts"] = True
-    if choice.cards:
-        chosen["device_order"] = choice.cards
     return chosen, f"layout: {choice.reason}"
 
 

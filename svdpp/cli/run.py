@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,8 +74,7 @@ def run(
 ) -> None:
     """Animate images, or make clips from prompts.
 
-    A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
-    request is checked before weights are loaded.
+    Clips are OUT/NAME_SEED.mp4; parameters and hashes are in NAME_SEED.mp4.json.
     """
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
@@ -93,12 +91,9 @@ def run(
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
-        from svdpp.driver import hosts
-
-        answer = partial(hosts.answer, policy=asked.policy)
         from svdpp.cli.log import serve_member
 
-        serve_member(asked.pipeline(config), launched, console, answer)
+        serve_member(asked.pipeline(config), launched, console)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
@@ -119,18 +114,14 @@ def _planned(
     found: Sequence[ClipInput],
     traces: TraceOptions,
 ) -> tuple[Pipeline, ClipPlan]:
-    from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy)
     announce_look(console, config, policy, num_there)
-    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), traces)
+    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), found, traces)
     assert pipeline.checkpoint is not None
-    clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
-    if pipeline.spans_hosts:
-        clips = hosts.without_those_elsewhere(clips, policy, pipeline)
-    return pipeline, clips
+    return pipeline, plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
 
 
 @dataclass(frozen=True)

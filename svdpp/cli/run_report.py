@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,9 +93,9 @@ def print_clips(
 ) -> None:
     """Prints a line for each clip, and says if it was finished before or lost."""
     for metadata in skipped:
-        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}  (was finished)")
+        console.result(f"{out / metadata['output']}  (was finished)")
     for metadata in made:
-        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}")
+        console.result(f"{out / metadata['output']}")
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
@@ -106,16 +105,9 @@ def print_clips(
     if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
         console.info("not called exact: pairs divide a batch of two; how far apart that is:")
         console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
-    exact = [metadata for metadata in exact if not _elsewhere(metadata)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
         console.info("to prove one:", f"  svdpp verify {shlex.quote(output.path)}")
-
-
-def _elsewhere(metadata: Metadata) -> str:
-    """The host of the clip if it is another one; its --out may be another folder."""
-    host = metadata.get("host", socket.gethostname())
-    return "" if host == socket.gethostname() else f"  (on {host})"
 
 
 def show_dry_run(

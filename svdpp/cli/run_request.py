@@ -82,7 +82,8 @@ class RunRequest:
         from svdpp.media.inputs import find_images
 
         try:
-            find_images(self.inputs.inputs, recursive=self.inputs.recursive)
+            videos = self._sampling.from_video
+            find_images(self.inputs.inputs, recursive=self.inputs.recursive, videos=videos)
         except InputError:
             self._images()  # its error also names unreadable images
             raise
@@ -119,6 +120,7 @@ class RunRequest:
             self.inputs.inputs,
             recursive=self.inputs.recursive,
             max_pixels=self.inputs.max_pixels,
+            video_frames=self._sampling.video_frames,
         )
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
@@ -128,7 +130,7 @@ class RunRequest:
         """The configuration, and a remark on the choice of the layout; "" for none."""
         options, device = self.options, self.device
         weights = options.model.to_config(device)
-        config, why = PipelineRequest(
+        return PipelineRequest(
             options=options,
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
@@ -136,9 +138,6 @@ class RunRequest:
             from_image=bool(self.inputs.inputs),
             memory=partial(_memory_of_devices, weights, self._sampling, device),
         ).resolve()
-        if num_clips and not why:
-            why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
-        return config, why
 
     @property
     def knows_costs(self) -> bool:
@@ -180,15 +179,22 @@ class RunRequest:
             )
         return remarks
 
-    def pipeline(self, config: PipelineConfig, traces: TraceOptions | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders of the request, for rank 0 with `traces`."""
+    def pipeline(
+        self,
+        config: PipelineConfig,
+        inputs: Sequence[ClipInput] = (),
+        traces: TraceOptions | None = None,
+    ) -> Pipeline:
+        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and traces."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
+        images = {each.photo.path.parent: each.photo.path for each in inputs if each.photo}
+        shared = [self.output.place().folder, *images.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
-            output_folder=str(self.output.place().folder.absolute()),
+            shared_paths=[str(path.absolute()) for path in shared],
             profile_path=None if traces is None else traces.profile_path,
             trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
         )

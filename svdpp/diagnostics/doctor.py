@@ -11,12 +11,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from svdpp.config import (
+    DEMO_MODEL,
     DUMMY_MODEL,
     ClipRequest,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
     SvdSampling,
+    sampling_defaults,
 )
 from svdpp.diagnostics import cut_test
 from svdpp.diagnostics.memory_estimate import estimate_ranks, free_memory
@@ -26,6 +28,7 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
 from svdpp.media import disk_space, output_files, video
+from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.tiny_copy import NUM_STEPS
 
@@ -55,6 +58,8 @@ class Examination:
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
+    divided: str = ""
+    """What the cut test has found of divided batches."""
 
     @property
     def model(self) -> Checkpoint:
@@ -223,17 +228,49 @@ def _memory(examination: Examination) -> str:
     return text
 
 
+def _determinism(examination: Examination) -> str:
+    """Uses the demo model, which loads quickly, with the run's device, dtype and threads."""
+    config = examination.config
+    if not config.model.is_dummy:
+        demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
+        sampling = SvdSampling(num_inference_steps=1, **sampling_defaults(DEMO_MODEL))
+        config = replace(config.alone(), model=demo, sampling=sampling, expert_boundary=None)
+    device = "cuda:0" if config.device == "cuda" else config.device
+    config = replace(config, world_size=1, device=device, decode=False)
+    with Pipeline(config) as pipeline:
+        first, second = pipeline.run(example_requests(config, 1) * 2)
+    name = config.model.name
+    if first.metadata["latents_sha256"] != second.metadata["latents_sha256"]:
+        raise VerificationError(f"one clip of the {name} model made twice has different bits")
+    return f"one clip of the {name} model twice, bitwise equal ({config.model.dtype})"
+
+
 def _cut_test(examination: Examination) -> str:
     """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
     config, checkpoint = examination.config, examination.model
     device = "cuda:0" if config.device == "cuda" else config.device
-    found = cut_test.differences(replace(config.alone(), device=device), checkpoint)
+    result = cut_test.differences(replace(config.alone(), device=device), checkpoint)
+    examination.divided, found = result.divided, result.differences
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
     return (
         f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
         f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    )
+
+
+def _pairs(examination: Examination) -> str:
+    """Whether a batch of two has the same bits when a pair of ranks divides it."""
+    branches = examination.model.row.branches
+    if branches == "calls":
+        return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
+    if branches is None:
+        raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
+    return (
+        f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
+        f"latents are {examination.divided} ({examination.config.model.dtype}); svdpp verify "
+        "--cfg-parallel 2 tries the model itself"
     )
 
 
@@ -250,5 +287,7 @@ _CHECKS: dict[str, _Attempt] = {
     "model": _Attempt(_model, "copy or download the model again, or --model demo"),
     "memory": _Attempt(_memory, "fewer ranks, or a smaller clip", ("devices",)),
     "transfers": _Attempt(_transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", _RANKS),
+    "determinism": _Attempt(_determinism, _REPORT, _RANKS),
     "cut test": _Attempt(_cut_test, _REPORT, _RANKS),
+    "pairs": _Attempt(_pairs, "", ("cut test",)),
 }

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest
-from svdpp.driver.leftover_files import LeftoverFiles
-from svdpp.errors import InputError, SvdppError, error_from_dict, reraisable
-from svdpp.launch.connections import FILE
-from svdpp.media.image import read_bytes
+from svdpp.errors import SvdppError, error_from_dict, reraisable
+from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
+from svdpp.worker.latent_checkpoints import prune
 from svdpp.worker.messages import (
     Cancel,
     ClipDone,
@@ -24,7 +24,6 @@ from svdpp.worker.messages import (
     ClipFailed,
     Event,
     Heartbeat,
-    PhotoWanted,
     StepDone,
     StoredTensor,
 )
@@ -216,8 +215,6 @@ class OpenClips:
             case StoredTensor():
                 assert self._tensor_folder is not None
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
-            case PhotoWanted():
-                self._send(rank, FILE + self._image_bytes(event.clip))
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
                 self._advance(clip, rank)
             case StepDone():
@@ -235,16 +232,6 @@ class OpenClips:
                     handle.set_exception(error)
             case _:
                 pass
-
-    def _image_bytes(self, clip: int) -> bytes:
-        """Of a clip's image, for a rank on another host; empty if it can no longer be read."""
-        handle = self._open.get(clip)
-        if handle is None or handle.request.image is None:
-            return b""
-        try:
-            return read_bytes(Path(handle.request.image))
-        except InputError:
-            return b""
 
     def _advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         handle = self._open.get(clip)
@@ -338,3 +325,40 @@ class OpenClips:
         handle = self._settle(clip)
         if handle is not None:
             handle._end_cancelled()
+
+
+# At most three checkpoints of a rank are queued, so older clips get no more of them.
+_NUM_RECENT = 1000
+
+
+class LeftoverFiles:
+    """Removes the leftover files of a pipeline's clips; uses bounded memory."""
+
+    def __init__(self, latents_folder: str | None) -> None:
+        self._latents_folder = None if latents_folder is None else Path(latents_folder)
+        # Of the latest clips: the request, and whether the clip was finished.
+        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
+
+    def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
+        """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
+        if request.output is not None or request.latents_key is not None:
+            self._recent.append((request, is_finished))
+        if is_finished:
+            self._prune(request)
+
+    def remove(self, unfinished: Iterable[ClipRequest]) -> None:
+        """Removes partly written and late files, after all ranks have ended."""
+        for request, is_finished in self._recent:
+            if is_finished:
+                self._prune(request)
+        requests = [*(request for request, _ in self._recent), *unfinished]
+        folders = {Path(request.output.path).parent for request in requests if request.output}
+        if self._latents_folder is not None:
+            folders.add(self._latents_folder)
+        for folder in folders:
+            with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
+                output_files.remove_abandoned(folder)
+
+    def _prune(self, request: ClipRequest) -> None:
+        if self._latents_folder is not None and request.latents_key is not None:
+            prune(self._latents_folder, request.latents_key)

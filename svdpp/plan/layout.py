@@ -11,8 +11,7 @@ from typing import Literal, get_args
 from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
-from svdpp.plan.experts import EXPERTS, check_even, cut_stages
-from svdpp.plan.replicas import assign_replicas, divisors
+from svdpp.plan.experts import EXPERTS, assign_replicas, check_even, cut_stages, divisors
 from svdpp.plan.schedule import DecodeShare, Route
 from svdpp.plan.split import (
     Cuts,

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
@@ -36,12 +37,12 @@ class Job:
     """One requested clip. Times are unix seconds.
 
     Args:
-        model: that makes it, by the name that clients know; empty if an earlier svdpp stored the
-            job, and no server has opened the queue since that runs a model of its family.
+        model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
+        photo_pixels: width times height; 0 if an earlier svdpp stored the job.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         attempts: how often ranks have died during this clip.
@@ -60,6 +61,7 @@ class Job:
     photo: str = ""
     photo_name: str = ""
     photo_sha256: str = ""
+    photo_pixels: int = 0
     prompt: str | None = None
     negative_prompt: str | None = None
     created_at: float
@@ -76,6 +78,14 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
     proof_reason: str | None = None
+
+    def clip_in(self, folder: Path) -> Path:
+        """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
+        return folder / CLIPS / f"{self.id}.mp4"
+
+    def photo_in(self, folder: Path) -> Path | None:
+        """The photograph's file in a data folder; it may not exist."""
+        return folder / PHOTOS / self.photo if self.photo else None
 
 
 def new_id() -> str:

@@ -13,11 +13,12 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
+from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import RequestError, SvdppError, error_to_dict
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_file import QueueFile
@@ -39,13 +40,15 @@ _OPEN = f"(state = 'in_progress' OR {_WAITING})"
 
 # --- the transitions that depend on more than the state -------------------------------------------
 
+_LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
+_NEXT = f"""
+    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
+    WHERE {_WAITING} AND {{}} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
+"""
 _TAKE = f"""
 UPDATE jobs SET state = 'in_progress', started_at = ?,
     turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
-WHERE id = (
-    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
-) RETURNING {_COLUMNS}
+WHERE id = ({_NEXT.format(f"(id = ? OR NOT {_LARGE})")}) RETURNING {_COLUMNS}
 """
 _SPEND_TURN = """
 INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
@@ -97,13 +100,16 @@ class JobQueue(QueueFile):
             for row in database.execute(known, (job.owner, job.idempotency_key)):
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
-            insert(database, job)
+            _insert(database, job)
         return job
 
-    def take_next(self) -> Job | None:
-        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
+    def take_next(self, prepared: str | None = None) -> Job | None:
+        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none.
+
+        Jobs with large images are passed over, but for the one whose image is `prepared`.
+        """
         with self.change() as database:
-            for row in database.execute(_TAKE, (time.time(),)).fetchall():
+            for row in database.execute(_TAKE, (time.time(), prepared)).fetchall():
                 job = _job_of(row)
                 database.execute(_SPEND_TURN, (job.owner,))
                 return job
@@ -156,18 +162,17 @@ class JobQueue(QueueFile):
             query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
             return database.execute(query, (id,)).rowcount == 1
 
-    def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
+    def hold(self, why_not: Callable[[Job], str | None]) -> list[str]:
         """At the start of a server: hold the queued jobs that it cannot make, and no others.
 
-        Returns the held jobs. `judge` returns a job with the right `held`, `model` and `weights`.
+        `why_not` says why it cannot; returns what it said.
         """
-        jobs = [(job, judge(job)) for job in self._jobs("WHERE state = 'queued' ORDER BY seq")]
+        jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
+        held = [(job.id, why_not(job)) for job in jobs]
         with self.change() as database:
-            for before, job in jobs:
-                if job != before:
-                    new = {"held": job.held, "model": job.model, "weights": job.weights}
-                    _change(database, job.id, [JobState.QUEUED], **new)
-        return [job for _, job in jobs if job.held is not None]
+            for id, reason in held:
+                _change(database, id, [JobState.QUEUED], held=reason)
+        return [reason for _, reason in held if reason is not None]
 
     def recover(self) -> list[Job]:
         """At the start of a server: put back and return every job in progress, as it is now."""
@@ -198,19 +203,25 @@ class JobQueue(QueueFile):
         limit: int,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
-        state: JobState | None = None,
+        states: Sequence[JobState] = (),
     ) -> list[Job]:
-        """Jobs by the time of request: of one owner, in one state, after the job of an id."""
+        """Jobs by the time of request: of one owner, in some states, after the job of an id."""
+        conditions, values = ["true", _any_of(states)] if states else ["true"], []
         seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
-        given = {"owner = ?": owner, seq: after, "state = ?": state}
-        conditions = {text: value for text, value in given.items() if value is not None}
-        where = " AND ".join(conditions) or "true"
-        tail = f"WHERE {where} ORDER BY seq {order} LIMIT ?"
-        return self._jobs(tail, *conditions.values(), limit)
+        for condition, value in (("owner = ?", owner), (seq, after)):
+            if value is not None:
+                conditions.append(condition)
+                values.append(value)
+        tail = f"WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
+        return self._jobs(tail, *values, limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
         return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN)]
+
+    def next_large(self) -> Job | None:
+        """The next of the queued jobs with large images."""
+        return next(iter(self._jobs(f"WHERE id = ({_NEXT.format(_LARGE)})")), None)
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -233,17 +244,14 @@ class JobQueue(QueueFile):
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        return [
-            id for (id,) in self.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
-        ]
+        return self._ids("proof = 'running' ORDER BY seq")
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
-        where = (
-            "state = 'completed' AND proof IN ('none', 'failed') AND"
-            " json_extract(metadata, '$.file_sha256') IS NOT NULL"
+        return self._ids(
+            "state = 'completed' AND proof = 'none'"
+            " AND json_extract(metadata, '$.file_sha256') IS NOT NULL ORDER BY seq DESC"
         )
-        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")]
 
     def finished(self) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
@@ -254,12 +262,14 @@ class JobQueue(QueueFile):
         """The name of the photograph's file of every job, by id."""
         return dict(self.rows("SELECT id, photo FROM jobs"))
 
+    def _ids(self, where: str) -> list[str]:
+        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
+
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
         return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]
 
 
-def insert(database: sqlite3.Connection, job: Job) -> None:
-    """Insert `job` as a new row."""
+def _insert(database: sqlite3.Connection, job: Job) -> None:
     values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
@@ -280,17 +290,14 @@ def _change(
 
 def _job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_NAMES, row, strict=True))
-    error = values["error"]
-    return Job(
-        **values
-        | {
-            "sampling": _sampling_of(values["sampling"]),
-            "state": JobState(values["state"]),
-            "cancel_asked": bool(values["cancel_asked"]),
-            "error": None if error is None else json.loads(error),
-            "metadata": json.loads(values["metadata"]),
-        }
-    )
+    parsed = {
+        "sampling": _sampling_of(values["sampling"]),
+        "state": JobState(values["state"]),
+        "cancel_asked": bool(values["cancel_asked"]),
+        "error": json.loads(values["error"] or "null"),
+        "metadata": json.loads(values["metadata"]),
+    }
+    return Job(**values | parsed)
 
 
 def _json(value: dict[str, Any] | None) -> str | None:

@@ -22,7 +22,7 @@ from svdpp.config import OutputConfig
 from svdpp.config.files import read_small_file
 from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES
@@ -285,7 +285,7 @@ def _wrong_with_sound(clip: ClipOnDisk, sound: video.Sound | None) -> Iterator[s
     if sound is None or clip.metadata["format"] != "mp4":
         return
     ours, _ = video.read_sound(clip.path)
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         path, black = folder / "again.mp4", np.zeros((1, 16, 16, 3), np.uint8)
         video.write_clip(black, OutputConfig(path=str(path)), fps=1, metadata={}, sound=sound)
         theirs, _ = video.read_sound(path)
@@ -329,7 +329,7 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
 def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
     """The pixels of the recomputed frames after encoding them with the clip's settings."""
     metadata = clip.metadata
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         suffix = video.SUFFIXES[metadata["format"]]
         output = OutputConfig(
             path=str(folder / f"again{suffix}"), format=metadata["format"], crf=metadata["crf"]

@@ -22,8 +22,9 @@ from svdpp.errors import (
     SvdppError,
     error_to_dict,
 )
-from svdpp.launch import process_group, temp_folders
+from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hub import show_name
 from svdpp.verification import reference
@@ -130,7 +131,7 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
     proofs = [ClipProof(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
-        temp_folders.folder("svdpp-verify-") as folder,
+        temp_folder("svdpp-verify-") as folder,
         # In a thread, because the supervisor must go on reading heartbeats.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
@@ -226,7 +227,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
         raise RequestError(f"{clip.path.name!r} names the model 'dummy', which makes no clips")
-    same = ("revision", "variant", "dtype", "memory_opt", "channels_last")
+    same = ("family", "revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(

@@ -12,7 +12,7 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
@@ -21,7 +21,7 @@ from svdpp.verification.result import (
     compare_latents,
     compare_levels,
 )
-from svdpp.worker import memory
+from svdpp.worker.device import reset_peak
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
@@ -48,7 +48,7 @@ def verify(
         >>> verify(config, [ClipRequest(seed=0)]).bitwise
         True
     """
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         run_pipelined(config, requests, folder)
         run_sequential(config, requests, folder)
         return compare(config, len(requests), folder, tolerance=tolerance)
@@ -77,7 +77,7 @@ def run_pipelined(
     with pipeline:
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
-        memory.reset_peak()
+        reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
 

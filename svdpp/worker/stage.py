@@ -9,34 +9,33 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket, Transport
-from svdpp.config import SamplingConfig
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel, solver_history
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip
-from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.memory import MemoryPressure, out_of_memory_named
+from svdpp.worker.device import MemoryPressure, out_of_memory_named
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
     ClipJob,
+    ImageReady,
     PromptCut,
     StepDone,
     WaitCause,
     Work,
 )
-from svdpp.worker.pair import NotWantedError, Pair
 from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.step_checks import StepChecks
+from svdpp.worker.steps import NotWantedError, Pair, StepChecks
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
@@ -77,7 +76,7 @@ class PipelineStage:
         checkpoints: LatentCheckpoints | None = None,
         tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
-        fault: InjectedFault | None = None,
+        fault: InjectedFault = NO_FAULT,
         read_photo: ReadPhoto = from_disk,
     ) -> None:
         self._rank = rank
@@ -87,8 +86,8 @@ class PipelineStage:
         self._clip_writer = clip_writer
         self._reporter = reporter
         self._sampling = sampling
-        self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
-        self._samplings: dict[int, SamplingConfig] = {}
+        with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
+        self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._is_cancelled = is_cancelled
@@ -105,7 +104,6 @@ class PipelineStage:
         self._copies = streams.SideStream(model.device)
         self._memory_pressure = MemoryPressure(model.device)
         self._jobs: dict[int, ClipJob] = {}
-        self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
         self._audio: dict[int, Audio] = {}
@@ -114,10 +112,12 @@ class PipelineStage:
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
+        if not work.actions:
+            for job in work.jobs:
+                self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
+            return
         jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
-        self._keys.update(work.latents_keys)
-        self._samplings.update(work.samplings)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
@@ -134,8 +134,7 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, action.kind.lower())
+        self._fault.reach(self._rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
@@ -192,8 +191,10 @@ class PipelineStage:
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._check_wanted(action.clip)
+            key = self._jobs[action.clip].request.latents_key
+            assert key is not None, f"{action} without a key"
             self._packets[action.clip] = self._checkpoints.load(
-                self._keys[action.clip], action.clip, action.start, self._device
+                key, action.clip, action.start, self._device
             )
 
     def _recv(self, action: Action) -> None:
@@ -226,7 +227,7 @@ class PipelineStage:
 
         def sent(step: int, tensors: Tensors) -> Tensors:
             packet.memory_pressure |= self._memory_pressure.rose()
-            if fault is None or step > action.start:
+            if step > action.start:
                 return tensors
             return fault.predicted(self._rank, action.clip, tensors)
 
@@ -247,13 +248,12 @@ class PipelineStage:
 
     def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
         """The packet's tensors after the action's steps, all of them checked."""
-        start, end, tensors = action.start, action.end, packet.tensors
-        if self._fault:
-            self._reporter.at(action, start)
-            skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
-            # An encoded packet must be stepped from its first step on.
-            start, end = (start + skipped, end) if start else (start, end - skipped)
-            tensors = self._fault.received(self._rank, action.clip, tensors)
+        start, end = action.start, action.end
+        self._reporter.at(action, start)
+        skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
+        # An encoded packet must be stepped from its first step on.
+        start, end = (start + skipped, end) if start else (start, end - skipped)
+        tensors = self._fault.received(self._rank, action.clip, packet.tensors)
         checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
 
         def after_step(step: int, latent: torch.Tensor) -> None:
@@ -264,9 +264,7 @@ class PipelineStage:
         model = self._model_of(packet.clip)
         tensors = model.denoise(tensors, start, end, after_step, pair)
         checks.finish()
-        if self._fault:
-            tensors = self._fault.sent(self._rank, action.clip, tensors, action.peer)
-        return tensors
+        return self._fault.sent(self._rank, action.clip, tensors, action.peer)
 
     def _before_step(self, action: Action, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""
@@ -274,8 +272,7 @@ class PipelineStage:
             return
         self._check_wanted(action.clip)
         self._reporter.at(action, step)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, f"step{step}")
+        self._fault.reach(self._rank, action.clip, f"step{step}")
 
     def _check_wanted(self, clip: int) -> None:
         if self._is_cancelled(clip):
@@ -292,7 +289,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._checkpoint_writer, self._keys.get(action.clip)
+        writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
         with self._waiting(action, "send"):
             if writer is not None and key is not None and not packet.tombstone:
                 writer.put(key, packet)
@@ -341,17 +338,15 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 self._clip_writer.put(
                     FinishedClip(
                         job=self._jobs[action.clip],
-                        latent=packet.tensors[LATENTS],
+                        packet=packet,
                         frames=self._frames.get(action.clip),
                         audio=self._audio.get(action.clip),
                         ready=streams.mark(self._device),
-                        begun_at=packet.begun_at,
-                        memory_pressure=packet.memory_pressure,
-                        compute_seconds=packet.compute_seconds,
                     )
                 )
         else:
@@ -371,23 +366,26 @@ class PipelineStage:
 
     def _model_of(self, clip: int) -> VideoModel:
         """The model with the sampling parameters of `clip`."""
-        sampling = self._samplings.get(clip)
+        sampling = self._jobs[clip].request.sampling
         return self._model if sampling is None else self._model_with(sampling)
 
     def _sampling_of(self, clip: int) -> SamplingConfig:
-        return self._samplings.get(clip, self._sampling)
+        return self._jobs[clip].request.sampling or self._sampling
 
-    def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
-        """Prepares an image; runs in the reader's thread."""
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Tensors:
+        """Prepares an image or a video; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
-        return model.prepare(image)
+        return model.prepare(source)
+
+    def _image_ready(self, request: ClipRequest, seconds: float) -> None:
+        self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._jobs, self._keys, self._frames, self._audio):
+        for values in (self._frames, self._audio):
             values.pop(clip, None)
         if clip not in self._helps:
-            self._samplings.pop(clip, None)
+            del self._jobs[clip]
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A complete copy in host memory."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver import memory_check, rank_task, ranks
+from svdpp.driver import memory_check, ranks
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -43,8 +43,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    for module in (rank_task, ranks):
-        monkeypatch.setattr(module, "StartedGroup", start)
+    monkeypatch.setattr(ranks, "StartedGroup", start)
 
 
 @pytest.mark.usefixtures("one_gib")

@@ -54,13 +54,6 @@ def test_ranks_use_the_gpu_of_their_local_rank_or_share_one(
     assert device_of_rank("cpu", 3, 4) == "cpu"
 
 
-def test_an_order_gives_each_rank_its_device() -> None:
-    order = (2, 0, 3, 1)
-    devices = [device_of_rank("cuda", rank, 4, order) for rank in range(4)]
-    assert devices == ["cuda:2", "cuda:0", "cuda:3", "cuda:1"]
-    assert device_of_rank("cuda", 3, 4, (0, 1, 2, 3)) == device_of_rank("cuda", 3, 4)
-
-
 def test_a_task_that_sees_one_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

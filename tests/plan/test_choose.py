@@ -13,9 +13,9 @@ from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.compare import compare_layouts
 from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.experts import divisors
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from svdpp.plan.replicas import divisors
 from tests.plan.plans import costs
 
 A100 = PRESETS["svd-xt-a100"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,31 +224,10 @@ def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
         choose_layout(**counts, memory_gib=(40.0,) * 4)
 
 
-def test_auto_gives_larger_cards_the_larger_parts() -> None:
+def test_auto_compares_each_rank_with_its_own_card() -> None:
     """Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5."""
-    choice = choose_layout(
-        **WAN_STEPS, world_size=4, num_clips=16, memory_gib=(36.0, 36.5, 47.0, 36.0)
-    )
-    assert (choice.layout.replicas, choice.cards) == (1, (2, 0, 3, 1))
-    assert choice.reason.endswith(
-        "; larger cards take larger parts: ranks 0 to 3 take cards 2, 0, 3, 1"
-    )
-    equal = choose_layout(**WAN_STEPS, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
-    assert equal.cards == ()
-    assert "cards" not in equal.reason
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [
-        {"step_seconds": (4.0,) * 4},
-        {"ranks_per_host": 2, "inter_host_transfer_seconds": 0.1},
-    ],
-    ids=str,
-)
-def test_cards_keep_their_ranks_where_costs_hold_for_one_rank(costs: dict[str, Any]) -> None:
-    counts = {**WAN_STEPS, "costs": replace(WAN_COSTS, **costs), "world_size": 4, "num_clips": 16}
-    assert choose_layout(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5)).cards == ()
+    counts = {**WAN_STEPS, "world_size": 4, "num_clips": 16}
+    assert choose_layout(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5)).layout.replicas == 1
     with pytest.raises(RequestError) as caught:
         choose_layout(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
     assert caught.value.message == (
@@ -263,12 +241,7 @@ def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
     choice = choose_layout(**counts, memory_gib=(48.0, 64.0, 48.0, 48.0))
     assert str(choice.layout) == "1 replica of 4 ranks, dithered, shared experts"
     assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
-    assert choice.cards == ()
     assert "; 1 of 4 ranks hold both experts; " in choice.reason
-
-    other = choose_layout(**counts, memory_gib=(64.0, 48.0, 48.0, 48.0))
-    assert other.layout == choice.layout
-    assert other.cards[1] == 0
     assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
 
 

@@ -11,9 +11,8 @@ from svdpp.comm import streams
 from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World
-from svdpp.worker.bounded_executor import BoundedExecutor
-from svdpp.worker.device import take_device
-from svdpp.worker.memory import MemoryPressure
+from svdpp.worker.device import MemoryPressure, take_device
+from svdpp.worker.writers import BoundedExecutor
 
 GPU = torch.device("cuda:1")
 WORLD = World(rank=1, local_rank=1, size=2, local_size=2)

@@ -12,9 +12,9 @@ import pynvml
 import pytest
 
 from svdpp.launch import gpus
-from svdpp.worker import gpu_sampler
-from svdpp.worker.gpu_sampler import GpuSampler, read_sample
+from svdpp.worker import reporter
 from svdpp.worker.messages import GpuSample, parse_event
+from svdpp.worker.reporter import GpuSampler, read_sample
 
 
 def _stand_in(**changes: Any) -> Any:
@@ -45,7 +45,7 @@ def _use(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
         yield nvml
 
     monkeypatch.setattr(gpus, "open_nvml", opened)
-    monkeypatch.setattr(gpu_sampler, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(reporter, "SAMPLE_SECONDS", 0.01)
 
 
 def test_a_sample_has_plain_units_and_survives_the_channel() -> None:

@@ -13,7 +13,7 @@ from svdpp.comm.packet import Packet
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import Tensors
 from svdpp.plan.actions import Action
-from svdpp.worker.pair import NotWantedError, Pair
+from svdpp.worker.steps import NotWantedError, Pair
 
 THEIRS = {"prediction": torch.ones(1)}
 

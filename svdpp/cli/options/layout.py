@@ -4,24 +4,19 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from svdpp.cli.console import counted
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, setting, switch
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.plan.choose import faster_layout
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.layout import SPLITS
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
 #: The default device.
 AUTO_DEVICE = "auto"
-
-# A remark names a layout only if it is faster by at least this factor.
-_WORTH_A_REMARK = 1.05
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
 
@@ -224,24 +219,6 @@ class LayoutOptions:
             return {"replicas": max(1, world_size // self.pair_size), **given}
         return {**self.refined, **given}
 
-    def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
-        """Names a faster layout if the user has not chosen one; else "".
-
-        `is_real` says whether the assumed costs fit the model.
-        """
-        if self.given or (self.costs is None and not is_real):
-            return ""
-        faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
-        if faster is None:
-            return ""
-        other, times = faster
-        whose = f"the costs of {ASSUMED_COSTS}" if self.costs is None else "these costs"
-        fits = ", if each device has room for the whole model" if other.replica_size == 1 else ""
-        return (
-            f"layout: by {whose} {options_for(other)} would be {times:.2f} times as fast for "
-            f"{counted(num_clips, 'clip')}{fits}"
-        )
-
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
         """The costs of `--costs`, or else published costs of SVD.
 
@@ -253,14 +230,3 @@ class LayoutOptions:
         if self.costs is not None:
             return find_costs(self.costs)
         return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
-
-
-def options_for(layout: Layout) -> str:
-    """The options that select `layout`."""
-    pairs = " --cfg-parallel 2" if layout.cfg_parallel == 2 else ""
-    if layout.replica_size == 1:
-        return f"--layout data-parallel{pairs}"
-    simple = {"split": "uniform", "replicas": 1, "decoders": 1}
-    chosen = {name: getattr(layout, name) for name in simple}
-    texts = [f"--{name} {value}" for name, value in chosen.items() if value != simple[name]]
-    return (" ".join(texts) or "--layout pipeline") + pairs
