@@ -41,9 +41,7 @@ def profile(
     Memory is estimated from the model's configs.
 
     Args:
-        config: of the run; its number of steps does not matter, and it need not be resolved.
         repeats: measured clips through each rank, after one that warms up.
-        source: of the costs, to be recorded in them.
         prompt: of the clips; None: an example, if the model takes prompts.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
