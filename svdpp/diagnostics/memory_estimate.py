@@ -108,7 +108,7 @@ def memory_of_devices(
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """What the choice of a layout takes: the parts' needs as fields of `Costs`, and each rank's GiB.
+    """For the choice of a layout: the parts' needs as fields of `Costs`, and each rank's GiB.
 
     Both are empty for CPU ranks, which share the host's memory and the weights in it; ranks on one
     `device` get equal shares of it.
