@@ -107,7 +107,8 @@ class Denoising:
             NotWantedError: the other rank has dropped the clip.
         """
         tools, clip = self._tools, self._action.clip
-        pending, tensors = self._expected(step), evaluate()
+        pending = self._expected(step)  # before this rank's own evaluation
+        tensors = evaluate()
         self._packet.memory_pressure |= tools.memory_pressure.rose()
         if step == self._action.start:
             tensors = tools.fault.predicted(tools.rank, clip, tensors)
