@@ -164,12 +164,9 @@ class Denoising:
         self._tools.reporter.send(event)
 
     def _keep_latent(self) -> None:
-        store, on_host, tensors = (
-            self._tools.tensor_store,
-            self._tools.on_host,
-            self._packet.tensors,
-        )
+        store, on_host = self._tools.tensor_store, self._tools.on_host
         if store is not None:
+            tensors = self._packet.tensors
             history = {name: on_host(each) for name, each in solver_history(tensors).items()}
             latent = on_host(tensors[LATENTS])
             store.keep_latent(self._action.clip, self._action.end, latent, history)
