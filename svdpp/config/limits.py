@@ -36,6 +36,8 @@ MAX_PROMPT_CHARACTERS = 20_000
 MAX_FPS = 240
 #: Pixels of an image that clips are made from, in millions.
 MAX_MEGAPIXELS = 50
+#: Of an image beyond which others go first while it is prepared.
+LARGE_MEGAPIXELS = 4
 MAX_MOTION_BUCKET_ID = 1023
 #: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000

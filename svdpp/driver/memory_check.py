@@ -16,9 +16,10 @@ from svdpp.plan.layout import Roles
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
 #: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
 _RANK_BYTES = 128 * 2**20
-#: What a rank that encodes takes to read and prepare an image (measured: its peak rises by 597 MiB
-#: with the largest image, 50 megapixels).
-_IMAGE_BYTES = 640 * 2**20
+#: What a rank that encodes takes to read and prepare images (measured: its peak rises by 597 MiB
+#: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
+#: beside it).
+_IMAGE_BYTES = 768 * 2**20
 _KNOBS = {
     "encode": "a smaller --height and --width lower it",
     "denoise": "fewer --frames, a smaller --height and --width, or --memory-opt lower it",

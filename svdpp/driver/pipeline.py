@@ -24,7 +24,7 @@ from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
-from svdpp.worker.messages import Event
+from svdpp.worker.messages import ClipJob, Event, Work
 from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
@@ -223,6 +223,18 @@ class Pipeline(PipelineRanks):
             if self._history_clips is None:
                 self._requests += checked
         return handles
+
+    def prepare_image(self, request: ClipRequest) -> None:
+        """Has the image of a clip that is submitted later prepared beside others; does not wait.
+
+        Each rank that encodes then sends `ImageReady`.
+        """
+        session = self._check_open()
+        job = ClipJob(clip=-1, request=self._work.resolved(request))
+        message = Work(actions=(), jobs=(job,)).to_bytes()
+        for rank, roles in enumerate(self.config.layout.roles):
+            if roles.encode:
+                session.supervisor.send(rank, message)
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
         is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)

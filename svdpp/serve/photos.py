@@ -185,8 +185,8 @@ def _environment() -> dict[str, str]:
 class _Decoded(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     suffix: Annotated[str, Field(pattern=r"^\.[a-z]{3,4}$")]
-    width: int
-    height: int
+    width: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
+    height: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 
 
 class _Refused(BaseModel):

@@ -66,7 +66,8 @@ CREATE TABLE jobs (
     model TEXT NOT NULL DEFAULT '',
     weights TEXT NOT NULL DEFAULT '',
     held TEXT,
-    proof_reason TEXT
+    proof_reason TEXT,
+    photo_pixels INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -99,12 +100,15 @@ UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), ''
 
 _FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
 
-#: From each version to the newest, 4; 0 is a new file.
+_FROM_VERSION_4 = "ALTER TABLE jobs ADD COLUMN photo_pixels INTEGER NOT NULL DEFAULT 0;"
+
+#: From each version to the newest, 5; 0 is a new file.
 _MIGRATIONS = (
     _SCHEMA,
-    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3,
-    _FROM_VERSION_2 + _FROM_VERSION_3,
-    _FROM_VERSION_3,
+    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3 + _FROM_VERSION_4,
+    _FROM_VERSION_2 + _FROM_VERSION_3 + _FROM_VERSION_4,
+    _FROM_VERSION_3 + _FROM_VERSION_4,
+    _FROM_VERSION_4,
     "",
 )
 

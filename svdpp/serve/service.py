@@ -194,7 +194,12 @@ class Service:
     def _keep(self, upload: UploadFile, id: str) -> dict[str, Any]:
         name = shown_name(upload.filename)
         photo = self.photos.keep(upload.file, id, name)
-        return {"photo": photo.path.name, "photo_name": name, "photo_sha256": photo.sha256}
+        return {
+            "photo": photo.path.name,
+            "photo_name": name,
+            "photo_sha256": photo.sha256,
+            "photo_pixels": photo.width * photo.height,
+        }
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""

@@ -51,7 +51,10 @@ class ClipJob(_Message):
 
 
 class Work(_Message):
-    """Parent to rank: further actions, and their clips."""
+    """Parent to rank: further actions, and their clips.
+
+    Without actions: only the images of the clips are prepared; the clips come later, as others.
+    """
 
     actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
@@ -208,6 +211,14 @@ class StoredTensor(_Message):
     data: Base64Bytes
 
 
+class ImageReady(_Message):
+    """The rank has prepared the image of a clip that is submitted later."""
+
+    image: str | None
+    seconds: float
+    """That it took."""
+
+
 class ClipFailed(_Message):
     """A clip is lost; the rank goes on with the others."""
 
@@ -253,6 +264,7 @@ Event = (
     | TransferDone
     | GpuSample
     | StoredTensor
+    | ImageReady
     | CheckpointLost
     | PromptCut
     | ClipDone

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from PIL import Image
@@ -14,7 +14,7 @@ from PIL import Image
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket
-from svdpp.config import SamplingConfig
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
@@ -24,6 +24,7 @@ from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
     ClipJob,
+    ImageReady,
     PromptCut,
     WaitCause,
     Work,
@@ -90,6 +91,10 @@ class PipelineStage:
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
+        if not work.actions:
+            for job in work.jobs:
+                self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
+            return
         jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
@@ -281,6 +286,9 @@ class PipelineStage:
         """Prepares an image; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
         return model.prepare(image)
+
+    def _image_ready(self, request: ClipRequest, seconds: float) -> None:
+        self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]

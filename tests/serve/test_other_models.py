@@ -105,11 +105,12 @@ def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, versi
         assert store.get(new.id) == new
 
 
-def test_a_column_of_an_earlier_svdpp_is_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_column_of_an_earlier_svdpp_is_left_behind(tmp_path: Path, version: int) -> None:
     with contextlib.closing(JobQueue(tmp_path)) as store:
         job = new_job(model="demo")
         store.add(job, max_open=None)
-    _write_as(tmp_path / "queue.sqlite3", 3)
+    _write_as(tmp_path / "queue.sqlite3", version)
     with contextlib.closing(JobQueue(tmp_path)) as store:
         assert store.get(job.id) == job
         store.add(new_job(), max_open=None)
@@ -117,13 +118,18 @@ def test_a_column_of_an_earlier_svdpp_is_left_behind(tmp_path: Path) -> None:
 
 def _write_as(path: Path, version: int) -> None:
     """Changes a queue to what an earlier version wrote."""
-    new = {1: ("prompt", "negative_prompt"), 2: ("model", "weights", "held", "proof_reason")}
+    new = {
+        1: ("prompt", "negative_prompt"),
+        2: ("model", "weights", "held", "proof_reason"),
+        4: ("photo_pixels",),
+    }
     with sqlite3.connect(path) as database:
         for column in (
             column for since, names in new.items() if since >= version for column in names
         ):
             database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        database.execute("ALTER TABLE jobs ADD COLUMN wants_draft INTEGER NOT NULL DEFAULT 1")
+        if version < 4:
+            database.execute("ALTER TABLE jobs ADD COLUMN wants_draft INTEGER NOT NULL DEFAULT 1")
         database.execute(f"PRAGMA user_version = {version}")
     database.close()
 
