@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
@@ -12,23 +11,15 @@ from svdpp.cli import bench_fields
 from svdpp.cli.bench_fields import BenchOptions
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
-from svdpp.errors import (
-    RequestError,
-    SvdppError,
-    TargetError,
-    VerificationError,
-    error_to_dict,
-    highest_code,
-)
-from svdpp.launch.world import World, is_member
+from svdpp.errors import RequestError, TargetError, VerificationError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
-    from svdpp.bench.runner import Bench, Ranks
+    from svdpp.bench.runner import Bench
 
 
 @command(
@@ -54,42 +45,35 @@ def bench(
     from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
     is missed by more than noise.
     """
+    if launched is not None:
+        raise RequestError(
+            "svdpp bench starts its own ranks", "start it on one host, without torchrun or srun"
+        )
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         if names or overrides or asked.settings or asked.baseline is not None:
             raise RequestError("--compare takes two folders and no configuration")
-        if not is_member(launched):
-            _compare(console, *asked.compare)
+        _compare(console, *asked.compare)
         return
     overrides = [*(asked.settings or []), *overrides]
     if asked.torch_profile:
         overrides.append("profile=true")
-    points = _points(names, overrides)
-    for option, value in (("--trace", traces.trace), ("--baseline", asked.baseline)):
-        if value is not None and len(points) > 1:
-            raise RequestError(
-                f"{option} takes one point, and the lists span {len(points)}",
-                f"leave {option} out, or give one value for each field",
-            )
-    if is_member(launched):
-        _serve(console, _benches(points, launched), launched)
-        return
+    point = _configuration(names, overrides)
     from svdpp.launch import fork_server
 
     traces.check()
     with bench_fields.named():
-        families = [bench_fields.family(point) for point in points]
-    if launched is None:
-        fork_server.start_early(
-            family=next(filter(None, families), None), device=points[0].pipeline.device
-        )
-    benches = _benches(points, launched)
+        family = bench_fields.family(point)
+    fork_server.start_early(family=family, device=point.pipeline.device)
+    one = _bench(point)
     if asked.baseline is not None:
         from svdpp.bench.compare import check_baseline
 
-        first = benches[0].asked
-        check_baseline(asked.baseline, first.model_dump(mode="json"), first.measure.repeats)
-    _measure(console, launched, benches, asked, traces.trace)
+        check_baseline(asked.baseline, one.asked.model_dump(mode="json"), one.asked.measure.repeats)
+    found = _run(console, one, asked, traces.trace)
+    if console.as_json:
+        console.json([found])
+    _check(one, found)
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
@@ -117,92 +101,31 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
     return names, overrides
 
 
-def _points(names: list[str], overrides: list[str]) -> list[BenchConfig]:
-    from svdpp.bench.config import read_grid, shipped
+def _configuration(names: list[str], overrides: list[str]) -> BenchConfig:
+    from svdpp.bench.config import read_config, shipped
 
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
         raise RequestError(
             f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
         )
-    return read_grid(names[0], overrides)
+    return read_config(names[0], overrides)
 
 
-def _benches(points: list[BenchConfig], launched: World | None) -> list[Bench]:
+def _bench(point: BenchConfig) -> Bench:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
-    benches = []
     with bench_fields.named():
-        configs = [bench_fields.pipeline_config(point, launched) for point in points]
-        for point, config in zip(points, configs, strict=True):
-            pipeline = Pipeline(config)
-            one = Bench(point, pipeline.config, launched)
-            if pipeline.checkpoint is not None:
-                pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
-            benches.append(one)
-    return benches
+        pipeline = Pipeline(bench_fields.pipeline_config(point))
+        one = Bench(point, pipeline.config)
+        if pipeline.checkpoint is not None:
+            pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
+    return one
 
 
-def _serve(console: Console, benches: list[Bench], world: World) -> None:
-    """Takes part in every pipeline; only rank 0 measures."""
-    from svdpp.bench.runner import pipelines_of, serve_all
-    from svdpp.cli.log import open_log
-
-    open_log(verbosity=0, log_file=None)
-    serve_all(pipelines_of(benches), lambda pipeline: serve_member(pipeline, world, console))
-
-
-def _measure(
-    console: Console,
-    launched: World | None,
-    benches: list[Bench],
-    asked: BenchOptions,
-    trace: Path | None,
-) -> None:
-    """Measures point by point.
-
-    If this command starts the ranks, the other points are measured even when one fails. Ranks that
-    a launcher started end with the first failure.
-    """
-    from svdpp.bench.runner import Ranks, pipelines_of
-
-    with contextlib.ExitStack() as stack:
-        ranks = None
-        if launched is not None:
-            ranks = stack.enter_context(Ranks(pipelines_of(benches), launched=True))
-        found: list[dict[str, Any]] = []
-        failures: list[SvdppError] = []
-        for index, one in enumerate(benches):
-            if len(benches) > 1:
-                console.info(f"point {index + 1} of {len(benches)}")
-            try:
-                found.append(_run(console, one, ranks, asked, trace))
-            except SvdppError as error:
-                if len(benches) == 1:
-                    raise
-                failures.append(error)
-                config = one.asked.model_dump(mode="json")
-                found.append({"config": config, "error": error_to_dict(error)})
-                if ranks is not None:
-                    break  # the ranks ended with the point
-                console.info(f"point {index + 1} of {len(benches)}: {error.message}")
-            else:
-                failures += _failures(one, found[-1])
-        if console.as_json:
-            console.json(found)
-        _raise_worst(failures, len(benches))
-
-
-def _run(
-    console: Console,
-    one: Bench,
-    ranks: Ranks | None,
-    asked: BenchOptions,
-    trace: Path | None,
-) -> dict[str, Any]:
-    from svdpp.bench.compare import compare
-    from svdpp.bench.names import COSTS, PROFILE
+def _run(console: Console, one: Bench, asked: BenchOptions, trace: Path | None) -> dict[str, Any]:
+    from svdpp.bench.compare import COSTS, PROFILE, compare
     from svdpp.bench.results import Results
     from svdpp.cli.bench_report import show_comparison, show_summary
     from svdpp.cli.progress import Progress
@@ -212,8 +135,8 @@ def _run(
     one.trace_path = trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    with kept.failure_recorded(), bench_fields.named():
-        one.run(console.info, kept.add, ranks)
+    with bench_fields.named():
+        one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
     if asked.baseline is not None:
@@ -224,7 +147,6 @@ def _run(
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
-    console.info(f"what limits it: svdpp report {folder}")
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
@@ -246,33 +168,20 @@ def _headline(one: Bench) -> str:
     return said
 
 
-def _failures(one: Bench, found: dict[str, Any]) -> list[SvdppError]:
-    """What is wrong with a point that was measured: bits that differ, else figures."""
+def _check(one: Bench, found: dict[str, Any]) -> None:
+    """Raises what is wrong with a bench that was measured: bits that differ, else figures."""
     from svdpp.bench.runner import differing
     from svdpp.bench.targets import missed
 
     if different := differing(one.rounds):
         count = counted(len(different), "clip")
-        return [
-            VerificationError(
-                f"bits differ from those of diffusers in {count}, first in {different[0]}",
-                "svdpp verify shows the first step that differs",
-            )
-        ]
+        raise VerificationError(
+            f"bits differ from those of diffusers in {count}, first in {different[0]}",
+            "svdpp verify shows the first step that differs",
+        )
     targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
     said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
     if slower:
         said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
-    hint = "the tables above show each figure and its range"
-    return [TargetError("; ".join(said), hint)] if said else []
-
-
-def _raise_worst(failures: list[SvdppError], num_points: int) -> None:
-    """Ends the command with the highest exit code of its points; returns if none failed."""
-    # A missed target decides it only if nothing else failed.
-    others = [error for error in failures if not isinstance(error, TargetError)]
-    if others or failures:
-        worst = highest_code(others or failures)
-        if num_points > 1:
-            worst.message = f"{len(failures)} of {num_points} points failed: {worst.message}"
-        raise worst
+    if said:
+        raise TargetError("; ".join(said), "the tables above show each figure and its range")

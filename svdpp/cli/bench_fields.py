@@ -7,19 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, setting, switch
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, argument, setting, switch
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, joined_world, needs_image
-from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
+from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.config import DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, SvdppError
-from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -29,16 +26,11 @@ if TYPE_CHECKING:
 class BenchOptions:
     """What to measure or compare."""
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its "
-            "values is measured.",
-            show_default=False,
-        ),
-    ] = None
+    words: list[str] | None = argument(
+        "CONFIG [--SECTION.FIELD=VALUE]...",
+        "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
+        "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
+    )
     settings: list[str] | None = setting(
         LAYOUT,
         "SECTION.FIELD=VALUE",
@@ -80,22 +72,21 @@ _NOT_SAMPLING = {
 }
 
 
-def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
+def pipeline_config(point: BenchConfig) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options."""
     asked, model, sampling = point.pipeline, _model(point), _sampling(point)
-    from_image = bool(point.workload.images) or needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
     for name in ("prompts", "negative_prompt"):
-        if not isinstance(sampled, PromptedSampling) and getattr(point.workload, name) is not None:
+        if getattr(point.workload, name) is not None and model.family == "svd":
             raise RequestError(
-                f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
+                f"workload.{name} is not for {model.model}, a model of the family svd",
                 f"leave workload.{name} out",
             )
-    of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
+    of_ranks = {"world", "device", "threads", "timeout", "start_timeout", "checksum"} | {
+        "allow_mixed_devices"
+    }
     of_layout = {"split", "replicas", "decoders", "costs", "share_experts"}
-    world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
-        ranks=RankOptions(world=world, **asked.model_dump(include=of_ranks)),
+        ranks=RankOptions(**asked.model_dump(include=of_ranks)),
         model=model,
         sampling=sampling,
         layout=LayoutOptions(
@@ -103,13 +94,9 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
             **asked.model_dump(include=of_layout, exclude_defaults=True),
         ),
     )
-    device = options.ranks.device_for(model.model)
+    from_image = True if point.workload.images else None
     request = PipelineRequest(
-        options=options,
-        num_clips=point.workload.clips,
-        launched=launched,
-        device=device,
-        from_image=from_image,
+        options=options, num_clips=point.workload.clips, from_image=from_image
     )
     return request.resolve()[0]
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
     """Prints a row for each case, the speed-ups, the shares of time, and whether bits agree."""
-    from svdpp.diagnostics.utilisation import speed_text
-
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
     console.table([_row(case, about) for case, about in found["cases"].items()])
     for case, about in found["cases"].items():
@@ -27,14 +25,9 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
         )
     console.result(_accounted(found))
-    speeds = [
-        f"{case} {speed_text(about['over_rounds']['tflops'], about['over_rounds']['mfu'])}"
-        for case, about in found["cases"].items()
-        if about["over_rounds"].get("tflops") is not None
-    ]
-    if speeds:
-        line = ", ".join(speeds)
-        console.result(f"TFLOP/s of a rank while it computes (MFU): {line}")
+    console.result(f"what limits the pipeline: {found['limits']['headline']}")
+    if found["limits"]["advice"]:
+        console.result(f"  {found['limits']['advice']['command']}")
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     if found.get("targets"):

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-import typer
+import click
 from rich.text import Text
 
 from svdpp.cli.command import command, is_given
@@ -51,7 +51,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     },
 )
 def doctor(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     folder: FolderOptions,
@@ -63,8 +63,7 @@ def doctor(
     """Check in half a minute that a run has what it needs.
 
     The checks are devices, transfers, ffmpeg, model, memory and determinism, and the cut test: a
-    tiny copy of the model's configs, cut at every step. It also shows whether pairs of ranks
-    (--cfg-parallel 2) change its bits. Nothing is downloaded.
+    tiny copy of the model's configs, cut at every step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
@@ -88,7 +87,7 @@ def doctor(
         )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
-        raise typer.Exit(failed[0].exit_code)
+        raise click.exceptions.Exit(failed[0].exit_code)
     on_ranks = f"on {counted(config.world_size, f'{config.device} rank')} has what it needs"
     if model.is_dummy:
         console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")

@@ -1,6 +1,6 @@
 """The help: common options are described, the others only named.
 
-Typer's own help is too wide for 80 columns: borders and types take half of them.
+click's own help folds options at their hyphens, and shows either all of them or none.
 """
 
 from __future__ import annotations
@@ -8,25 +8,37 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import typer
+import click
 
-from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
+from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS, Option
 
 _LEFT = 24
 _MAX_WIDTH = 100
 
 
+def help_option(show: Callable[[click.Context], None], *names: str, help: str) -> Option:
+    """An option that shows something instead of running the command."""
+
+    def answer(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            show(context)
+            context.exit()
+
+    about: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    return Option(names, panel="Options", help=help, callback=answer, **about)
+
+
 def show_page(
-    context: typer.Context, examples: Sequence[str], common: Sequence[str], *, whole: bool
+    context: click.Context, examples: Sequence[str], common: Sequence[str], *, whole: bool
 ) -> None:
     """Prints a command's help to stdout; without `whole` only `common` options are described."""
     _print(_page_lines(context, examples, common, _width(), whole=whole))
 
 
-def show_overview(context: typer.Context, commands: Mapping[str, str], epilog: str) -> None:
+def show_overview(context: click.Context, commands: Mapping[str, str], epilog: str) -> None:
     """Prints the help of the program itself to stdout."""
     width = _width()
     lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
@@ -41,17 +53,17 @@ def _width() -> int:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        click.echo(line)
 
 
 def panels_of(parameters: Sequence[Any], common: Sequence[str]) -> dict[str, list[Any]]:
     """The options among `parameters` by panel, in the order of the help."""
-    options = {one.name: one for one in parameters if one.param_type_name == "option"}
+    options = {one.name: one for one in parameters if isinstance(one, Option)}
     panels: dict[str, list[Any]] = {"Common": [options[name] for name in common]}
     panels |= {panel: [] for panel in PANELS}
     for name, option in options.items():
         if name not in common:
-            panels.setdefault(option.rich_help_panel or "Options", []).append(option)
+            panels.setdefault(option.panel, []).append(option)
     return {title: members for title, members in panels.items() if members}
 
 
@@ -64,29 +76,25 @@ def shown_names(option: Any) -> str:
 
 def described(parameter: Any) -> str:
     """A parameter's help with its default."""
-    default, shown = parameter.default, parameter.show_default
-    if isinstance(shown, str):
-        text = shown
-    elif default is None or isinstance(default, bool) or getattr(parameter, "count", False):
-        text = ""
-    else:
-        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    return f"{parameter.help} [default: {text}]" if text else parameter.help or ""
+    text, default = parameter.shown, parameter.default
+    if not text and isinstance(parameter, Option) and not (parameter.is_flag or parameter.count):
+        text = "" if default is None else str(default)
+    return f"{parameter.help} [default: {text}]" if text else parameter.help
 
 
 def _page_lines(
-    context: typer.Context,
+    context: click.Context,
     examples: Sequence[str],
     common: Sequence[str],
     width: int,
     *,
     whole: bool,
 ) -> Iterator[str]:
-    arguments = [one for one in context.command.params if one.param_type_name == "argument"]
-    usage = " ".join(["[OPTIONS]", *(argument.metavar or "" for argument in arguments)])
+    arguments: list[Any] = [one for one in context.command.params if not isinstance(one, Option)]
+    usage = " ".join(["[OPTIONS]", *(argument.metavar for argument in arguments)])
     yield from _usage(context, usage)
     yield from _prose(context.command.help or "", width)
-    rows = [(argument.metavar or "", described(argument)) for argument in arguments]
+    rows = [(argument.metavar, described(argument)) for argument in arguments]
     yield from _section("Arguments", rows, width)
     panels = panels_of(context.command.params, common)
     help_options = panels.pop("Options", [])
@@ -100,7 +108,7 @@ def _page_lines(
         ]
         yield from _section("More, described by --help-all", named, width)
     if examples:
-        yield from ("", typer.style("Examples", bold=True), *(f"  {one}" for one in examples))
+        yield from ("", click.style("Examples", bold=True), *(f"  {one}" for one in examples))
 
 
 def _long(option: Any) -> str:
@@ -113,8 +121,8 @@ def _row(option: Any) -> tuple[str, str]:
     return (names if not names.startswith("--") else f"    {names}"), described(option)
 
 
-def _usage(context: typer.Context, rest: str) -> Iterator[str]:
-    yield typer.style("Usage: ", bold=True) + f"{context.command_path} {rest}"
+def _usage(context: click.Context, rest: str) -> Iterator[str]:
+    yield click.style("Usage: ", bold=True) + f"{context.command_path} {rest}"
 
 
 def _prose(text: str, width: int) -> Iterator[str]:
@@ -128,7 +136,7 @@ def _section(title: str, rows: Iterator[tuple[str, str]] | Any, width: int) -> I
     if not rows:
         return
     yield ""
-    yield typer.style(title, bold=True)
+    yield click.style(title, bold=True)
     for left, right in rows:
         yield from _entry(left, right, width)
 
@@ -139,9 +147,9 @@ def _entry(left: str, right: str, width: int) -> Iterator[str]:
         right, width - _LEFT - 4, break_on_hyphens=False, break_long_words=False
     ) or [""]
     if len(left) <= _LEFT:
-        head = typer.style(left, fg="cyan") + " " * (_LEFT - len(left))
+        head = click.style(left, fg="cyan") + " " * (_LEFT - len(left))
         yield f"  {head}  {lines.pop(0)}".rstrip()
     else:
-        yield f"  {typer.style(left, fg='cyan')}"
+        yield f"  {click.style(left, fg='cyan')}"
     for line in lines:
         yield " " * (_LEFT + 4) + line

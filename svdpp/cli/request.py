@@ -19,7 +19,7 @@ from svdpp.launch.world import World
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Use
+    from svdpp.models.checkpoint import Checkpoint, Use
     from svdpp.plan.choose import Pairs
     from svdpp.plan.costs import Costs
 
@@ -57,12 +57,12 @@ class PipelineRequest:
     options: PipelineOptions
     num_clips: int | Callable[[int], int] | None
     """Of the run, or a function of its number of ranks; None if only another process knows it."""
-    launched: World | None
+    launched: World | None = None
     """The launcher's world; None: this command starts the ranks."""
-    device: str
-    """Its name, where `auto` is decided."""
-    from_image: bool
-    """Whether clips start from an image."""
+    device: str = ""
+    """Its name, where `auto` is decided; "": decide it here."""
+    from_image: bool | None = None
+    """Whether clips start from an image; None: if the model needs one."""
     family: str | None = None
     """Of a model whose configs cannot be read; None: read them."""
     on_cpu: int = 2
@@ -97,8 +97,8 @@ class PipelineRequest:
                 world_size=self._world_size,
                 model=self._model,
                 sampling=self._sampling,
-                device=self.device,
-                num_threads=ranks.threads_on(self.device, num_local),
+                device=self._device,
+                num_threads=ranks.threads_on(self._device, num_local),
                 timeout_seconds=ranks.timeout,
                 start_timeout_seconds=ranks.start_timeout,
                 checksum=ranks.checksum,
@@ -114,14 +114,21 @@ class PipelineRequest:
         return config, why
 
     @cached_property
+    def _device(self) -> str:
+        return self.device or self.options.ranks.device_for(self.options.model.model)
+
+    @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampled(from_image=self.from_image, family=self.family)
+        from_image = self.from_image
+        if from_image is None:
+            from_image = needs_image(self.options.model)
+        return self.options.sampled(from_image=from_image, family=self.family)
 
     @cached_property
     def _model(self) -> ModelConfig:
         sleeps = self.time_scale is not None
         family = self._sampling.family
-        return self.options.model.to_config(self.device, family, dummy_sleeps=sleeps)
+        return self.options.model.to_config(self._device, family, dummy_sleeps=sleeps)
 
     @cached_property
     def _experts(self) -> dict[str, Any]:
@@ -146,7 +153,7 @@ class PipelineRequest:
             return world_size
         steps, size = self._sampling.num_inference_steps, self._layout.pair_size
         divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
-        return default_world(self.device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+        return default_world(self._device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
 
     @property
     def _decodes(self) -> bool:
@@ -240,12 +247,9 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
         return "no", "no pairs: devices may differ"
     if model.is_dummy:
         return "exact", ""
-    from svdpp.models.checkpoint import find_checkpoint
     from svdpp.models.engine.rows import ROWS
 
-    if sampled.family != "svd":
-        checkpoint = find_checkpoint(model.to_config("cpu", sampled.family), weights=False)
-        sampled = checkpoint.resolve(sampled)
+    sampled = _resolved(model.to_config("cpu", sampled.family), sampled)[1]
     if not sampled.guided:
         return "no", "no pairs: the guidance is off"
     answers: Mapping[str | None, tuple[Pairs, str]] = {
@@ -254,6 +258,18 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
         None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
     }
     return answers[ROWS[sampled.family].branches]
+
+
+def _resolved(
+    model: ModelConfig, sampling: SamplingConfig
+) -> tuple[Checkpoint | None, SamplingConfig]:
+    """The model's checkpoint and the parameters for it; of SVD none, and as they are."""
+    if sampling.family == "svd":
+        return None, sampling
+    from svdpp.models.checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(model, weights=False)
+    return checkpoint, checkpoint.resolve(sampling)
 
 
 def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
@@ -273,12 +289,8 @@ def experts_of(
         sampling: decides at which step the model changes its expert.
         share: whether one rank may hold both.
     """
-    boundary = None
-    if sampling.family != "svd":
-        from svdpp.models.checkpoint import find_checkpoint
-
-        checkpoint = find_checkpoint(model, weights=False)
-        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
+    checkpoint, sampling = _resolved(model, sampling)
+    boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
     if boundary is not None:
         return {"expert_boundary": boundary, "share_experts": share}
     if share:
@@ -302,12 +314,7 @@ def needs_image(model: ModelOptions) -> bool:
     return image_use(model) == "needed"
 
 
-def joined_world(
-    launched: World | None,
-    asked: int | None,
-    option: str = "--world",
-    leave_out: str = "leave --world and --gpus out",
-) -> int | None:
+def joined_world(launched: World | None, asked: int | None) -> int | None:
     """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
@@ -315,8 +322,8 @@ def joined_world(
         return launched.size
     launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
     raise RequestError(
-        f"{option} {asked} disagrees with {launcher}'s world of {launched.size}",
-        f"{leave_out} under {launcher}",
+        f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
+        f"leave --world and --gpus out under {launcher}",
         details={"asked": asked, "found": launched.size},
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from svdpp.cli.command import command
+from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.launched import serve_member
@@ -15,7 +16,6 @@ from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.repeated_run import given_options
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
@@ -24,7 +24,6 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     show_dry_run,
-    utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
@@ -65,7 +64,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,
@@ -105,7 +104,7 @@ def run(
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        given = given_options(context, output.place().folder)
+        given = recordable_options(context, output.place().folder)
         _Run(console, asked, traces, pipeline, clips).make(refused, given)
 
 
@@ -155,9 +154,7 @@ class _Run:
         if made and figures is not None:
             announce_report(console, figures, policy.manifest)
         if console.as_json:
-            speeds = utilisation(figures) if made and figures else None
-            done = ({**clip, "utilisation": speeds} for clip in made)
-            console.json([*clips.skipped, *done, *lost])
+            console.json([*clips.skipped, *made, *lost])
         else:
             print_clips(console, policy.folder, clips.skipped, made, lost)
         if lost:

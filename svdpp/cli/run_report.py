@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
-# Seconds of a run from which on the few that it takes to count FLOPs are worth it.
-_WORTH_COUNTING = 10.0
-_MAX_NAMES = 20
 
 Metadata = Mapping[str, Any]
 
@@ -86,16 +82,6 @@ def announce_report(console: Console, figures: RunFigures, manifest: Path) -> No
     lines = diagnose(figures, run_again(manifest)).lines
     if lines:
         console.info(*lines, f"  svdpp report {shlex.quote(str(manifest))}")
-
-
-def utilisation(figures: RunFigures) -> dict[str, Any]:
-    """TFLOP/s and MFU of the run's ranks, as in its report."""
-    from svdpp.diagnostics.utilisation import Speeds, speeds_of
-
-    if figures.makespan < _WORTH_COUNTING:
-        note = "a short run: svdpp report counts its FLOPs, which takes seconds"
-        return asdict(Speeds(note=note))
-    return asdict(speeds_of(figures))
 
 
 def print_clips(
@@ -165,22 +151,19 @@ def show_dry_run(
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }
-    if console.as_json:
-        console.json(about)
-        return
-    for line in _dry_run_lines(policy.folder, config, about):
-        console.result(line)
-    columns = {"weights": "weight", "work": "work", "process": "process", "peak": "peak"}
-    console.table(
-        [
-            {"rank": str(one["rank"])}
-            | {
-                f"{head} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}"
-                for head, name in columns.items()
-            }
-            for one in about["ranks"]
-        ]
-    )
+    if not console.as_json:
+        about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
+        about["forecast"] = (
+            about["forecast"] or "none without --costs, which svdpp profile measures"
+        )
+        sampling = config.sampling
+        console.result(
+            f"{counted(len(clips.requests), 'clip')} to make: "
+            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
+            f"{counted(sampling.num_inference_steps, 'step')}, "
+            f"{config.model.name} {config.model.dtype}"
+        )
+    console.answer(about)
 
 
 def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
@@ -201,35 +184,3 @@ def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[
     sizes = {"height": sampling.height, "width": sampling.width}
     one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
-
-
-def _dry_run_lines(folder: Path, config: PipelineConfig, about: dict[str, Any]) -> Iterator[str]:
-    from svdpp.media.disk_space import size
-
-    names, disk, forecast = about["clips"], about["disk"], about["forecast"]
-    yield from (str(folder / clip["output"]) for clip in names[:_MAX_NAMES])
-    if len(names) > _MAX_NAMES:
-        yield f"... and {len(names) - _MAX_NAMES} more"
-    if about["finished"]:
-        yield f"already finished: {counted(len(about['finished']), 'clip')}"
-    yield ""
-    sampling, costs = config.sampling, config.costs
-    yield (
-        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
-        f"{sampling.width}x{sampling.height}, "
-        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
-    )
-    yield f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}"
-    if forecast is None:
-        yield "forecast: none without --costs, which svdpp profile measures"
-    else:
-        yield (
-            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
-            f"{forecast['makespan_seconds']:.4g} s, first after "
-            f"{forecast['first_clip_seconds']:.4g} s"
-        )
-    yield (
-        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
-        f"{size(disk['free_bytes'])} free"
-    )
-    yield ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
@@ -206,7 +206,7 @@ class RunRequest:
 
 
 def without_other_seeds(
-    context: typer.Context, inputs: InputOptions, options: PipelineOptions
+    context: click.Context, inputs: InputOptions, options: PipelineOptions
 ) -> tuple[InputOptions, PipelineOptions]:
     """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):

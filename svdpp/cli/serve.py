@@ -136,7 +136,6 @@ def _config(
         options=options,
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
-        device=options.ranks.device_for(options.model.model),
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=image_use(options.model) != "refused",
         default_split=_SPLIT,

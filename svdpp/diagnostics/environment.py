@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 
 import svdpp
 from svdpp.errors import OutputError
@@ -52,9 +53,8 @@ def environment() -> dict[str, Any]:
         "git": _git(),
         "host": _host(),
         "devices": _devices(),
-        "determinism": _determinism(),
         "ffmpeg": _ffmpeg(),
-        "hub_cache": _hub_cache(),
+        "hub_cache": {"path": HF_HUB_CACHE},
         "variables": _variables(os.environ),
     }
     redacted: dict[str, Any] = redact_all(facts)
@@ -139,38 +139,13 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _determinism() -> dict[str, bool]:
-    """torch's switches in this process; ranks set their own."""
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-    }
-
-
 def _ffmpeg() -> dict[str, Any] | None:
     try:
         path = find_ffmpeg()
     except OutputError:
         return None
-    first = (_output(path, "-version") or "").split("\n")[0]
-    words = first.split()
+    words = (_output(path, "-version") or "").split()
     return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
-
-
-def _hub_cache() -> dict[str, Any]:
-    """The hub cache's path, and the SVD models in it."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/model_index.json")
-    models = {
-        path.parents[2].name.removeprefix("models--").replace("--", "/")
-        for path in found
-        if "StableVideoDiffusionPipeline" in _read(path)
-    }
-    return {"path": str(HF_HUB_CACHE), "svd_models": sorted(models)}
 
 
 def _variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -69,6 +69,11 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
     return result
 
 
+def free_memory(device: str) -> int:
+    """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
+    return available_bytes() if device == "cpu" else free_bytes(device)
+
+
 def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     """The most frames that can be decoded at a time, and why.
 
@@ -79,7 +84,7 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     frames = resolve(config, weights="none")[0].sampling.frames
     last = config.layout.replica_ranks[-1][-1]  # it decodes
     device = f"cuda:{last}" if config.device == "cuda" else config.device
-    free = available_bytes() if device == "cpu" else free_bytes(device)
+    free = free_memory(device)
 
     def needed(chunk: int) -> int:
         sampling = replace(config.sampling, decode_chunk_size=chunk)

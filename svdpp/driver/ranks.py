@@ -38,7 +38,7 @@ _SHARED_FIELDS = frozenset(
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
-    Without a launcher, `serve`, `gather` and `check_gathered` raise `ClosedError`.
+    Without a launcher, `serve` raises `ClosedError`.
 
     A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
     """
@@ -59,7 +59,6 @@ class PipelineRanks:
         self._ignores_signals = ignores_signals
         folders = [setup.latents_folder] if setup.latents_folder else []
         self._shared_paths = (*folders, *shared_paths)
-        self._joined: JoinedGroup | None = None
         self._observers: tuple[Observer, ...] = ()
 
     @property
@@ -99,31 +98,14 @@ class PipelineRanks:
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
 
-    def gather(self) -> None:
-        """Joins the other launched ranks, which then wait for work. Call it before the block.
-
-        From then on they end when rank 0 ends, and learn why.
-        """
-        self._join()
-
-    def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` joined are still alive. Call it before the block."""
-        self._join().check_connected()
-
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """Ends the other launched ranks. Call it instead of the block.
-
-        After an error, ranks that have not joined yet are left alone: they notice that rank 0 is
-        gone.
-
-        `error` is the reason; None: there is no work.
-        """
-        if self._joined is not None or (self.world is not None and error is None):
-            self._join().kill(error)
+    def dismiss(self) -> None:
+        """Ends the other launched ranks, which have no work. Call it instead of the block."""
+        if self.world is not None:
+            JoinedGroup(self._terms()).kill()
 
     def _open(self) -> Group:
         if self.world is not None:
-            group = self._join()
+            group = JoinedGroup(self._terms())
             group.begin(rank_main, self._setup)
             return group
         checkpoint = self._setup.checkpoint
@@ -137,12 +119,6 @@ class PipelineRanks:
             preload=preload,
             ignores_signals=self._ignores_signals,
         )
-
-    def _join(self) -> JoinedGroup:
-        """The launched ranks, waiting for work. Rank 0 calls it, once or more often."""
-        if self._joined is None:
-            self._joined = JoinedGroup(self._terms())
-        return self._joined
 
     def _terms(self) -> Terms:
         config = self._setup.config

@@ -20,7 +20,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +47,7 @@ _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 # Exact rounding; without it swscale changes colours by one or two levels.
 _SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+_QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
@@ -232,36 +232,33 @@ def _ffmpeg(
     """
     # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
     # terminal's Ctrl-C, so the run can end it in order.
-    process = subprocess.Popen(
-        [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=files,
-    )
-    data: Any = None if frames is None else frames.data.cast("B")  # a view: no copy of the clip
-    with process:
-        try:
-            stdout, stderr = process.communicate(data, timeout=seconds)
-        except BaseException as error:
-            process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
-            raise
-    if process.returncode < 0:
-        raise _MediaFailure(f"ffmpeg was ended by {signal.Signals(-process.returncode).name}")
+    try:
+        done = subprocess.run(
+            [find_ffmpeg(), *_QUIET, *arguments],
+            input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
+            capture_output=True,
+            timeout=seconds,
+            start_new_session=True,
+            pass_fds=files,
+        )
+    except subprocess.TimeoutExpired:
+        raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+    if done.returncode:
+        raise _MediaFailure(_why_ended(done.returncode, done.stderr))
+    return done.stdout
+
+
+def _why_ended(code: int, stderr: bytes) -> str:
+    if code < 0:
+        return f"ffmpeg was ended by {signal.Signals(-code).name}"
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
     # 65 on). The errno is better than the last line of stderr, which is often a consequence.
-    if process.returncode > 256 - ord("A"):
-        raise _MediaFailure(f"ffmpeg failed: {os.strerror(256 - process.returncode)}")
-    if process.returncode:
-        lines = stderr[-4096:].decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "no reason given")
-        # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
-        reason = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
-        raise _MediaFailure(f"ffmpeg ended with {process.returncode}: {reason}")
-    return bytes(stdout)
+    if code > 256 - ord("A"):
+        return f"ffmpeg failed: {os.strerror(256 - code)}"
+    last = stderr[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
+    # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
+    last = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
+    return f"ffmpeg ended with {code}: {last or 'no reason given'}"
 
 
 def _source(path: Path) -> list[str]:

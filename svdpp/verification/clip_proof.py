@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
 from svdpp.driver.supervisor import Observer
@@ -85,9 +85,8 @@ class ClipProof:
         """The verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
-        if self.different:
-            return f"DIFFERENT: {self.path}: {self.differences}"
-        return f"bitwise equal: {self.path}"
+        found = f"DIFFERENT: {self.path}: {self.differences}"
+        return found if self.different else f"bitwise equal: {self.path}"
 
     @property
     def differences(self) -> str:
@@ -164,21 +163,19 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    names = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
     unproven = "" if clip.metadata["exact"] is True else "its metadata say: exact is unproven"
     if unproven and clip.metadata.get("cfg_parallel", 1) > 1:
         unproven = "a pair divided a batch: svdpp verify --cfg-parallel 2 measures the distance"
-    for what, name in names.items():
+
+    def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)
-        if what == "audio" and recorded is None:  # silent, or of svdpp 0.4
-            continue
-        yield ClipCheck(
-            what=what,  # type: ignore[arg-type]
-            equal=recorded == found,
-            recorded=recorded,
-            found=found,
-            detail=unproven,
-        )
+        is_equal = recorded == found
+        return ClipCheck(what=what, equal=is_equal, recorded=recorded, found=found, detail=unproven)
+
+    yield check("latent", "latents_sha256")
+    yield check("frames", "frames_sha256")
+    if clip.metadata.get("audio_sha256") is not None:  # else silent, or of svdpp 0.4
+        yield check("audio", "audio_sha256")
 
 
 def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
@@ -207,7 +204,13 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
             "omit --threads to use the clip's own number",
         )
     config = _config(clip, settings, gpus)
-    _check_device(clip, config)
+    try:
+        process_group.check_devices(config.device, config.world_size)
+    except RequestError as error:
+        raise RequestError(
+            f"{name!r} was made on a CUDA device, and this machine has none",
+            "other devices give other bits: verify it on a machine with a CUDA device",
+        ) from error
     photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
     _check_weights(clip, config)
     request = ClipRequest(
@@ -223,19 +226,14 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
 def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
-        raise RequestError(
-            f"{clip.path.name!r} names the model 'dummy', which makes no clips",
-        )
+        raise RequestError(f"{clip.path.name!r} names the model 'dummy', which makes no clips")
+    same = ("revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(
             name=metadata["model"],
-            revision=metadata["revision"],
-            variant=metadata["variant"],
+            **{name: metadata[name] for name in same},
             local_files_only=settings.local_files_only,
-            dtype=metadata["dtype"],
-            memory_opt=metadata["memory_opt"],
-            channels_last=metadata["channels_last"],
             loras=tuple(Lora(**each) for each in metadata.get("lora", ())),
         ),
         sampling=recorded_sampling(dict(metadata)),
@@ -256,16 +254,6 @@ def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]
     freest = max(fitting, key=lambda gpu: gpu.free_bytes, default=None)
     return "cuda:0" if freest is None else f"cuda:{freest.index}"
-
-
-def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:
-    try:
-        process_group.check_devices(config.device, config.world_size)
-    except RequestError as error:
-        raise RequestError(
-            f"{clip.path.name!r} was made on a CUDA device, and this machine has none",
-            "other devices give other bits: verify it on a machine with a CUDA device",
-        ) from error
 
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:

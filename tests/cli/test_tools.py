@@ -26,9 +26,16 @@ def test_env_in_words_and_as_json() -> None:
     words, values = svdpp_alone("env"), svdpp_here("env", "--json")
 
     assert (words.code, words.err) == (0, "")
-    assert words.out.split()[:2] == ["svdpp", __version__]
-    for name in ("torch", "cpu", "memory", "determinism", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
-        assert f"\n{name}  " in words.out
+    assert words.out.split()[:3] == ["versions", "svdpp:", __version__]
+    for name in (
+        "torch:",
+        "cpu:",
+        "memory:",
+        "ffmpeg",
+        "hub cache",
+        "HF_HUB_OFFLINE",
+    ):
+        assert re.search(rf"\n *{name}", words.out)
     facts = json.loads(values.out)
     assert facts["schema_version"] == 1
     assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
@@ -52,10 +59,8 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert all(len(line) < 80 for line in answer.out.splitlines())
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "temporary folder", "ffmpeg", "output folder"]
-    names += ["model", "memory", "transfers", "determinism", "cut test", "pairs"]
+    names += ["model", "memory", "transfers", "determinism", "cut test"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
-    said = " ".join(answer.out.split())
-    assert re.search(r"the latents are (bitwise equal|\d+\.\d dB apart) \(fp32\);", said)
     assert not (tmp_path / "out").exists()
 
 
@@ -113,7 +118,7 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert codes == {
         **{"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5},
         **{"temporary folder": 0, "memory": 0, "transfers": 0, "determinism": 0},
-        **{"cut test": 0, "pairs": 0},
+        "cut test": 0,
     }
     assert "--device cpu" in checks["devices"]["fix"]
     assert checks["ffmpeg"]["fix"] == "pip install imageio-ffmpeg"
@@ -121,7 +126,6 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert "--model" in checks["model"]["fix"]
     for name in ("memory", "transfers", "determinism", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
-    assert checks["pairs"]["detail"] == "needs cut test"
 
 
 @NO_GPU
@@ -130,7 +134,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     answer = svdpp_here(*common, env=NO_FFMPEG)
 
     assert answer.code == 2
-    assert answer.err == f"{BEGIN}\n2 of 10 checks failed\n"
+    assert answer.err == f"{BEGIN}\n2 of 9 checks failed\n"
     assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in answer.out
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 
@@ -155,13 +159,12 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert 0 < seconds < 60
-    assert 0 < costs.write_seconds < 60
     assert 0 < costs.transfer_seconds < 10
     assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents and the rest of the packet
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "write", "transfer of a packet"):
+    for word in ("encode", "step", "decode", "transfer", "packet"):
         assert word in answer.out
 
 
@@ -174,7 +177,7 @@ def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     costs = Costs.from_json(json.loads(answer.out), "stdout")
-    assert (costs.decode_seconds, costs.write_seconds, costs.transfer_seconds) == (0, 0, 0)
+    assert (costs.decode_seconds, costs.transfer_seconds) == (0, 0)
     assert costs.denoise_weights_gib
     assert costs.decode_weights_gib is None
 

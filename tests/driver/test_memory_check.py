@@ -135,7 +135,7 @@ def test_no_process_is_started(tmp_path: Path) -> None:
     "command",
     [
         ("run", PHOTO, *DEMO, "--out"),
-        ("verify", PHOTO, *DEMO, "--picture"),
+        ("verify", PHOTO, *DEMO, "--log-file"),
         ("profile", *DEMO, "--out"),
         ("bench", "smoke", "--model.name=demo", "--results"),
     ],
@@ -145,7 +145,7 @@ def test_each_command_ends_with_code_4(command: tuple[str, ...], tmp_path: Path)
     sizes = ("--height", "512", "--width", "512", "--frames", "14")
     if command[0] == "bench":
         sizes = ("--workload.height=512", "--workload.width=512", "--workload.frames=14")
-    target = {"run": "out", "verify": "proof.png", "profile": "costs.json", "bench": "results"}
+    target = {"run": "out", "verify": "verify.log", "profile": "costs.json", "bench": "results"}
     path = tmp_path / target[command[0]]
     answer = svdpp_here(*command, str(path), *sizes)
     said = [line for line in answer.err.splitlines() if line.startswith(("error", "hint"))]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import typer
+import click
 
 from svdpp.cli.options.declare import MODEL, setting, switch
 from svdpp.config import (
@@ -28,7 +28,7 @@ _DTYPES: dict[str, Dtype] = {
 }
 
 
-def _known_models(context: typer.Context) -> list[str]:
+def _known_models(context: click.Context) -> list[str]:
     """Models that a shell completes; the dummy only for commands with `--latent-shape`."""
     takes_dummy = any(each.name == "latent_shape" for each in context.command.params)
     return [DEMO_MODEL, *([DUMMY_MODEL] if takes_dummy else []), DEFAULT_MODEL]
