@@ -193,7 +193,8 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
     """Each image with each prompt; an image is None if clips start from text."""
     images: Sequence[Photo | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
-        images = check_inputs(workload.images or [str(path) for path in example_photos()])
+        given = workload.images or [str(path) for path in example_photos()]
+        images = check_inputs(given, sampling.video_frames)
     prompts: Sequence[str | None] = workload.prompts or [None]
     return [
         ClipInput(image, prompt, workload.negative_prompt) for image in images for prompt in prompts

@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
     "models": "List the families of models, and what one family or checkpoint takes.",
-    "report": "Say what limits a finished run or bench, and what would make it faster.",
+    "report": "Say what limits a finished run, and what would make it faster.",
     "doctor": "Check in half a minute that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }

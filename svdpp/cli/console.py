@@ -222,7 +222,7 @@ def _label(name: str) -> str:
     """A name of the JSON without its unit, which its value shows."""
     for unit in ("_bytes", "_seconds", "_gib"):
         name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    return name.replace("_", " ") if name.islower() else name
 
 
 def _cell(name: str, value: Any) -> str:

@@ -84,7 +84,8 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    classes = {"text": row.text, "an image": row.image}
+    visual = "a video" if sampling.from_video else "an image"
+    classes = {"text": row.text, visual: row.image}
     return {
         "family": family,
         "title": row.title,
@@ -119,7 +120,8 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     about = describe(checkpoint.family)
     sampling = _default_clip(checkpoint)
     about["defaults"] = {key: getattr(sampling, key) for key in about["defaults"]}
-    takes = {"needed": ["an image"], "optional": ["text", "an image"], "refused": ["text"]}
+    visual = "a video" if sampling.from_video else "an image"
+    takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
     of_model = {
         "model": name,
         "inputs": takes[checkpoint.image_use],

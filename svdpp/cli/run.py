@@ -76,8 +76,7 @@ def run(
 ) -> None:
     """Animate images, or make clips from prompts.
 
-    A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
-    request is checked before weights are loaded.
+    Clips are OUT/NAME_SEED.mp4; parameters and hashes are in NAME_SEED.mp4.json.
     """
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked

@@ -82,7 +82,8 @@ class RunRequest:
         from svdpp.media.inputs import find_images
 
         try:
-            find_images(self.inputs.inputs, recursive=self.inputs.recursive)
+            videos = self._sampling.from_video
+            find_images(self.inputs.inputs, recursive=self.inputs.recursive, videos=videos)
         except InputError:
             self._images()  # its error also names unreadable images
             raise
@@ -119,6 +120,7 @@ class RunRequest:
             self.inputs.inputs,
             recursive=self.inputs.recursive,
             max_pixels=self.inputs.max_pixels,
+            video_frames=self._sampling.video_frames,
         )
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")

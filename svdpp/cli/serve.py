@@ -42,7 +42,7 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "param"),
+    without=("seed",),
     defaults={
         "world": "all GPUs; on the CPU 2",
         "split": "dithered; with two experts balanced",

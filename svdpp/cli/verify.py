@@ -27,6 +27,7 @@ from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.cli.progress import Progress
+    from svdpp.media.image import Photo
     from svdpp.plan.layout import Layout
     from svdpp.verification.clip_proof import ClipProof
     from svdpp.verification.result import VerificationResult
@@ -117,7 +118,7 @@ def verify(
 
     log.open(console, launched)
     inputs = proof.inputs or []
-    if are_clips(inputs):
+    if are_clips(inputs) and options.model.as_family is None:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
             _verify_clips(console, inputs, proof.image, options)
@@ -128,8 +129,7 @@ def verify(
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
     if not is_member(launched):
-        seed = options.sampling.one_seed()
-        requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
+        requests = _requests(options, inputs, prompts, proof, from_image=from_image)
     config, why = PipelineRequest(
         options=options,
         num_clips=None if launched else len(requests),
@@ -149,20 +149,23 @@ def verify(
 
 
 def _requests(
-    model: ModelOptions,
+    options: PipelineOptions,
     inputs: Sequence[str],
     prompts: PromptOptions,
     proof: ProofOptions,
-    seed: int,
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
     from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
     from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 
+    model, seed = options.model, options.sampling.one_seed()
     if model.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
-    images = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
+    images: Sequence[Photo | None] = [None]
+    if from_image:
+        sampling = options.sampled(from_image=True)
+        images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
     example = None if model.family == "svd" else EXAMPLE_PROMPT
     texts: list[str | None] = [*prompts.all_prompts()] or [example]

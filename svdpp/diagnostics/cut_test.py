@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from svdpp.comm.packet import Description, Packet, describe, flatten
 from svdpp.comm.streams import SideStream, mark
@@ -17,28 +17,40 @@ from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.media.image import fit_photo, read_photo
-from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.media.source import Source, read_source
+from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
 from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
+from svdpp.verification.result import Place, compare_latents
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import tensor_sha256
 
 
-def differences(config: PipelineConfig, checkpoint: Checkpoint) -> list[str]:
-    """Differences between ranks that share a tiny copy's clip, at any cut, and the whole call.
+class Found(NamedTuple):
+    """What a tiny copy has shown."""
 
-    They are computed in a process of their own, with the dtype, device and threads of `config`.
+    differences: list[str]
+    """Between ranks that share a clip, at any cut, and diffusers' whole call."""
+    divided: str
+    """The final latent by batches of two that are divided, as pairs of ranks do, against that of
+    whole batches; empty if the model's guidance has no batch of two."""
+
+
+def differences(config: PipelineConfig, checkpoint: Checkpoint) -> Found:
+    """Compares a tiny copy's clip in parts with the whole one, in a process of its own.
+
+    Args:
+        config: of one rank; its device, dtype and threads apply.
     """
-    found: list[list[str]] = []
+    found: list[Found] = []
 
     def collect(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, ClipDone):
-            found.append(event.metadata["differences"])
+            found.append(Found(**event.metadata))
 
     with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
         run_rank_task(
@@ -56,20 +68,21 @@ def _report(
 ) -> None:
     reporter.send(Joined(device=device, load_seconds=0.0))
     found = compare(asked[0], Path(asked[1]), config, device)
-    reporter.send(ClipDone(clip=0, metadata={"differences": found}))
+    reporter.send(ClipDone(clip=0, metadata=found._asdict()))
 
 
-def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> list[str]:
+def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> Found:
     """See `differences`; writes the tiny copy to the empty `folder`."""
     write_tiny_copy(original, folder)
-    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    model = ModelConfig(name=str(folder), family=original.family, dtype=config.model.dtype)
     sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
     test = _CutTest(config, checkpoint, torch.device(device))
     with torch.no_grad():
         test.run()
-    return test.differences
+        divides = checkpoint.row.branches == "batch" and config.sampling.guided
+        return Found(test.differences, test.divided() if divides else "")
 
 
 class _CutTest:
@@ -80,11 +93,9 @@ class _CutTest:
         self._config, self._checkpoint, self._device = config, checkpoint, device
         self._copies = SideStream(device)
         (self._request,) = example_requests(config, 1)
-        self._image: Image.Image | None = None
+        self._source: Source | None = None
         if self._request.image is not None:
-            sampling = config.sampling
-            image, _ = read_photo(Path(self._request.image))
-            self._image = fit_photo(image, sampling.width, sampling.height, sampling.fit)
+            self._source = read_source(self._request.image, config.sampling)
         self._models: dict[tuple[int, Roles], VideoModel] = {}
         self._latents: list[str] = []
 
@@ -92,17 +103,9 @@ class _CutTest:
         def after_step(_: int, tensors: Tensors) -> None:
             self._latents.append(self._sha256(tensors[LATENTS]))
 
-        whole = Reference(self._checkpoint, self._config.model, str(self._device))
-        _, images = whole.run(
-            self._request,
-            self._image,
-            self._config.sampling,
-            before_steps=lambda: None,
-            after_step=after_step,
-        )
-        frames = tensor_sha256(torch.from_numpy(images))
+        frames = tensor_sha256(torch.from_numpy(self._whole_call(after_step)[1]))
         encoder = self._model(0, encode=True)
-        prepared = {} if self._image is None else encoder.prepare(self._image)
+        prepared = {} if self._source is None else encoder.prepare(self._source)
         first = self._sent(encoder.encode(prepared, self._request))
         for cut in range(1, NUM_STEPS):
             packet = first
@@ -111,6 +114,28 @@ class _CutTest:
             decoded = self._model(NUM_STEPS, decode=True).decode(packet)
             if self._sha256(decoded) != frames:
                 self.differences.append(f"the frames, cut after step {cut}")
+
+    def divided(self) -> str:
+        """See `Found`."""
+        whole, halves = (
+            self._copies.to_host(latent, mark(self._device))
+            for latent, _ in (self._whole_call(divided=divided) for divided in (False, True))
+        )
+        check = compare_latents(halves, whole, Place(clip=0, step=NUM_STEPS, rank=0))
+        return "bitwise equal" if check.bitwise else f"{check.psnr_db or 0:.1f} dB apart"
+
+    def _whole_call(
+        self, after_step: Callable[[int, Tensors], None] = lambda *_: None, *, divided: bool = False
+    ) -> tuple[torch.Tensor, Frames]:
+        reference = Reference(self._checkpoint, self._config.model, str(self._device))
+        return reference.run(
+            self._request,
+            self._source,
+            self._config.sampling,
+            before_steps=lambda: None,
+            after_step=after_step,
+            divided=divided,
+        )
 
     def _denoise(self, packet: Tensors, start: int, end: int) -> Tensors:
         boundary = self._config.expert_boundary

@@ -58,6 +58,8 @@ class Examination:
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
+    divided: str = ""
+    """What the cut test has found of divided batches."""
 
     @property
     def model(self) -> Checkpoint:
@@ -247,13 +249,28 @@ def _cut_test(examination: Examination) -> str:
     """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
     config, checkpoint = examination.config, examination.model
     device = "cuda:0" if config.device == "cuda" else config.device
-    found = cut_test.differences(replace(config.alone(), device=device), checkpoint)
+    result = cut_test.differences(replace(config.alone(), device=device), checkpoint)
+    examination.divided, found = result.divided, result.differences
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
     return (
         f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
         f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    )
+
+
+def _pairs(examination: Examination) -> str:
+    """Whether a batch of two has the same bits when a pair of ranks divides it."""
+    branches = examination.model.row.branches
+    if branches == "calls":
+        return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
+    if branches is None:
+        raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
+    return (
+        f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
+        f"latents are {examination.divided} ({examination.config.model.dtype}); svdpp verify "
+        "--cfg-parallel 2 tries the model itself"
     )
 
 
@@ -272,4 +289,5 @@ _CHECKS: dict[str, _Attempt] = {
     "transfers": _Attempt(_transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", _RANKS),
     "determinism": _Attempt(_determinism, _REPORT, _RANKS),
     "cut test": _Attempt(_cut_test, _REPORT, _RANKS),
+    "pairs": _Attempt(_pairs, "", ("cut test",)),
 }

@@ -9,8 +9,7 @@ from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import available_bytes, gib_text
-from svdpp.models.memory_bound import activation_bound, weight_bytes
+from svdpp.models.free_memory import activation_bound, available_bytes, gib_text, weight_bytes
 from svdpp.plan.layout import Roles
 
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:

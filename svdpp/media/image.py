@@ -26,6 +26,11 @@ from svdpp.errors import InputError
 
 #: The only decoders that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
+_DEMUXERS = (
+    *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    (0, b"\x1aE\xdf\xa3", "matroska"),
+)
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 MIN_SIDE = 16
@@ -86,7 +91,9 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
     except UnidentifiedImageError:
         raise InputError(
             f"{_name(path)} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
-            "convert it to PNG or JPEG first",
+            "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
+            if demuxer_of(data)
+            else "convert it to PNG or JPEG first",
         ) from None
     except Image.DecompressionBombError:
         limit = max_pixels // 10**6
@@ -100,6 +107,12 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
         reason = reason or type(error).__name__
         raise InputError(f"{_name(path)} is damaged or truncated: {reason}") from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+
+
+def demuxer_of(data: bytes) -> str | None:
+    """ffmpeg's name of the format of a video; None if the bytes are no video that is taken."""
+    known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
+    return next(known, None)
 
 
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
@@ -163,7 +176,7 @@ def read_bytes(path: Path) -> bytes:
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        _check_size(*image.size, max_pixels)
+        check_size(*image.size, max_pixels)
         if image.format == "PNG":
             # load() does not check the checksums of chunks: a flipped byte could change pixels.
             with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
@@ -199,7 +212,8 @@ def _libtiff_silenced(data: bytes) -> Iterator[None]:
         yield
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuses a picture that is too large, too small or too narrow."""
     if width * height > max_pixels:
         raise InputError(
             f"is too large: {width}x{height} pixels, the limit is {max_pixels // 10**6} million",

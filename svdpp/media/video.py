@@ -46,7 +46,7 @@ _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 # Exact rounding; without it swscale changes colours by one or two levels.
-_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
@@ -275,7 +275,7 @@ def _encode_mp4(
         raise _MediaFailure(f"mp4 needs even sides, not {width}x{height}")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
-    filters = f"{_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
+    filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
     target = [*codec, *tags, "-f", "mp4", f"file:{path}"]
@@ -311,7 +311,7 @@ def _check_sound(path: Path, sound: Sound) -> None:
 
 def _decode_mp4(path: Path) -> Frames:
     # As PPM, because its header gives the size of each frame.
-    output = ["-map", "0:v:0", "-vf", _SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
+    output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
     # One frame more than the limit, and a few bytes of header for each frame.
     bounds = ["-frames:v", str(MAX_FRAMES + 1), "-fs", str(3 * MAX_CLIP_PIXELS + 32 * MAX_FRAMES)]
     output += [*bounds, "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]

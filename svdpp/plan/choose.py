@@ -202,7 +202,7 @@ class _Search:
         return (
             f"with --cfg-parallel 2 ({pair.layout}) a clip would take {pair.latency:.4g} s and "
             f"{_clips(self.num_clips)} {pair.seconds:.4g} s, not {best.latency:.4g} and "
-            f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp verify tries it"
+            f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp doctor tries it"
         )
 
     def _left_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -25,9 +25,8 @@ from svdpp.errors import (
     describe_fault,
 )
 from svdpp.redaction import redact, redact_all, without_folders
-from svdpp.serve.form import ALL_FIELDS
 from svdpp.serve.photos import DecoderBusyError
-from svdpp.serve.views import ErrorAnswer
+from svdpp.serve.views import FIELDS
 
 #: Kind of the error, for people, by status.
 _TYPES: Mapping[int, str] = {
@@ -51,7 +50,7 @@ _REFUSALS = (ClosedError, DecoderBusyError)
 _RETRY_SECONDS = 10
 #: An option of the command line. A limit of the server is named as whoever started it knows it.
 _OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")
-_KNOWN = ALL_FIELDS | {"height", "width"}
+_KNOWN = FIELDS | {"height", "width"}
 
 
 class ApiError(SvdppError):
@@ -95,9 +94,11 @@ def error_answer(error: ApiError) -> JSONResponse:
     return JSONResponse({"error": redact_all(body)}, error.status, headers=error.headers)
 
 
-def as_api_error(error: SvdppError) -> ApiError:
-    """`error` of another layer by the names of the API."""
+def as_api_error(error: SvdppError, theirs: Mapping[str, str] | None = None) -> ApiError:
+    """`error` of another layer by the names of the API; `theirs` are a client's own, by ours."""
+    theirs = theirs or {}
     if isinstance(error, ApiError):
+        error.details |= _renamed(error.details, theirs)
         return error
     if isinstance(error, OutputError):  # its message names files of the server: only for the log
         text = "the server cannot store its data"
@@ -106,11 +107,12 @@ def as_api_error(error: SvdppError) -> ApiError:
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
             field = _field_at_fault(error) if status == 422 else {}
+            details = _renamed({**field, **error.details}, theirs)
             # What only whoever starts the server can do is no help.
             hint = hint if all(name in _KNOWN for name in _options_in(hint)) else ""
-            texts = _without_options(message), _without_options(hint)
+            texts = _without_options(message, theirs), _without_options(hint, theirs)
             retry = _RETRY_SECONDS if status == 503 else None
-            return ApiError(status, code, *texts, retry=retry, **{**field, **error.details})
+            return ApiError(status, code, *texts, retry=retry, **details)
     return ApiError(500, "internal_error", message, hint, **error.details)
 
 
@@ -122,23 +124,27 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Answers of 400 and above for the OpenAPI document."""
-    return {
-        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
-        for status in statuses
-    }
-
-
 def _options_in(text: str) -> list[str]:
     """The options of the command line in `text`, by the names of the API."""
     return [name.replace("-", "_") for name in _OPTION.findall(text)]
 
 
-def _without_options(text: str) -> str:
+def _without_options(text: str, theirs: Mapping[str, str]) -> str:
     """`text` with the fields of requests in place of the options that they are."""
-    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
-    return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
+
+    def field(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return theirs.get(name, name)
+
+    text = _OPTION.sub(field, text)
+    for name, ours in (("num_inference_steps", "steps"), ("num_frames", "frames")):
+        text = text.replace(name, theirs.get(ours, ours))
+    return text
+
+
+def _renamed(details: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
+    named = {"field": theirs.get(field, field)} if (field := details.get("field")) else {}
+    return {**details, **named}
 
 
 def _field_at_fault(error: SvdppError) -> dict[str, str]:
@@ -159,22 +165,23 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     return error_answer(api_error)
 
 
-async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    why_not = request.app.state.service.capabilities.why_not
-    faults = [_fault(fault, why_not) for fault in error.errors()]
+    faults = [{**fault, "loc": fault["loc"][1:] or fault["loc"]} for fault in error.errors()]
+    return error_answer(invalid_request(map(in_words, faults)))
+
+
+def invalid_request(faults: Iterable[Mapping[str, str]]) -> ApiError:
+    """The answer for fields at fault, each by `in_words`."""
+    faults = list(faults)
     message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults[:5])
-    return error_answer(ApiError(422, "invalid_request", message, faults=faults[:20]))
+    return ApiError(422, "invalid_request", message, faults=faults[:20])
 
 
-def _fault(fault: Mapping[str, Any], why_not: Callable[[str], str]) -> dict[str, str]:
-    """One of pydantic's faults in plain words; `why_not` is about fields of other forms."""
-    where = [str(part) for part in fault["loc"][1:]] or [str(fault["loc"][0])]
-    field = ".".join(where)
-    if fault["type"] == "extra_forbidden" and field in ALL_FIELDS:
-        return {"field": field, "reason": why_not(field)}
+def in_words(fault: Mapping[str, Any]) -> dict[str, str]:
+    """One of pydantic's faults in plain words."""
     shown = {**fault, "input": _short(fault.get("input"))}
-    return {"field": field, "reason": describe_fault(shown)}
+    return {"field": ".".join(map(str, fault["loc"])), "reason": describe_fault(shown)}
 
 
 def _short(value: Any) -> Any:

@@ -14,13 +14,12 @@ from starlette.types import ASGIApp
 
 from svdpp import __version__
 from svdpp.serve import api_errors, routes
-from svdpp.serve.api_errors import documented
 from svdpp.serve.form import MAX_PRIORITY
 from svdpp.serve.guard import Guard, KeyCheck
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import Service
-from svdpp.serve.views import EngineStatus, Health, Model, ModelList
+from svdpp.serve.views import EngineStatus, Health, Model, ModelList, documented
 
 _ABOUT = """
 Images and prompts in, clips out: video diffusion over several devices, bitwise equal to

@@ -6,9 +6,9 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from loguru import logger
 
@@ -20,7 +20,7 @@ from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
-from svdpp.serve.events import Events, Notifier
+from svdpp.serve.events import Notifier
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
@@ -47,8 +47,7 @@ class Engine:
 
     Args:
         folder: the data folder.
-        describe: the data of a job's event.
-        on_ended: called with each job that has reached a final state.
+        on_changed: called with each job that has reached another state.
         costs: assumed before there is a measurement.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
     """
@@ -58,10 +57,8 @@ class Engine:
         config: PipelineConfig,
         queue: JobQueue,
         folder: Path,
-        events: Events,
         *,
-        describe: Callable[[Job], Mapping[str, Any]] = lambda job: {"id": job.id},
-        on_ended: Callable[[Job], None] = lambda _: None,
+        on_changed: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
         first_back_off: float = 1.0,
     ) -> None:
@@ -81,7 +78,7 @@ class Engine:
             assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
         )
         self._changed = threading.Condition()
-        self._notifier = Notifier(queue, events, describe=describe, on_ended=on_ended)
+        self._notifier = Notifier(queue, on_changed)
         self.feeder = Feeder(
             self.config,
             queue,
@@ -241,7 +238,6 @@ class Engine:
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
                 self._back_off = self._first_back_off
-            self._notifier.refresh(clip.job.id for clip in self.feeder.clips())
             timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
             with self._changed:
                 self._changed.wait_for(lambda: self.feeder.has_work, timeout)

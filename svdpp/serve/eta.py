@@ -13,14 +13,13 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import PRESETS, Costs, PerRank, step_from_pair
+from svdpp.plan.costs import PRESETS, Costs, step_from_pair
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
 from svdpp.serve.feeder import Feeder, LargeImage, RunningClip
@@ -34,25 +33,10 @@ _MAX_AGE = 0.5
 # While no costs are known.
 _RETRY_SECONDS = 5.0
 
-_MAX_SHAPES = 32
+_MAX_SIZES = 32
 _MAX_SAMPLES = 128
 _STEP, _TRANSFER = "step", "transfer"
-
-
-class _Shape(NamedTuple):
-    height: int
-    width: int
-    frames: int
-    guided: bool
-
-    @property
-    def volume(self) -> int:
-        """What the time of a step is taken to be proportional to."""
-        return self.height * self.width * self.frames * (2 if self.guided else 1)
-
-
-_PRESET = PRESETS["svd-xt-a100"]
-_PRESET_SHAPE = _Shape(576, 1024, 25, True)
+_PRESET, _PRESET_VOLUME = PRESETS["svd-xt-a100"], 576 * 1024 * 25 * 2
 
 
 class MeasuredCosts:
@@ -73,10 +57,10 @@ class MeasuredCosts:
         self._in_pairs = in_pairs
         self._is_given = assumed is not None
         self._assumed = assumed or _PRESET
-        self._assumed_shape = _PRESET_SHAPE if assumed is None else _shape(sampling)
+        self._assumed_volume = _PRESET_VOLUME if assumed is None else _volume(sampling)
         self._lock = threading.Lock()
-        self._samples: OrderedDict[_Shape, dict[str, deque[float]]] = OrderedDict()
-        """The latest seconds of each kind of work on clips of a shape."""
+        self._samples: OrderedDict[int, dict[str, deque[float]]] = OrderedDict()
+        """The latest seconds of each kind of work, by the volume of the clips."""
 
     def add(self, event: Event, sampling: SamplingConfig) -> None:
         """Records an event about a clip of `sampling`; ignores events without a time."""
@@ -92,12 +76,12 @@ class MeasuredCosts:
                 kind = str(event.action.kind)
             case _:
                 return
-        shape = _shape(sampling)
+        volume = _volume(sampling)
         with self._lock:
             new: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MAX_SAMPLES))
-            self._samples.setdefault(shape, new)[kind].append(seconds)
-            self._samples.move_to_end(shape)
-            if len(self._samples) > _MAX_SHAPES:
+            self._samples.setdefault(volume, new)[kind].append(seconds)
+            self._samples.move_to_end(volume)
+            if len(self._samples) > _MAX_SIZES:
                 self._samples.popitem(last=False)
 
     @property
@@ -108,46 +92,44 @@ class MeasuredCosts:
 
     def costs(self, sampling: SamplingConfig) -> Costs:
         """The costs of a clip of `sampling`."""
-        shape = _shape(sampling)
+        volume = _volume(sampling)
         with self._lock:
-            for known in (shape, *reversed(self._samples)):
+            for known in (volume, *reversed(self._samples)):
                 if _STEP in (samples := self._samples.get(known, {})):
                     seconds = {kind: statistics.median_low(own) for kind, own in samples.items()}
-                    return _scaled(self._costs_by(known, seconds), shape.volume / known.volume)
-        return self._assumed_for(shape)
+                    return _scaled(self._costs_of(known, seconds), volume / known)
+        return self._assumed_of(volume)
 
-    def _costs_by(self, shape: _Shape, seconds: dict[str, float]) -> Costs:
-        """The costs of `shape`; what is not measured is scaled by the time of a step."""
-        assumed, step = self._assumed_for(shape), max(seconds[_STEP], 1e-9)
-        if self._in_pairs:
-            step = step_from_pair(step, seconds.get(_TRANSFER, 0.0))
-        scale = step / assumed.step_on(0)
+    def _costs_of(self, volume: int, seconds: dict[str, float]) -> Costs:
+        """The costs of a size; what is not measured is scaled by the time of a step."""
+        step, transfer = max(seconds[_STEP], 1e-9), seconds.get(_TRANSFER, 0.0)
+        step = step_from_pair(step, transfer) if self._in_pairs else step
+        assumed = self._assumed_of(volume)
+        assumed = _scaled(assumed, step / assumed.step_on(0))
         return Costs(
             step_seconds=step,
-            encode_seconds=seconds.get(Kind.ENCODE, scale * assumed.encode_on(0)),
-            decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
-            transfer_seconds=seconds.get(_TRANSFER, 0.0),
+            encode_seconds=seconds.get(Kind.ENCODE, assumed.encode_on(0)),
+            decode_seconds=seconds.get(Kind.DECODE, assumed.decode_on(0)),
+            transfer_seconds=transfer,
         )
 
-    def _assumed_for(self, shape: _Shape) -> Costs:
-        return _scaled(self._assumed, shape.volume / self._assumed_shape.volume)
+    def _assumed_of(self, volume: int) -> Costs:
+        return _scaled(self._assumed, volume / self._assumed_volume)
 
 
-def _shape(sampling: SamplingConfig) -> _Shape:
-    return _Shape(sampling.height, sampling.width, sampling.frames, sampling.guided)
+def _volume(sampling: SamplingConfig) -> int:
+    """What the time of a step is taken to be proportional to."""
+    return sampling.height * sampling.width * sampling.frames * (2 if sampling.guided else 1)
 
 
 def _scaled(costs: Costs, scale: float) -> Costs:
     """`costs` with other times of the device's work; transfers and all else stay."""
-
-    def times(value: PerRank) -> PerRank:
-        return tuple(scale * v for v in value) if isinstance(value, tuple) else scale * value
-
+    work = costs.scaled(scale)
     return replace(
         costs,
-        step_seconds=times(costs.step_seconds),
-        encode_seconds=times(costs.encode_seconds),
-        decode_seconds=times(costs.decode_seconds),
+        step_seconds=work.step_seconds,
+        encode_seconds=work.encode_seconds,
+        decode_seconds=work.decode_seconds,
     )
 
 

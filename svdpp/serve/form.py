@@ -1,4 +1,4 @@
-"""What a request says: the fields that a server takes, by the family of its model.
+"""What clients may request: the form of the server's model, and the parameters that it becomes.
 
 A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, Self, cast
 
 from fastapi import UploadFile
 from pydantic import (
@@ -16,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     create_model,
     field_validator,
@@ -23,17 +26,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, from_json
 
-from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, params_of
+from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
-from svdpp.models.checkpoint import Use
+from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.serve.api_errors import ApiError, in_words, invalid_request
+from svdpp.serve.views import FIELDS, Fit, FormField, Model, params_by_field, params_view, size_of
 
 MAX_PRIORITY = 9
 
-Fit = Literal["stretch", "crop", "pad"]
-
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
-#: Parameters that requests name in another way, or not at all.
-_NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
+_SIDES = "width x height"
 
 #: Other names of fields: those of a photograph that is text, which are vLLM-Omni's and what
 #: OpenAI's client makes of `{"image_url": ...}`; then those of diffusers, which vLLM-Omni's clients
@@ -42,13 +44,8 @@ _SYNONYMS: Mapping[str, str] = {
     "image_reference": "input_reference",
     "input_reference[image_url]": "input_reference",
     **{p.name: p.api for p in params_of(PromptedSampling).values() if p.api},
+    _SIDES: "size",
 }
-
-
-def params_by_field(kind: Any) -> dict[str, Param]:
-    """The parameters of a sampling class that requests have, by their names in requests."""
-    params = params_of(kind)
-    return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
 
 
 def _photo_of(value: Any) -> Any:
@@ -91,8 +88,8 @@ class VideoRequest(BaseModel):
         if ("width" in named) != ("height" in named):
             raise ValueError("width and height belong together")
         if "width" in named:
-            named["width x height"] = f"{named.pop('width')}x{named.pop('height')}"
-        for theirs, ours in (*_SYNONYMS.items(), ("width x height", "size")):
+            named[_SIDES] = f"{named.pop('width')}x{named.pop('height')}"
+        for theirs, ours in _SYNONYMS.items():
             if theirs in named and ours in cls.model_fields:
                 if ours in named:
                     raise ValueError(f"{theirs} and {ours} are the same, give one")
@@ -136,8 +133,16 @@ class VideoRequest(BaseModel):
         return cast("UploadFile | None", self.value("input_reference"))
 
 
-def _photo_fields(use: Use) -> dict[str, Any]:
+def names_in(given: Any) -> dict[str, str]:
+    """The synonyms that a client has used, by the fields that they stand for."""
+    names = set(given) if isinstance(given, dict) else set()
+    names |= {_SIDES} if "width" in names else set()
+    return {ours: theirs for theirs, ours in _SYNONYMS.items() if theirs in names}
+
+
+def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
     text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    text = "The video: MP4, MOV, WebM or Matroska; an image stands still" if videos else text
     fit = Field(None, description="How an image of another shape becomes the frame.")
     match use:
         case "refused":
@@ -169,16 +174,6 @@ def _param_field(param: Param, highest: float) -> Any:
     return (param.kind | None, Field(None, **lowest, le=highest, description=text))
 
 
-PHOTO_FIELDS = frozenset(_photo_fields("needed"))
-#: The fields of all servers' forms.
-ALL_FIELDS = (
-    frozenset(VideoRequest.model_fields)
-    | PHOTO_FIELDS
-    | {"prompt", "negative_prompt"}
-    | {field for kind in SAMPLING_CLASSES.values() for field in params_by_field(kind)}
-)
-
-
 def form_of(
     family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
 ) -> type[VideoRequest]:
@@ -189,10 +184,179 @@ def form_of(
         "VideoRequest",
         __base__=VideoRequest,
         __doc__=VideoRequest.__doc__,
-        **_photo_fields(photo),
+        **_photo_fields(photo, videos=kind.from_video),
         **_prompt_fields(kind),
         **{
             field: _param_field(param, highest.get(field, param.highest))
             for field, param in params_by_field(kind).items()
         },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What clients may request.
+
+    Args:
+        model: its id.
+        sampling: the defaults, resolved.
+        sizes: width and height of the frames that clients may choose.
+        weights: fingerprint or commit of the model's weights; empty if they never change.
+        photo: whether a photograph is `needed`, `optional` or `refused`.
+        prompt: the same; a negative prompt is optional wherever there is a prompt.
+        unused: sampling parameters of the family that have no effect on the model.
+        max_steps: of a clip.
+        max_frames: of a clip.
+    """
+
+    model: str
+    sampling: SamplingConfig
+    sizes: tuple[tuple[int, int], ...]
+    weights: str = ""
+    photo: Use = "needed"
+    prompt: Use = "refused"
+    unused: tuple[str, ...] = ()
+    max_steps: int = MAX_STEPS
+    max_frames: int = MAX_FRAMES
+
+    @classmethod
+    def of(cls, model: str, checkpoint: Checkpoint | None, **settings: Any) -> Self:
+        """Those of a checkpoint; None: the dummy model, which takes the place of SVD."""
+        if checkpoint is None:
+            return cls(model=model, **settings)
+        weights = ""
+        if checkpoint.fingerprint is not None:
+            model, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
+        elif checkpoint.revision is not None:
+            weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
+        loras = (file.identity for file in checkpoint.loras)
+        return cls(
+            model=model,
+            weights=".".join(filter(None, (weights, *loras))),
+            photo=checkpoint.image_use,
+            prompt=checkpoint.prompt_use,
+            unused=checkpoint.unused_parameters,
+            **settings,
+        )
+
+    @cached_property
+    def form(self) -> type[VideoRequest]:
+        """The form of a request."""
+        limits = {"max_steps": self.max_steps, "max_frames": self.max_frames}
+        return form_of(self.sampling.family, self.photo, **limits)
+
+    def to_json(self, **limits: Any) -> Model:
+        """The model as `/v1/models` lists it."""
+        inputs: dict[str, Use] = {
+            "input_reference": self.photo,
+            "prompt": self.prompt,
+            "negative_prompt": "refused" if self.prompt == "refused" else "optional",
+        }
+        left_out = {"model", *inputs, *self.unused}
+        schemas = self.form.model_json_schema()["properties"]
+        fields = {name: _field(each) for name, each in schemas.items() if name not in left_out}
+        defaults = params_view(self.sampling)
+        return Model(
+            id=self.model,
+            family=self.sampling.family,
+            inputs=inputs,
+            fields=fields,
+            defaults={name: value for name, value in defaults.items() if name in fields},
+            sizes=[size_of(*size) for size in self.sizes],
+            limits={
+                "max_frames": self.max_frames,
+                "max_steps": self.max_steps,
+                "frames_unit": self.sampling.frames_unit,
+                **limits,
+            },
+        )
+
+    def check_model(self, id: str | None) -> None:
+        """Refuses another model than the server's own; None stands for that."""
+        if id not in (None, self.model):
+            text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
+            raise ApiError(404, "model_not_found", text, field="model", model=self.model)
+
+    def checked(self, given: Any) -> VideoRequest:
+        """The fields of a request; an error names them as the client did."""
+        try:
+            return self.form.model_validate(given)
+        except ValidationError as error:
+            theirs = names_in(given)
+            faults = error.errors(include_url=False)
+            raise invalid_request([self._in_words(fault, theirs) for fault in faults]) from None
+
+    def _in_words(self, fault: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, str]:
+        name, *inner = fault["loc"] or ("body",)
+        if fault["type"] == "extra_forbidden" and name in FIELDS:
+            why = f"a model of the family {self.sampling.family}"
+            if name in _photo_fields("needed"):
+                why = "which makes clips from text alone"
+            return {"field": name, "reason": f"is not for {self.model}, {why}"}
+        return in_words({**fault, "loc": (theirs.get(name, name), *inner)})
+
+    def sampling_of(self, request: VideoRequest) -> SamplingConfig:
+        """The parameters of the requested clip."""
+        self.check_model(request.model)
+        if self.prompt == "refused" and request.value("prompt"):
+            text = "Stable Video Diffusion takes no prompt"
+            raise ApiError(422, "no_prompt", text, "leave prompt empty", field="prompt")
+        params = params_by_field(type(self.sampling))
+        given = {param.name: request.value(field) for field, param in params.items()}
+        given["fit"] = request.value("fit")
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if request.size is not None:
+            chosen["width"], chosen["height"] = self._size(request.size)
+        chosen["num_frames"] = self._frames(request)
+        if self.sampling.decode_chunk_size is not None:
+            chosen["decode_chunk_size"] = min(self.sampling.decode_chunk_size, chosen["num_frames"])
+        if isinstance(self.sampling, PromptedSampling):
+            chosen["from_image"] = request.photo is not None
+        return replace(self.sampling, **chosen)
+
+    def _size(self, text: str) -> tuple[int, int]:
+        known = {size_of(*size): size for size in self.sizes}
+        if text not in known:
+            raise ApiError(
+                422,
+                "wrong_size",
+                f"this server makes clips of {', '.join(known)}, not {text}",
+                "whoever starts the server can add sizes",
+                field="size",
+                size=text,
+                sizes=list(known),
+            )
+        return known[text]
+
+    def _frames(self, request: VideoRequest) -> int:
+        frames: int | None = request.value("frames")
+        if request.seconds is None:
+            return self.sampling.frames if frames is None else frames
+        if frames is not None:
+            text = "frames and seconds contradict each other"
+            raise ApiError(422, "frames_and_seconds", text, "give one", field="seconds")
+        fps, unit = request.value("fps") or self.sampling.fps, self.sampling.frames_unit
+        frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
+        if frames > self.max_frames:
+            raise ApiError(
+                422,
+                "too_many_frames",
+                f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
+                f"makes {self.max_frames} at most",
+                "ask for fewer seconds or fps",
+                field="seconds",
+                frames=frames,
+                max_frames=self.max_frames,
+            )
+        return frames
+
+
+def _field(schema: Mapping[str, Any]) -> FormField:
+    value = next(iter(schema.get("anyOf", [schema])))
+    return FormField(
+        type=value["type"],
+        description=schema.get("description", ""),
+        minimum=value.get("minimum", value.get("exclusiveMinimum")),
+        maximum=value.get("maximum"),
+        choices=value.get("enum"),
     )

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
@@ -36,8 +37,7 @@ class Job:
     """One requested clip. Times are unix seconds.
 
     Args:
-        model: that makes it, by the name that clients know; empty if an earlier svdpp stored the
-            job, and no server has opened the queue since that runs a model of its family.
+        model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone.
@@ -78,6 +78,14 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
     proof_reason: str | None = None
+
+    def clip_in(self, folder: Path) -> Path:
+        """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
+        return folder / CLIPS / f"{self.id}.mp4"
+
+    def photo_in(self, folder: Path) -> Path | None:
+        """The photograph's file in a data folder; it may not exist."""
+        return folder / PHOTOS / self.photo if self.photo else None
 
 
 def new_id() -> str:

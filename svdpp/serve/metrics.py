@@ -27,9 +27,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from svdpp.errors import RequestError
-from svdpp.launch.gpus import open_nvml, visible_gpus
+from svdpp.launch.gpus import Gpu, open_nvml, visible_gpus
 from svdpp.serve.engine import Engine
-from svdpp.serve.events import Events
+from svdpp.serve.events import Followers
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
@@ -51,14 +51,14 @@ class Metrics(Collector):
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
     """
 
-    def __init__(self, queue: JobQueue, engine: Engine, events: Events) -> None:
-        self._queue, self._engine, self._events = queue, engine, events
+    def __init__(self, queue: JobQueue, engine: Engine, followers: Followers) -> None:
+        self._queue, self._engine, self._followers = queue, engine, followers
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
         """When each rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
-        common: dict[str, Any] = {"namespace": "svdpp", "registry": self.registry}
+        common: dict[str, Any] = {"namespace": "svdpp", "registry": self._registry}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, **common)
@@ -98,7 +98,7 @@ class Metrics(Collector):
             self._clips.labels(state)
         for result in ("equal", "different"):
             self._proofs.labels(result)
-        self.registry.register(self)
+        self._registry.register(self)
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes an event of `rank`; the pipeline's thread alone calls it."""
@@ -173,7 +173,7 @@ class Metrics(Collector):
             ("svdpp_queue_depth", "Jobs that wait.", jobs[JobState.QUEUED]),
             ("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age),
             ("svdpp_live_ranks", "Ranks alive.", self._engine.live_ranks),
-            ("svdpp_event_streams", "Open event streams.", self._events.num_subscribers),
+            ("svdpp_event_streams", "Open event streams.", self._followers.number),
         ):
             yield GaugeMetricFamily(name, text, value)
         yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", self._engine.restarts)
@@ -182,7 +182,7 @@ class Metrics(Collector):
 
     def exposed(self) -> bytes:
         """All metrics in Prometheus' text format, of `CONTENT_TYPE`."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
 
 def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeMetricFamily:
@@ -203,30 +203,28 @@ def _resident_bytes() -> dict[str, int]:
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             pid = int(stat.parent.name)
             parents[pid], resident[pid] = int(fields[1]), int(fields[21]) * page
-    own = os.getpid()
-    below = {own}
+    below = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    workers = sum(resident[pid] for pid in below - {own} if pid in resident)
-    return {"server": resident.get(own, 0), "workers": workers}
+    own = resident.pop(os.getpid(), 0)
+    return {"server": own, "workers": sum(resident.get(pid, 0) for pid in below)}
 
 
 def _of_gpus() -> Iterator[GaugeMetricFamily]:
     """Memory and utilisation of the GPUs, by NVML; nothing without an NVIDIA driver."""
-    try:
+    gpus: list[Gpu] = []
+    with contextlib.suppress(RequestError):  # their slices are not supported
         gpus = visible_gpus()
-    except RequestError:  # its slices are not supported
-        return
     if not gpus:
         return
-    total = {gpu.index: gpu.total_bytes for gpu in gpus}
     used = {gpu.index: gpu.total_bytes - gpu.free_bytes for gpu in gpus}
-    yield _by("gpu", "svdpp_gpu_memory_bytes", "Memory of the GPU.", total)
-    yield _by("gpu", "svdpp_gpu_memory_used_bytes", "Used memory of the GPU.", used)
+    total = {gpu.index: gpu.total_bytes for gpu in gpus}
     busy: dict[int, float] = {}
     with open_nvml() as nvml:
         for gpu in gpus if nvml is not None else ():
             with contextlib.suppress(nvml.NVMLError):  # not every GPU tells it
                 handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
                 busy[gpu.index] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    yield _by("gpu", "svdpp_gpu_memory_bytes", "Memory of the GPU.", total)
+    yield _by("gpu", "svdpp_gpu_memory_used_bytes", "Used memory of the GPU.", used)
     yield _by("gpu", "svdpp_gpu_busy_ratio", "Time in kernels.", busy)

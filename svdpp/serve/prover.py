@@ -1,39 +1,33 @@
 """The verification of finished clips on one device, on request or when the ranks are idle.
 
 Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is killed at once when
-work arrives for the ranks.
+work arrives for the ranks. This module is also that process: `prover JSON PHOTO ANSWER PARENT_PID`,
+where PHOTO is empty for a clip from text alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.errors import (
-    InputError,
-    ModelError,
-    RequestError,
-    SvdppError,
-    error_from_dict,
-    error_to_dict,
-)
-from svdpp.launch.environment import helper_command, helper_environment
-from svdpp.serve.job import CLIPS, PHOTOS, Job, JobState
+from svdpp.config import PipelineConfig
+from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
+from svdpp.launch import environment
+from svdpp.launch.process_lifetime import end_with_parent
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
@@ -42,19 +36,15 @@ _POLL_SECONDS = 0.05
 # Without a word of new work, how often idle time is looked for.
 _LOOK_SECONDS = 0.5
 _MAX_REQUESTED = 1000
-_MAX_FAILED = 1000
-# Before a failed verification is tried again.
-_PAUSE_SECONDS = 600.0
-#: Errors that another attempt would meet again; others are about memory, or a process that died.
-_LASTING = (InputError, ModelError, RequestError)
 _ANSWER = "answer.json"
+_NICE = 19
 
 
 class Prover:
     """Verifies clips one at a time, requested ones first. Any thread may call it.
 
-    With `when_idle` clips are verified without a request, the newest first. `on_verdict` is called
-    in the prover's thread.
+    With `when_idle` clips are verified without a request, the newest first. What is stopped stays
+    requested. `on_verdict` is called in the prover's thread.
     """
 
     def __init__(
@@ -73,11 +63,9 @@ class Prover:
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self._changed = threading.Condition()
-        # When clips that could not be verified are tried again.
-        self._failed: OrderedDict[str, float] = OrderedDict()
         self.running: str | None = None
         """The id of the job that is being verified."""
-        self._is_requested = self._is_dropped = False  # of that job
+        self._is_dropped = False  # that job
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
 
@@ -95,9 +83,8 @@ class Prover:
 
     def close(self) -> None:
         """Stops the verification at work, and the thread."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
+        self._is_closing = True
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -119,18 +106,15 @@ class Prover:
             return self._queue.set_proof(id, "failed", missing)
         with self._changed:
             known = self._queue.to_prove()
-            if id not in known:
-                if len(known) >= _MAX_REQUESTED or not self._queue.set_proof(id, "running"):
-                    return False
-                self._failed.pop(id, None)
-            self._is_requested |= id == self.running
+            is_taken = id in known or (
+                len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
+            )
             self._changed.notify_all()
-        return True
+        return is_taken
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
         with self._changed:
-            self._failed.pop(id, None)
             self._queue.set_proof(id, "none")
             self._is_dropped |= id == self.running
             self._changed.notify_all()
@@ -141,7 +125,7 @@ class Prover:
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                if self._is_idle() and (job := self._next()) is not None:
+                if (job := self._begin()) is not None:
                     self._verify(job)
                     continue
             except Exception:
@@ -149,33 +133,23 @@ class Prover:
             with self._changed:
                 self._changed.wait(_LOOK_SECONDS)
 
-    def _next(self) -> Job | None:
-        """The next job to verify: a requested one, one to be tried again, then the newest."""
-        now = time.monotonic()
-        again = [id for id, retry_at in list(self._failed.items()) if retry_at <= now]
-        for id in (*self._queue.to_prove(), *again):
-            if (job := self._queue.get(id)) is not None and job.state is JobState.COMPLETED:
-                return job
-            self._failed.pop(id, None)
-        unproved = self._queue.unproved() if self._when_idle else []
-        newest = next((id for id in unproved if id not in self._failed), None)
-        return None if newest is None else self._queue.get(newest)
+    def _begin(self) -> Job | None:
+        """The next job to verify, whose proof is `running` from now on: a requested one first."""
+        with self._changed:
+            if not self._is_idle():
+                return None
+            for id in self._queue.to_prove() or (self._queue.unproved() if self._when_idle else ()):
+                job = self._queue.get(id)
+                if job is not None and self._queue.set_proof(id, "running"):
+                    self.running, self._is_dropped = id, False
+                    return job
+        return None
 
     def _verify(self, job: Job) -> None:
-        with self._changed:
-            if (now := self._queue.get(job.id)) is None or now.proof != job.proof:
-                return  # dropped since it was read
-            self._is_requested, self._is_dropped = job.proof == "running", False
-            self._queue.set_proof(job.id, "running")
-            self.running = job.id
         try:
             answer = self._answer(job)
             with self._changed:
-                if answer is None or self._is_dropped:
-                    is_open = self._is_requested and not self._is_dropped
-                    self._queue.set_proof(job.id, "running" if is_open else "none")
-                else:
-                    self._failed.pop(job.id, None)
+                if answer is not None and not self._is_dropped:
                     self._take(job, answer)
         finally:
             with self._changed:
@@ -185,8 +159,9 @@ class Prover:
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
         missing = self._missing(job)
         if answer["equal"] is None or missing:
-            error = InputError(missing) if missing else error_from_dict(answer["error"])
-            self._fail(job, error)
+            error = missing or answer["error"]["message"]
+            logger.warning("{} could not be verified: {}", job.id, error)
+            self._queue.set_proof(job.id, "failed", self._shown(error))
             return
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
@@ -194,66 +169,52 @@ class Prover:
         self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
         self._on_verdict(verdict)
 
-    def _fail(self, job: Job, error: SvdppError) -> None:
-        logger.warning("{} could not be verified: {}", job.id, error)
-        again = f"; it is tried again in {_PAUSE_SECONDS:g} s, once the ranks are idle"
-        retry_at = time.monotonic() + _PAUSE_SECONDS
-        if isinstance(error, _LASTING):
-            again, retry_at = "", math.inf
-        self._failed[job.id] = retry_at
-        if len(self._failed) > _MAX_FAILED:
-            self._failed.popitem(last=False)
-        self._queue.set_proof(job.id, "failed", self._shown(str(error)) + again)
-
     def _shown(self, text: str) -> str:
         """`text` for clients, who need not know where files are."""
         return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
 
     def _missing(self, job: Job) -> str:
         """Which file the verification lacks; empty if it has all."""
-        json_file, photo = self._files(job)
-        needed = {"clip": json_file.with_suffix(""), "clip's JSON": json_file}
-        needed |= {"image": photo} if photo else {}
+        clip = job.clip_in(self._folder)
+        needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
+        needed |= {"image": photo} if (photo := job.photo_in(self._folder)) else {}
         gone = [name for name, path in needed.items() if not path.is_file()]
         return f"file missing: the {' and the '.join(gone)}" if gone else ""
-
-    def _files(self, job: Job) -> tuple[Path, Path | None]:
-        """The clip's JSON, and the photograph."""
-        photo = self._folder / PHOTOS / job.photo
-        return self._folder / CLIPS / f"{job.id}.mp4.json", photo if job.photo else None
 
     def _answer(self, job: Job) -> dict[str, Any] | None:
         """What the process found; None if it was stopped."""
         if missing := self._missing(job):
-            return {"equal": None, "error": error_to_dict(InputError(missing))}
-        with self._temporary() as temporary:
-            process = self._start(job, temporary)
-            try:
-                while process.poll() is None:
-                    with self._changed:
-                        self._changed.wait(_POLL_SECONDS)
-                        is_stopped = self._is_closing or self._is_dropped
-                    if is_stopped or not self._is_idle():
-                        return None
-            finally:  # it, and the processes that it started
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            return _failure(InputError(missing))
+        with self._temporary() as temporary, self._process(job, temporary) as process:
+            while process.poll() is None:
+                with self._changed:
+                    self._changed.wait(_POLL_SECONDS)
+                    is_stopped = self._is_closing or self._is_dropped
+                if is_stopped or not self._is_idle():
+                    return None
             return _read_answer(temporary, process.returncode)
 
-    def _start(self, job: Job, temporary: Path) -> subprocess.Popen[bytes]:
-        json_file, photo = self._files(job)
-        arguments = [json_file, photo or "", temporary / _ANSWER, os.getpid()]
+    @contextlib.contextmanager
+    def _process(self, job: Job, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """The process, which is killed at the end with those that it started."""
+        clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
+        arguments = [f"{clip}.json", photo or "", temporary / _ANSWER, os.getpid()]
         with (temporary / "output.txt").open("wb") as output:
-            return subprocess.Popen(
-                helper_command("svdpp.serve.prove_clip", *map(str, arguments)),
+            process = subprocess.Popen(
+                environment.helper_command("svdpp.serve.prover", *map(str, arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**helper_environment(), "TMPDIR": str(temporary)},
+                env={**environment.helper_environment(), "TMPDIR": str(temporary)},
                 cwd="/",
                 start_new_session=True,
             )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[Path]:
@@ -262,13 +223,18 @@ class Prover:
         It is not in the data folder, whose path may be too long for a socket. A link there names
         it, so that the next server finds what a killed one left.
         """
-        temporary = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
-        try:
-            self._link.symlink_to(temporary)
-            yield temporary
-        finally:
-            self._link.unlink(missing_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix="svdpp-proof-", ignore_cleanup_errors=True
+        ) as folder:
+            self._link.symlink_to(folder)
+            try:
+                yield Path(folder)
+            finally:
+                self._link.unlink(missing_ok=True)
+
+
+def _failure(error: SvdppError) -> dict[str, Any]:
+    return {"equal": None, "error": error_to_dict(error)}
 
 
 def _read_answer(temporary: Path, code: int) -> dict[str, Any]:
@@ -277,5 +243,53 @@ def _read_answer(temporary: Path, code: int) -> dict[str, Any]:
         return answer
     except (OSError, ValueError):
         tail = (temporary / "output.txt").read_bytes()[-2000:].decode(errors="replace")
-        error = SvdppError(f"its process ended with code {code} without an answer: {tail}")
-        return {"equal": None, "error": error_to_dict(error)}
+        text = f"its process ended with code {code} without an answer: {tail}"
+        return _failure(SvdppError(text))
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def main(clip: str, photo: str, answer: str, parent: str) -> None:
+    """Verifies the clip and writes the answer, completely or not at all."""
+    end_with_parent(int(parent))
+    os.nice(_NICE)
+    environment.collect_rarely()
+    unfinished = Path(answer).with_suffix(".part")
+    unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo) if photo else None)))
+    unfinished.rename(answer)
+
+
+def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
+    # Imported late: torch takes seconds, and by then the process has its low priority.
+    from svdpp.verification.clip_proof import Settings, plan_proofs, prove
+
+    try:
+        groups, proofs = plan_proofs([clip], Settings(image=photo, local_files_only=True))
+        for tasks in groups:
+            _check_gpu(tasks[0].config)
+            proofs += prove(tasks)
+        (proof,) = proofs
+        return {**proof.to_json(), "differences": proof.differences}
+    except SvdppError as error:
+        return _failure(error)
+
+
+def _check_gpu(config: PipelineConfig) -> None:
+    """Refuses a GPU on which the ranks leave too little: they must not run out of memory."""
+    if config.device == "cpu":
+        return
+    from svdpp.diagnostics.memory_estimate import estimate_ranks
+    from svdpp.launch.gpus import free_bytes
+
+    (need,) = estimate_ranks(config)
+    free = free_bytes(config.device)
+    if need.total_bytes > free:
+        raise OutOfMemoryError(
+            f"the whole model needs about {need.total_bytes / 2**30:.1f} GiB on a GPU beside the "
+            f"ranks, and {config.device} has {free / 2**30:.1f} GiB free"
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
@@ -100,7 +100,7 @@ class JobQueue(QueueFile):
             for row in database.execute(known, (job.owner, job.idempotency_key)):
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
-            insert(database, job)
+            _insert(database, job)
         return job
 
     def take_next(self, prepared: str | None = None) -> Job | None:
@@ -162,18 +162,17 @@ class JobQueue(QueueFile):
             query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
             return database.execute(query, (id,)).rowcount == 1
 
-    def hold(self, judge: Callable[[Job], Job]) -> list[Job]:
+    def hold(self, why_not: Callable[[Job], str | None]) -> list[str]:
         """At the start of a server: hold the queued jobs that it cannot make, and no others.
 
-        Returns the held jobs. `judge` returns a job with the right `held`, `model` and `weights`.
+        `why_not` says why it cannot; returns what it said.
         """
-        jobs = [(job, judge(job)) for job in self._jobs("WHERE state = 'queued' ORDER BY seq")]
+        jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
+        held = [(job.id, why_not(job)) for job in jobs]
         with self.change() as database:
-            for before, job in jobs:
-                if job != before:
-                    new = {"held": job.held, "model": job.model, "weights": job.weights}
-                    _change(database, job.id, [JobState.QUEUED], **new)
-        return [job for _, job in jobs if job.held is not None]
+            for id, reason in held:
+                _change(database, id, [JobState.QUEUED], held=reason)
+        return [reason for _, reason in held if reason is not None]
 
     def recover(self) -> list[Job]:
         """At the start of a server: put back and return every job in progress, as it is now."""
@@ -204,15 +203,17 @@ class JobQueue(QueueFile):
         limit: int,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
-        state: JobState | None = None,
+        states: Sequence[JobState] = (),
     ) -> list[Job]:
-        """Jobs by the time of request: of one owner, in one state, after the job of an id."""
+        """Jobs by the time of request: of one owner, in some states, after the job of an id."""
+        conditions, values = ["true", _any_of(states)] if states else ["true"], []
         seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
-        given = {"owner = ?": owner, seq: after, "state = ?": state}
-        conditions = {text: value for text, value in given.items() if value is not None}
-        where = " AND ".join(conditions) or "true"
-        tail = f"WHERE {where} ORDER BY seq {order} LIMIT ?"
-        return self._jobs(tail, *conditions.values(), limit)
+        for condition, value in (("owner = ?", owner), (seq, after)):
+            if value is not None:
+                conditions.append(condition)
+                values.append(value)
+        tail = f"WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
+        return self._jobs(tail, *values, limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
@@ -243,17 +244,14 @@ class JobQueue(QueueFile):
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        return [
-            id for (id,) in self.rows("SELECT id FROM jobs WHERE proof = 'running' ORDER BY seq")
-        ]
+        return self._ids("proof = 'running' ORDER BY seq")
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
-        where = (
-            "state = 'completed' AND proof IN ('none', 'failed') AND"
-            " json_extract(metadata, '$.file_sha256') IS NOT NULL"
+        return self._ids(
+            "state = 'completed' AND proof = 'none'"
+            " AND json_extract(metadata, '$.file_sha256') IS NOT NULL ORDER BY seq DESC"
         )
-        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where} ORDER BY seq DESC")]
 
     def finished(self) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
@@ -264,12 +262,14 @@ class JobQueue(QueueFile):
         """The name of the photograph's file of every job, by id."""
         return dict(self.rows("SELECT id, photo FROM jobs"))
 
+    def _ids(self, where: str) -> list[str]:
+        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
+
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
         return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]
 
 
-def insert(database: sqlite3.Connection, job: Job) -> None:
-    """Insert `job` as a new row."""
+def _insert(database: sqlite3.Connection, job: Job) -> None:
     values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
@@ -290,17 +290,14 @@ def _change(
 
 def _job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_NAMES, row, strict=True))
-    error = values["error"]
-    return Job(
-        **values
-        | {
-            "sampling": _sampling_of(values["sampling"]),
-            "state": JobState(values["state"]),
-            "cancel_asked": bool(values["cancel_asked"]),
-            "error": None if error is None else json.loads(error),
-            "metadata": json.loads(values["metadata"]),
-        }
-    )
+    parsed = {
+        "sampling": _sampling_of(values["sampling"]),
+        "state": JobState(values["state"]),
+        "cancel_asked": bool(values["cancel_asked"]),
+        "error": json.loads(values["error"] or "null"),
+        "metadata": json.loads(values["metadata"]),
+    }
+    return Job(**values | parsed)
 
 
 def _json(value: dict[str, Any] | None) -> str | None:

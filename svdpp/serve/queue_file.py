@@ -78,39 +78,7 @@ CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 """
 
-_FROM_VERSION_1 = """
-ALTER TABLE jobs ADD COLUMN prompt TEXT;
-ALTER TABLE jobs ADD COLUMN negative_prompt TEXT;
-"""
-
-# The clip's JSON has the model: a hub id, or the path of a folder, of which clients know the name.
-# `rtrim` without the letters of the name leaves the folder above it.
-_FROM_VERSION_2 = """
-ALTER TABLE jobs ADD COLUMN model TEXT NOT NULL DEFAULT '';
-ALTER TABLE jobs ADD COLUMN weights TEXT NOT NULL DEFAULT '';
-ALTER TABLE jobs ADD COLUMN held TEXT;
-ALTER TABLE jobs ADD COLUMN proof_reason TEXT;
-UPDATE jobs SET
-    model = coalesce(json_extract(metadata, '$.model'), ''),
-    weights = coalesce(
-        json_extract(metadata, '$.weights_fingerprint'), json_extract(metadata, '$.revision'), '');
-UPDATE jobs SET model = replace(model, rtrim(model, replace(model, '/', '')), '')
-    WHERE json_extract(metadata, '$.weights_fingerprint') IS NOT NULL;
-"""
-
-_FROM_VERSION_3 = "ALTER TABLE jobs DROP COLUMN wants_draft;"
-
-_FROM_VERSION_4 = "ALTER TABLE jobs ADD COLUMN photo_pixels INTEGER NOT NULL DEFAULT 0;"
-
-#: From each version to the newest, 5; 0 is a new file.
-_MIGRATIONS = (
-    _SCHEMA,
-    _FROM_VERSION_1 + _FROM_VERSION_2 + _FROM_VERSION_3 + _FROM_VERSION_4,
-    _FROM_VERSION_2 + _FROM_VERSION_3 + _FROM_VERSION_4,
-    _FROM_VERSION_3 + _FROM_VERSION_4,
-    _FROM_VERSION_4,
-    "",
-)
+_VERSION = 5
 
 
 class QueueFile:
@@ -132,10 +100,12 @@ class QueueFile:
                 _check_own(folder)
             opened.enter_context(_locked(folder))
             self._keep_reserve()
-            self._writer = opened.enter_context(contextlib.closing(_connect(self._path)))
-            _check_whole(self._writer)
-            _migrate(self._writer)
-            self._reader = opened.enter_context(contextlib.closing(_connect(self._path)))
+            self._writer = opened.enter_context(_connected(self._path))
+            (verdict,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict.splitlines()[-1])
+            _create(self._writer)
+            self._reader = opened.enter_context(_connected(self._path))
             output_files.sync(folder)
             self._opened_as = self._on_disk()
             self._opened = opened.pop_all()
@@ -198,14 +168,9 @@ class QueueFile:
 
     def _on_disk(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the queue and of its log; None: there is none."""
-        files: list[tuple[int, int] | None] = []
-        for suffix in ("", "-wal"):
-            try:
-                stat = os.stat(f"{self._path}{suffix}")
-                files.append((stat.st_dev, stat.st_ino))
-            except FileNotFoundError:
-                files.append(None)
-        return files
+        paths = self._path, Path(f"{self._path}-wal")
+        stats = [path.stat() if path.exists() else None for path in paths]
+        return [stat and (stat.st_dev, stat.st_ino) for stat in stats]
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -224,23 +189,21 @@ class QueueFile:
             ) from error
 
 
-def _migrate(database: sqlite3.Connection) -> None:
-    """Create the tables of a new file, or bring older ones up to date; one transaction."""
-    newest = len(_MIGRATIONS) - 1
+def _create(database: sqlite3.Connection) -> None:
+    """Create the tables of a new file, in one transaction; refuse a file of another program."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
             "the data folder's queue.sqlite3 is a database of another program",
             "name another folder with --data",
         )
-    if not 0 <= version <= newest:
+    if version not in (0, _VERSION):
         raise RequestError(
-            f"the queue has version {version}, and this svdpp reads versions 1 to {newest}",
+            f"the queue has version {version}, and this svdpp reads version {_VERSION}",
             "use the svdpp that wrote it, or name another folder with --data",
         )
-    if version != newest:
-        change = f"{_MIGRATIONS[version]} PRAGMA user_version = {newest};"
-        database.executescript(f"BEGIN IMMEDIATE; {change} COMMIT;")
+    if not version:
+        database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
 
 
 def _check_own(folder: Path) -> None:
@@ -271,23 +234,14 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(
-        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
-    try:
+@contextlib.contextmanager
+def _connected(path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(
+        sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    ) as database:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-    except sqlite3.Error:
-        database.close()
-        raise
-    return database
-
-
-def _check_whole(database: sqlite3.Connection) -> None:
-    (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise sqlite3.DatabaseError(verdict.splitlines()[-1])
+        yield database
 
 
 def _free_and_low(folder: Path) -> tuple[int, int]:

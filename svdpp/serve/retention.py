@@ -6,7 +6,6 @@ be removed again; so what has no row was never meant to go, and is kept.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import stat
 import tempfile
@@ -16,7 +15,6 @@ from pathlib import Path
 
 from loguru import logger
 
-from svdpp.config import OutputConfig
 from svdpp.media import output_files
 from svdpp.serve.job import CLIPS, PHOTOS
 from svdpp.serve.queue import JobQueue
@@ -42,15 +40,16 @@ def sweep(
     The age counts from the final state; the bytes are those of all jobs, also of open ones. Returns
     the ids of the removed jobs.
     """
-    photos = queue.photos()
-    sizes = {id: _num_bytes(folder, id, photo) for id, photo in photos.items()}
-    total = sum(sizes.values())
-    removed = []
+    with _errors(folder):
+        sizes = {
+            id: sum(map(_num_bytes, _files(folder, id, photo)))
+            for id, photo in queue.photos().items()
+        }
+    total, removed = sum(sizes.values()), []
     for id, finished_at in queue.finished().items():
         is_old = max_age_seconds is not None and now - finished_at > max_age_seconds
-        if not is_old and (max_bytes is None or total <= max_bytes):
-            continue
-        if remove_job(queue, folder, id):
+        is_too_much = max_bytes is not None and total > max_bytes
+        if (is_old or is_too_much) and remove_job(queue, folder, id):
             total -= sizes.get(id, 0)
             removed.append(id)
     return removed
@@ -65,6 +64,11 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
         for path in _files(folder, id, job.photo):
             path.unlink(missing_ok=True)
     return queue.remove(id)
+
+
+def _files(folder: Path, id: str, photo: str) -> list[Path]:
+    clip = folder / CLIPS / f"{id}.mp4"
+    return [clip, Path(f"{clip}.json"), *([folder / PHOTOS / photo] if photo else [])]
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
@@ -91,27 +95,18 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
         lost = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST))
         moved = [path.rename(lost / path.name) for path in strangers]
     except OSError as error:
-        reason = output_files.reason(error)
-        logger.warning(
-            "files of no video stay where they are, such as {}: {}", strangers[0], reason
-        )
+        why = output_files.reason(error)
+        logger.warning("files of no video stay where they are, such as {}: {}", strangers[0], why)
         return []
     logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
     return moved
 
 
-def _files(folder: Path, id: str, photo: str) -> list[Path]:
-    clip = OutputConfig(path=str(folder / CLIPS / f"{id}.mp4"))
-    return [Path(clip.path), Path(clip.json_path)] + ([folder / PHOTOS / photo] if photo else [])
-
-
-def _num_bytes(folder: Path, id: str, photo: str) -> int:
-    total = 0
-    with _errors(folder):
-        for path in _files(folder, id, photo):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.lstat().st_size
-    return total
+def _num_bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _regular_files(folder: Path, own: re.Pattern[str]) -> list[Path]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
-from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -21,15 +21,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
-from svdpp.errors import OutputError, error_from_dict
+from svdpp.errors import OutputError, RequestError, error_from_dict
 from svdpp.media import output_files
-from svdpp.serve.api_errors import ApiError, documented
+from svdpp.serve.api_errors import ApiError, as_api_error
 from svdpp.serve.auth import Owner
-from svdpp.serve.form import VideoRequest
+from svdpp.serve.form import VideoRequest, names_in
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.service import Service
-from svdpp.serve.views import DeletedVideo, Video, VideoPage
+from svdpp.serve.views import DeletedVideo, Video, VideoPage, documented
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -41,6 +41,7 @@ _WAITERS = 256
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: Keeps a silent connection open.
 _COMMENT = b": ping\n\n"
+_SILENCE_SECONDS = 15.0
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -86,18 +87,12 @@ async def _idempotency_key(
     return key
 
 
-async def _last_event_id(
-    text: Annotated[
-        str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
-    ] = None,
-) -> int | None:
-    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
-
-
 Served = Annotated[Service, Depends(_service)]
 Owned = Annotated[Owner, Depends(_owner)]
 IdempotencyKey = Annotated[str | None, Depends(_idempotency_key)]
-LastEventId = Annotated[int | None, Depends(_last_event_id)]
+LastEventId = Annotated[
+    str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
+]
 
 
 # --- requests of clips, whose fields are those of the server's model ------------------------------
@@ -184,38 +179,30 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
         raise OutputError(text, "the disk of the server may be full") from error
 
 
-def _checked(form_type: type[VideoRequest], body: bytes | FormData) -> VideoRequest:
+def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        fields = from_json(body) if isinstance(body, bytes) else dict(body)
+        given = from_json(body) if isinstance(body, bytes) else dict(body)
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-    try:
-        return form_type.model_validate(fields)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-        raise RequestValidationError(
-            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
-        ) from None
-
-
-def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
-    form = _checked(service.capabilities.form, body)
+    form = service.capabilities.checked(given)
     size = 0 if form.photo is None else form.photo.size or 0
     if size > (limit := service.settings.limits.upload_bytes):
         text = f"the image has {size} bytes, the limit is {limit}"
         raise ApiError(413, "content_too_large", text, limit_bytes=limit)
-    return service.submit(form, owner, key)
+    try:
+        return service.submit(form, owner, key)
+    except (ApiError, RequestError) as error:
+        raise as_api_error(error, names_in(given)) from error
 
 
 async def _wait(request: Request, service: Service, id: str) -> None:
     """Returns once the video is final, or nobody waits for it any more."""
-    async with service.events.subscribe(id) as subscription:
-        job = await in_thread(service.queue.get, id)
-        if job is None or job.state.is_final:  # its event may be forgotten
-            return
-        async for event in subscription:
-            if (event is not None and event.is_final) or await request.is_disconnected():
+    with service.followers.follow(id) as news:
+        while not (service.followers.is_closed or await request.is_disconnected()):
+            job = await in_thread(service.queue.get, id)
+            if job is None or job.state.is_final:
                 return
+            await news()
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
@@ -318,7 +305,7 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
 )
 def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The clip as mp4; takes Range requests."""
-    path = service.clip_path(service.completed(id, owner))
+    path = service.completed(id, owner).clip_in(service.folder)
     if not path.is_file():
         raise ApiError(404, "no_content", "the video has no file")
     return _private_file(path, "video/mp4", request)
@@ -331,14 +318,14 @@ def get_content(id: str, service: Served, owner: Owned, request: Request) -> Res
 )
 def get_input(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The photograph, as the client sent it."""
-    job = service.job(id, owner)
-    if not job.photo:
+    path = service.job(id, owner).photo_in(service.folder)
+    if path is None:
         raise ApiError(404, "no_input", "the video was made from text alone")
-    path = service.photo_path(job)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
-    kind = {".jpg": "jpeg", ".tif": "tiff"}.get(path.suffix, path.suffix[1:])
-    return _private_file(path, f"image/{kind}", request)
+    kinds = {".jpg": "image/jpeg", ".tif": "image/tiff", ".mkv": "video/matroska"}
+    default = f"{'video' if path.suffix == '.mp4' else 'image'}/{path.suffix[1:]}"
+    return _private_file(path, kinds.get(path.suffix, default), request)
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
@@ -355,7 +342,7 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 
 def _check_streams(service: Service) -> None:
     """Refuses one more client that waits for a clip."""
-    if service.events.num_subscribers >= MAX_STREAMS:
+    if service.followers.number >= MAX_STREAMS:
         text, hint = (
             f"{MAX_STREAMS} clients follow clips already",
             "GET /v1/videos/{id} says the same",
@@ -384,38 +371,50 @@ def _followed(id: str, service: Served, owner: Owned) -> Job:
     },
 )
 async def follow_video(
-    job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId
+    job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId = None
 ) -> Response:
     """The video's state as server-sent events, on every change; ends after a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    if last_id is not None and job.state.is_final:
-        newest = service.events.newest(job.id)
-        if newest is None:  # it is forgotten, as by a restart
-            has_last = last_id >= 1000 * (job.finished_at or 0.0)
-        else:
-            has_last = newest.is_final and last_id >= newest.id
-        if has_last:
-            return Response(status_code=204)
-    events = _events(job, service, last_id)
+    if job.state.is_final and last_id == (await run_in_threadpool(_event, service, job.id)).id:
+        return Response(status_code=204)
+    events = _events(service, job.id, last_id)
     return StreamingResponse(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 
-async def _events(job: Job, service: Service, last_id: int | None) -> AsyncIterator[bytes]:
-    async with service.events.subscribe(job.id, last_id) as subscription:
-        id = service.events.new_id()  # first, so that what happens from here on has a larger one
-        if service.events.newest(job.id) is None:  # nothing has happened since the server's start
-            now = await run_in_threadpool(service.queue.get, job.id)  # it may have ended since
-            if now is None:
+async def _events(service: Service, id: str, last_id: str | None) -> AsyncIterator[bytes]:
+    """Each state of the video that a look finds, beside the one that the client has."""
+    spoken_at = time.monotonic()
+    with service.followers.follow(id) as news:
+        while True:
+            is_last = service.followers.is_closed  # before the look, which then finds the end
+            event = await run_in_threadpool(_event, service, id)
+            if event.id != last_id and event.text:
+                yield event.text
+                last_id, spoken_at = event.id, time.monotonic()
+            elif time.monotonic() > spoken_at + _SILENCE_SECONDS:
+                yield _COMMENT
+                spoken_at = time.monotonic()
+            if event.is_final or is_last:
                 return
-            video = await run_in_threadpool(service.video, now)
-            yield _event(video.model_dump(mode="json"), id)
-            if now.state.is_final:
-                return
-        async for event in subscription:
-            yield _COMMENT if event is None else _event(event.data, event.id)
+            await news()
 
 
-def _event(video: Mapping[str, Any], id: int) -> bytes:
-    return f"event: video\ndata: {json.dumps(video)}\nid: {id}\n\n".encode()
+class _Event(NamedTuple):
+    """A state of a video; its `id` is of all but the ETA, which changes all the time."""
+
+    id: str = ""
+    text: bytes = b""
+    """Empty if the video does not exist any more."""
+    is_final: bool = True
+
+
+def _event(service: Service, job_id: str) -> _Event:
+    if (job := service.queue.get(job_id)) is None:
+        return _Event()
+    video = service.video(job).model_dump(mode="json")
+    state = json.dumps({**video, "eta_seconds": None})
+    id = hashlib.sha256(state.encode()).hexdigest()[:16]
+    text = f"event: video\ndata: {json.dumps(video)}\nid: {id}\n\n"
+    return _Event(id, text.encode(), job.state.is_final)

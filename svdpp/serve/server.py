@@ -30,7 +30,7 @@ from svdpp.media import video
 from svdpp.serve.admission import Admission
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
-from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import set_strangers_aside, sweep
@@ -88,17 +88,10 @@ def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> N
     def why_not(job: Job) -> str | None:
         if (job.weights or job.model) == (weights or own):
             return why_no_route(job.sampling)
-        model = job.model or f"of the family {job.sampling.family}"
         other = "other weights of it" if job.model == own else own
-        return f"its model is {model}, and this server runs {other}"
+        return f"its model is {job.model}, and this server runs {other}"
 
-    def judge(job: Job) -> Job:
-        is_same_family = job.sampling.family == capabilities.sampling.family
-        if not job.model and is_same_family:  # of an earlier svdpp
-            job = replace(job, model=own, weights=weights)
-        return replace(job, held=why_not(job))
-
-    for reason, number in Counter(job.held for job in queue.hold(judge)).items():
+    for reason, number in Counter(queue.hold(why_not)).items():
         logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
 
@@ -171,7 +164,7 @@ class Server:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
             self._service.engine.close(self._grace)
             self._service.prover.close()
-            self._service.events.close()
+            self._service.followers.close()
         finally:
             self._http.should_exit = True
 
@@ -183,8 +176,7 @@ class Server:
             return
         while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
             try:
-                for id in sweep(service.queue, service.folder, time.time(), *limits):
-                    service.events.forget(id)
+                sweep(service.queue, service.folder, time.time(), *limits)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)
 

@@ -14,6 +14,7 @@ from starlette.datastructures import UploadFile
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
+from svdpp.driver.clips import ClipProgress
 from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS
@@ -21,10 +22,10 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
-from svdpp.serve.capabilities import Capabilities
 from svdpp.serve.engine import Engine
-from svdpp.serve.events import Events
-from svdpp.serve.form import VideoRequest
+from svdpp.serve.eta import Estimate
+from svdpp.serve.events import Followers
+from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
@@ -82,17 +83,11 @@ class Service:
         self.photos = PhotoFolder(
             self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
         )
-        self.events = Events()
+        self.followers = Followers()
         self.engine = Engine(
-            config,
-            queue,
-            self.folder,
-            self.events,
-            describe=lambda job: self.video(job).model_dump(mode="json"),
-            on_ended=self._on_ended,
-            costs=settings.costs,
+            config, queue, self.folder, on_changed=self._on_changed, costs=settings.costs
         )
-        self.metrics = Metrics(queue, self.engine, self.events)
+        self.metrics = Metrics(queue, self.engine, self.followers)
         self.engine.observe(self.metrics)
         self.prover = Prover(
             queue,
@@ -111,9 +106,11 @@ class Service:
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
 
-    def _on_ended(self, job: Job) -> None:
-        self.metrics.ended(job)
-        self.prover.wake()
+    def _on_changed(self, job: Job) -> None:
+        self.followers.wake(job.id)
+        if job.state.is_final:
+            self.metrics.ended(job)
+            self.prover.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -167,7 +164,11 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            **({} if request.photo is None else self._keep(request.photo, id)),
+            **(
+                {}
+                if request.photo is None
+                else self._keep(request.photo, id, sampling.video_frames)
+            ),
             **prompts,
             created_at=time.time(),
             priority=request.priority,
@@ -181,8 +182,9 @@ class Service:
         except QueueFullError as error:
             raise self._full(error.details) from error
         finally:
-            if job.photo and (stored is None or stored.id != id):
-                output_files.remove(self.photo_path(job))
+            photo = job.photo_in(self.folder)
+            if photo is not None and (stored is None or stored.id != id):
+                output_files.remove(photo)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -191,9 +193,9 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _keep(self, upload: UploadFile, id: str) -> dict[str, Any]:
+    def _keep(self, upload: UploadFile, id: str, video_frames: int | None) -> dict[str, Any]:
         name = shown_name(upload.filename)
-        photo = self.photos.keep(upload.file, id, name)
+        photo = self.photos.keep(upload.file, id, name, video_frames or 0)
         return {
             "photo": photo.path.name,
             "photo_name": name,
@@ -222,7 +224,7 @@ class Service:
         if job.proof == "running":
             self.prover.stop(id)
         remove_job(self.queue, self.folder, id)
-        self.events.forget(id)
+        self.followers.wake(id)
         return DeletedVideo(id=id, status=job.state)
 
     def cancel(self, id: str, owner: Owner) -> Job:
@@ -253,26 +255,19 @@ class Service:
     def video(self, job: Job) -> Video:
         """The API's view of `job`. One that the ranks have and no rank has begun is queued."""
         if job.state.is_final:
-            keeps = self.settings.keep_seconds is not None and job.finished_at is not None
-            expires_at = (
-                (job.finished_at or 0) + (self.settings.keep_seconds or 0) if keeps else None
-            )
-            return video_of(job, expires_at=expires_at)
+            kept, end = self.settings.keep_seconds, job.finished_at or 0.0
+            return video_of(job, expires_at=None if kept is None else end + kept)
         if job.held is not None:
             return video_of(job)
-        estimate = self.engine.estimates.of(job.id)
-        place = eta = None
-        if estimate is not None:
-            place, eta = estimate.place or 0, estimate.eta_seconds
-        clip = self.engine.feeder.get(job.id)
-        progress = None if clip is None else clip.progress
-        if job.state is JobState.IN_PROGRESS and progress is not None and progress.rank is not None:
-            done, rank = progress.steps_done, progress.rank
-            return video_of(job, eta_seconds=eta, steps_done=done, rank=rank)
+        estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
+        clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
+        now = ClipProgress(0, 1) if clip is None else clip.progress
+        if job.state is JobState.IN_PROGRESS and now.rank is not None:
+            return video_of(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
         # Of a clip that goes back to the queue, they are those of ranks that have ended.
-        done = 0 if progress is None or progress.rank is not None else progress.steps_done
+        step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
-        return video_of(job, eta_seconds=eta, place=place, steps_done=done)
+        return video_of(job, eta_seconds=eta, place=estimate.place or 0, step=step)
 
     def videos(
         self,
@@ -284,32 +279,19 @@ class Service:
         status: JobState | None,
     ) -> list[Video]:
         """The views of an owner's jobs by the time of their requests, after the job of an id."""
-        begin = None if after is None else self.job(after, owner).created_at
+        if after is not None:
+            self.job(after, owner)
+        # Of the few that the ranks have, those that none has begun are queued.
+        states = (status, JobState.IN_PROGRESS) if status is JobState.QUEUED else (status,)
         jobs = self.queue.page(
-            owner=owner.name, limit=limit, after=after, order=order, state=status
+            owner=owner.name,
+            limit=limit + len(self.queue.running()),
+            after=after,
+            order=order,
+            states=[state for state in states if state is not None],
         )
-        if status in (JobState.QUEUED, JobState.IN_PROGRESS):
-            # Of the few that the ranks have, those that none has begun are queued.
-            held = [
-                job
-                for job in self.queue.running()
-                if job.owner == owner.name
-                and (begin is None or (job.created_at > begin) == (order == "asc"))
-            ]
-            waiting = jobs if status is JobState.QUEUED else []
-            # By id, because one may have been taken in between.
-            jobs = list({job.id: job for job in (*waiting, *held)}.values())
-            jobs.sort(key=lambda job: job.created_at, reverse=order == "desc")
-        views = [self.video(job) for job in jobs]
+        views = map(self.video, jobs)
         return [view for view in views if status in (None, view.status)][:limit]
-
-    def clip_path(self, job: Job) -> Path:
-        """The file of a clip; it may not exist."""
-        return self.folder / CLIPS / f"{job.id}.mp4"
-
-    def photo_path(self, job: Job) -> Path:
-        """The file of a clip's photograph; it may not exist."""
-        return self.folder / PHOTOS / job.photo
 
     def completed(self, id: str, owner: Owner) -> Job:
         """The job of that id, if it is completed."""

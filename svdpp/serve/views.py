@@ -1,18 +1,36 @@
-"""The JSON of the API: what the answers look like."""
+"""The JSON of the API: the names of fields, and what the answers look like."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from svdpp.config import SAMPLING_CLASSES, PromptedSampling, SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.form import Fit, params_by_field
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.ranks import Rank, RankSpan
+
+Fit = Literal["stretch", "crop", "pad"]
+
+#: Parameters that requests name in another way, or not at all.
+_NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
+
+
+def params_by_field(kind: Any) -> dict[str, Param]:
+    """The parameters of a sampling class that requests have, by their names in requests."""
+    params = params_of(kind)
+    return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
+
+
+#: The fields of all servers' forms.
+FIELDS = frozenset(
+    {"model", "seed", "seconds", "size", "priority"}
+    | {"input_reference", "fit", "prompt", "negative_prompt"}
+).union(*map(params_by_field, SAMPLING_CLASSES.values()))
 
 
 class ErrorBody(BaseModel):
@@ -34,6 +52,14 @@ class ErrorAnswer(BaseModel):
     """The body of every answer of 400 and above."""
 
     error: TypedError
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of 400 and above for the OpenAPI document."""
+    return {
+        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
+        for status in statuses
+    }
 
 
 class Input(BaseModel):
@@ -87,7 +113,9 @@ class Video(BaseModel):
     seed: int
     fit: Fit
     priority: int
-    place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")]
+    place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")] = (
+        None
+    )
     held: Annotated[
         str | None,
         Field(
@@ -202,26 +230,26 @@ def size_of(width: int, height: int) -> str:
 def video_of(
     job: Job,
     *,
+    step: int = 0,
     place: int | None = None,
-    eta_seconds: float | None = None,
-    steps_done: int = 0,
     rank: int | None = None,
+    eta_seconds: float | None = None,
     expires_at: float | None = None,
 ) -> Video:
     """The API's view of a job.
 
-    Of an open one: the number of clips that begin before it, if it waits; the seconds until it is
-    completed, if known; what the ranks have done. `expires_at` is when its files are removed.
+    Of an open one: the steps that are done, the seconds until it is completed, its `place` if it
+    waits, and its `rank`. Of a final one: when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
-    step = steps if is_done else min(steps_done, steps)
+    step = steps if is_done else min(step, steps)
     values = params_view(job.sampling)
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(
         id=job.id,
-        model=job.model or "unknown",
+        model=job.model,
         status=job.state,
         progress=100 if is_done else min(99, 100 * step // steps),
         created_at=int(job.created_at),

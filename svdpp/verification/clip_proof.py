@@ -227,7 +227,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
         raise RequestError(f"{clip.path.name!r} names the model 'dummy', which makes no clips")
-    same = ("revision", "variant", "dtype", "memory_opt", "channels_last")
+    same = ("family", "revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(

@@ -22,8 +22,8 @@ from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
-from svdpp.media import image as photos
 from svdpp.media import video
+from svdpp.media.source import read_source
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
@@ -195,13 +195,10 @@ def _diffusers(setup: _Setup, device: str) -> _Compute:
     def compute(
         request: ClipRequest, recorder: _Recorder
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        fitted = None
-        if request.image is not None:
-            image, _ = photos.read_photo(Path(request.image))
-            fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+        source = None if request.image is None else read_source(request.image, sampling)
         latent, frames = reference.run(
             request,
-            fitted,
+            source,
             sampling,
             before_steps=recorder.before_steps,
             after_step=recorder.after_step,

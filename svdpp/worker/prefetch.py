@@ -1,4 +1,4 @@
-"""The prefetch of images: read and prepared beside the denoising, one clip ahead or on request."""
+"""The prefetch of images and videos: read and prepared one clip ahead, or on request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError
 from svdpp.media import image as photos
-from svdpp.models.base import Tensors
+from svdpp.media.source import source_of
+from svdpp.models.base import Source, Tensors
 
 #: What a prepared image depends on.
 _Image = tuple[str | None, str | None, SamplingConfig | None]
@@ -31,7 +31,7 @@ class PhotoReader:
     def __init__(
         self,
         sampling: SamplingConfig,
-        prepare: Callable[[Image.Image, SamplingConfig], Tensors],
+        prepare: Callable[[Source, SamplingConfig], Tensors],
         device: torch.device,
     ) -> None:
         self._sampling = sampling
@@ -79,12 +79,11 @@ class PhotoReader:
         if request.image is None:
             return {}
         path = Path(request.image)
-        image, photo = photos.photo_of(photos.read_bytes(path), path)
+        sampling = request.sampling or self._sampling
+        source, photo = source_of(photos.read_bytes(path), path, sampling)
         if request.image_sha256 not in (None, photo.sha256):
             raise InputError(f"{request.image!r} has changed since the run began")
-        sampling = request.sampling or self._sampling
-        fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
-        return self._prepare(fitted, sampling)
+        return self._prepare(source, sampling)
 
 
 def _image_of(request: ClipRequest) -> _Image:

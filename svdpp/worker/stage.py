@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel
+from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
@@ -70,7 +69,8 @@ class PipelineStage:
         self._model = model
         self._clip_writer = clip_writer
         self._sampling = sampling
-        self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
+        with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
+        self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._photos = PhotoReader(sampling, self._prepare, model.device)
@@ -282,10 +282,10 @@ class PipelineStage:
     def _sampling_of(self, clip: int) -> SamplingConfig:
         return self._jobs[clip].request.sampling or self._sampling
 
-    def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
-        """Prepares an image; runs in the reader's thread."""
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Tensors:
+        """Prepares an image or a video; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
-        return model.prepare(image)
+        return model.prepare(source)
 
     def _image_ready(self, request: ClipRequest, seconds: float) -> None:
         self._reporter.send(ImageReady(image=request.image, seconds=seconds))

@@ -232,7 +232,7 @@ def test_auto_says_why_in_one_line() -> None:
         "auto picks data parallel: the next best, 4 replicas of 2 ranks, dithered, takes 25.9% "
         "longer for 16 clips; with --cfg-parallel 2 (data parallel of pairs) a clip would take "
         "18.41 s and 16 clips 73.63 s, not 32.15 and 64.31; it divides a batch, so bits may "
-        "differ: svdpp verify tries it"
+        "differ: svdpp doctor tries it"
     ]
     plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
     assert plan["layout"]["description"] == "data parallel"

@@ -101,7 +101,7 @@ def test_a_rehearsal_has_figures(
             "ltx",
             ("--layout", "auto"),
             "; with --cfg-parallel 2 (data parallel of pairs) a clip would take 3 s and 1 clip "
-            "3 s, not 6 and 6; it divides a batch, so bits may differ: svdpp verify tries it",
+            "3 s, not 6 and 6; it divides a batch, so bits may differ: svdpp doctor tries it",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,13 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
     folder.mkdir()
     found = cut_test.compare(checkpoint, folder, config, "cpu")
     assert sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 100e6
-    return found
+    if checkpoint.row.branches != "batch":
+        assert found.divided == ""
+    elif found.divided != "bitwise equal":
+        decibels = re.fullmatch(r"(\d+\.\d) dB apart", found.divided)
+        assert decibels is not None
+        assert float(decibels[1]) > 80
+    return found.differences
 
 
 @pytest.mark.long
@@ -107,7 +114,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
-    checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))
     assert _check(checkpoint, case.config(), tmp_path / "copy") == []
 
 
@@ -151,7 +158,7 @@ def test_svd_of_the_published_sizes(tmp_path: Path) -> None:
 def test_a_difference_fails_the_check(
     found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut_test, "differences", lambda *_: found)
+    monkeypatch.setattr(cut_test, "differences", lambda *_: cut_test.Found(found, ""))
     names = ("devices", "temporary folder", "model", "cut test")
     monkeypatch.setattr(doctor, "_CHECKS", {name: doctor._CHECKS[name] for name in names})
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))

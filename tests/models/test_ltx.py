@@ -12,8 +12,8 @@ import torch
 
 from svdpp.config import LtxSampling
 from svdpp.errors import ModelError, RequestError
-from svdpp.models import loading
 from svdpp.models.base import GENERATOR
+from svdpp.models.engine import load
 from svdpp.models.engine.ltx import generator_device
 from tests.models.builders import edit_json
 from tests.models.range_checks import (
@@ -139,7 +139,7 @@ def test_a_missing_tokenizer_is_named(
     folder = Path(shutil.copytree(save(), tmp_path / "ltx"))
     rank_for = ranks(read_folder(folder), sampling_of())
     (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/spiece.model")
-    monkeypatch.setattr(loading, "is_sentencepiece_available", lambda: False)
+    monkeypatch.setattr(load, "is_sentencepiece_available", lambda: False)
     with pytest.raises(ModelError, match="needs the packages") as error:
         rank_for(0, 0)
     assert error.value.hint == "pip install sentencepiece protobuf"

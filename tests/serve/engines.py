@@ -20,7 +20,6 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media.examples import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
-from svdpp.serve.events import Events
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
@@ -65,7 +64,6 @@ class Serving:
 
     store: JobQueue
     engine: Engine
-    events: Events
     ended: list[Job]
     folder: Path
 
@@ -124,9 +122,9 @@ def serving(
     config: PipelineConfig,
     *,
     grace: float = 60,
-    events: Events | None = None,
     stop: tuple[int, int, int] | None = None,
     observer: Callable[..., object] | None = None,
+    on_changed: Callable[[Job], object] = lambda _: None,
     **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
@@ -135,26 +133,32 @@ def serving(
         folder: for the queue and the files.
         config: of the pipeline.
         grace: of the engine's end.
-        events: of the engine.
         stop: a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
         observer: of the engine.
+        on_changed: called with each job that has another state.
         settings: of the engine.
     """
     ended: list[Job] = []
-    store, events = JobQueue(folder, adopts=True), events or Events()
+    store = JobQueue(folder, adopts=True)
     settings = {"first_back_off": 0.05, **settings}
+
+    def note(job: Job) -> None:
+        if job.state.is_final:
+            ended.append(job)
+        on_changed(job)
+
     with pytest.MonkeyPatch.context() as patch:
         if stop is not None:
             rank, clip, step = stop
             gate = str(folder / "gate")
             fault = InjectedStop("hang", rank, clip, place=f"step{step}", until=gate)
             patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
-        engine = Engine(config, store, folder, events, on_ended=ended.append, **settings)
+        engine = Engine(config, store, folder, on_changed=note, **settings)
         if observer is not None:
             engine.observe(observer)
         engine.start()
         try:
-            yield Serving(store, engine, events, ended, folder)
+            yield Serving(store, engine, ended, folder)
         finally:
             engine.close(grace)
             store.close()

@@ -216,7 +216,7 @@ def stream(server: HttpServer, id: str, **headers: str) -> Iterator[Iterator[dic
             found: dict[str, Any] = {}
             for line in answer.iter_lines():
                 if not line and found:
-                    yield {**json.loads(found["data"]), "event_id": int(found["id"])}
+                    yield {**json.loads(found["data"]), "event_id": found["id"]}
                     found = {}
                 elif not line.startswith(":") and line:
                     name, _, value = line.partition(": ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.serve.engine import Engine
-from svdpp.serve.events import Events, JobEvent
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from tests.faults.processes import allowing_for_others
@@ -120,52 +117,33 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
     assert list((tmp_path / "latents").iterdir()) == []
 
 
-def test_events_tell_states_steps_and_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for pause in ("_REFRESH_SECONDS", "_WAITING_PAUSE"):  # these clips are over before it
-        monkeypatch.setattr(f"svdpp.serve.events.{pause}", 0.0)
-    seen: list[tuple[Any, ...]] = []
+def test_states_steps_and_places_follow_a_clip(tmp_path: Path) -> None:
+    states: list[JobState] = []
+    steps: list[int] = []
+    places: list[int] = []
 
-    class Seen(Events):
-        def publish(
-            self, job_id: str, data: Mapping[str, Any], *, is_final: bool = False
-        ) -> JobEvent:
-            seen.append((job_id, data["status"], data["steps"], data["place"]))
-            return super().publish(job_id, data, is_final=is_final)
-
-        def watched(self) -> set[str]:
-            return set(ids)
-
-    ids: list[str] = []
-    engines: list[Engine] = []
-
-    def describe(job: Job) -> dict[str, Any]:
-        (engine,) = engines
-        clip = engine.feeder.get(job.id)
-        estimate = engine.estimates.all(max_age=0.0).get(job.id)
-        return {
-            "status": str(job.state),
-            "steps": 0 if clip is None else clip.progress.steps_done,
-            "place": None if estimate is None else estimate.place,
-        }
-
-    def is_seen_on_its_way() -> bool:
-        return any(id == ids[4] and 0 < step < STEPS for id, _, step, _ in seen)
+    def note(job: Job) -> None:
+        if job.seed == 4:
+            states.append(job.state)
 
     config, stop = dummy_config(2, step_seconds=0.02), (1, 4, 5)
-    with serving(tmp_path, config, events=Seen(), describe=describe, stop=stop) as service:
-        engines.append(service.engine)
-        ids += service.add(*range(5))
-        service.wait(is_seen_on_its_way, "no event of its steps")
+    with serving(tmp_path, config, on_changed=note, stop=stop) as service:
+        ids = service.add(*range(5))
+
+        def is_seen_on_its_way() -> bool:
+            clip = service.engine.feeder.get(ids[4])
+            estimate = service.engine.estimates.all(max_age=0.0).get(ids[4])
+            steps.append(0 if clip is None else clip.progress.steps_done)
+            if estimate is not None and estimate.place is not None:
+                places.append(estimate.place)
+            return 0 < steps[-1] < STEPS
+
+        service.wait(is_seen_on_its_way, "none of its steps is seen")
         service.go_on()
         service.wait_final(ids)
         service.wait(lambda: len(service.ended) == 5, "not ended")
-    last = [event for event in seen if event[0] == ids[4]]
-    assert {"queued", "in_progress", "completed"} <= {status for _, status, _, _ in last}
-    steps = [step for _, status, step, _ in last if status == "in_progress"]
+    assert states == [JobState.IN_PROGRESS, JobState.COMPLETED]
     assert steps == sorted(steps)
-    places = [place for _, _, _, place in last if place is not None]
     assert places == sorted(places, reverse=True)
     assert len(set(places)) > 1
 
@@ -199,7 +177,7 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
     def fail(*_: object) -> Any:
         raise ZeroDivisionError
 
-    with serving(tmp_path, dummy_config(2), describe=fail, observer=fail) as service:
+    with serving(tmp_path, dummy_config(2), on_changed=fail, observer=fail) as service:
         jobs = service.wait_final(service.add(1, 2))
         assert service.engine.restarts == 0
     assert {job.state for job in jobs} == {JobState.COMPLETED}

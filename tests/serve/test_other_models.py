@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL
@@ -11,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, WanSampling
+from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.serve.admission import Admission
-from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import hold as hold_jobs
@@ -73,65 +71,6 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
         store.add(new_job(model="a"), max_open=1)
     assert store.oldest_waiting() == 2.0
     assert store.cancel_waiting(id)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_queue_of_an_earlier_svdpp_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
-    """Its open jobs are of the first model of their family that is served."""
-    with contextlib.closing(JobQueue(tmp_path)) as store:
-        done = [add(store) for _ in range(3)]
-        models = ("/models/svd", "f" * 64, None), ("org/svd", None, "c0ffee"), ("demo", None, None)
-        for model, fingerprint, revision in models:
-            about = {"model": model, "weights_fingerprint": fingerprint, "revision": revision}
-            job = store.take_next()
-            assert job is not None
-            store.complete(job.id, about)
-        old, of_wan = new_job(), new_job(sampling=WanSampling(num_frames=5), prompt="the sea")
-        for job in (old, of_wan):
-            store.add(replace(job, prompt=None), max_open=None)
-    _write_as(tmp_path / "queue.sqlite3", version)
-
-    with contextlib.closing(JobQueue(tmp_path)) as store:
-        made = [job for id in done if (job := store.get(id))]
-        assert [job.model for job in made] == ["svd", "org/svd", "demo"]
-        assert [job.weights for job in made] == ["f" * 64, "c0ffee", ""]
-        assert store.get(old.id) == old
-        hold(store, "svd", "e" * 64)
-        assert store.get(old.id) == replace(old, model="svd", weights="e" * 64)
-        assert list(held(store)) == [of_wan.id]
-        new = new_job(prompt="the sea", negative_prompt="fog")
-        store.add(new, max_open=None)
-    with contextlib.closing(JobQueue(tmp_path)) as store:  # now there is nothing to change
-        assert store.get(new.id) == new
-
-
-@pytest.mark.parametrize("version", [3, 4])
-def test_a_column_of_an_earlier_svdpp_is_left_behind(tmp_path: Path, version: int) -> None:
-    with contextlib.closing(JobQueue(tmp_path)) as store:
-        job = new_job(model="demo")
-        store.add(job, max_open=None)
-    _write_as(tmp_path / "queue.sqlite3", version)
-    with contextlib.closing(JobQueue(tmp_path)) as store:
-        assert store.get(job.id) == job
-        store.add(new_job(), max_open=None)
-
-
-def _write_as(path: Path, version: int) -> None:
-    """Changes a queue to what an earlier version wrote."""
-    new = {
-        1: ("prompt", "negative_prompt"),
-        2: ("model", "weights", "held", "proof_reason"),
-        4: ("photo_pixels",),
-    }
-    with sqlite3.connect(path) as database:
-        for column in (
-            column for since, names in new.items() if since >= version for column in names
-        ):
-            database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        if version < 4:
-            database.execute("ALTER TABLE jobs ADD COLUMN wants_draft INTEGER NOT NULL DEFAULT 1")
-        database.execute(f"PRAGMA user_version = {version}")
-    database.close()
 
 
 @pytest.mark.processes

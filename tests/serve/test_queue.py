@@ -377,8 +377,8 @@ def test_pages_go_through_all_jobs_of_an_owner(store: JobQueue) -> None:
     assert pages(owner=None) == ids[::-1]
     assert pages(owner=None, order="asc") == ids
     assert pages(owner="a") == ids[::2][::-1]
-    assert pages(owner="a", state=JobState.CANCELLED) == [ids[4]]
-    assert pages(owner=None, state=JobState.QUEUED, order="asc") == ids[:4] + ids[5:]
+    assert pages(owner="a", states=[JobState.CANCELLED]) == [ids[4]]
+    assert pages(owner=None, states=[JobState.QUEUED], order="asc") == ids[:4] + ids[5:]
     assert pages(owner="c") == []
     assert store.page(owner="a", limit=3, after=new_id()) == []
 

@@ -21,8 +21,7 @@ from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.capabilities import Capabilities
-from svdpp.serve.form import form_of
+from svdpp.serve.form import Capabilities, form_of
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
@@ -54,7 +53,7 @@ def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A server over the folder of an earlier one, which ran Stable Video Diffusion."""
     folder = tmp_path_factory.mktemp("data")
     store = JobQueue(folder)
-    store.add(new_job(id=f"video_{0:032x}"), max_open=None)
+    store.add(new_job(id=f"video_{0:032x}", model="svd"), max_open=None)
     store.close()
     with HttpServer(folder, *WAN, "--model", str(wan_folder)) as server:
         server.wait_ready()
@@ -152,7 +151,7 @@ def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
     old = wan.video(f"video_{0:032x}")
 
     assert (old["status"], old["motion_bucket_id"]) == ("queued", 127)
-    assert old["held"].startswith("its model is of the family svd, and this server runs ")
+    assert old["held"].startswith("its model is svd, and this server runs ")
     listed = wan.client.get("/v1/videos?limit=100").json()["data"]
     assert [video for video in listed if video["id"] == old["id"]] == [old]
 

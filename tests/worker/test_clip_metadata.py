@@ -22,7 +22,7 @@ from svdpp.config import (
 from svdpp.media.image import read_photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.serve.capabilities import Capabilities
+from svdpp.serve.form import Capabilities
 from svdpp.worker.clip_metadata import (
     clip_metadata,
     latents_key,

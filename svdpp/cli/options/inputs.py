@@ -100,7 +100,7 @@ class InputOptions(ImageOptions):
     """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
 
     inputs: list[str] | None = argument(
-        "INPUT...", "Image files, folders of images, or quoted globs."
+        "INPUT...", "Images or videos: files, folders, quoted globs."
     )
     seeds: str | None = setting(
         VIDEO, "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"

@@ -45,6 +45,12 @@ class ModelOptions:
         default=DEFAULT_MODEL,
         choices=_known_models,
     )
+    as_family: str | None = setting(
+        MODEL,
+        "NAME",
+        "Run the model by another family, such as wan_v2v.",
+        "--family",
+    )
     revision: str | None = setting(
         MODEL, "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
     )
@@ -90,7 +96,7 @@ class ModelOptions:
     @property
     def family(self) -> str:
         """The model's family; reads its `model_index.json`, and may download it."""
-        if self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+        if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return "svd"
         from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
 
@@ -100,6 +106,7 @@ class ModelOptions:
         """The configuration on `device`."""
         return ModelConfig(
             name=self.model,
+            family=self.as_family,
             revision=self.revision,
             variant=self.variant,
             local_files_only=self.local_files_only,

@@ -12,30 +12,39 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
 from svdpp.models.engine.branches import Branches
+from svdpp.models.engine.patches import (
+    component_methods,
+    own_methods,
+    range_class,
+    refuse_caches,
+    replaced,
+    step_callback,
+)
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import (
     Node,
     NotPackableError,
     Packer,
     changed_state,
+    copied,
     describe,
+    differ,
+    has_tensors,
     leaves,
     packed_state,
     snapshot,
+    tensors_in,
     unpack,
     zeros,
 )
@@ -47,10 +56,6 @@ STRUCTURE = "structure"
 _NOISE_RECORD = "prepare_latents"
 # What the noise is called in a packet after the first step.
 _NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
-_METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
-_PREPROCESS = ("preprocess", "preprocess_video")
-_PIPELINES = "diffusers.pipelines"
-_NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 
 class _Stop(Exception):
@@ -111,12 +116,12 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        _refuse_caches(self.pipe)
+        refuse_caches(self.pipe)
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, name = _global_states(self._device), None, type(self.pipe).__name__
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if _differ(before, _global_states(self._device)):
+        if differ(before, _global_states(self._device)):
             raise ModelError(
                 f"{name} draws random numbers from torch's global generator, so that no two runs "
                 "are equal"
@@ -144,9 +149,9 @@ class RangeCall:
             finally:
                 self._depth -= 1
             after = self._generator_states()
-            drew = _differ(before, after)
-            if drew or _has_tensors(result):
-                self._records.append((name, _copied(result), after if drew else None))
+            drew = differ(before, after)
+            if drew or has_tensors(result):
+                self._records.append((name, copied(result), after if drew else None))
             return result
 
         return call
@@ -231,7 +236,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.row.results_in_latents
-        self._results.append((place, result, _copied(result) if travels else None))
+        self._results.append((place, result, copied(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -259,7 +264,7 @@ class RangeCall:
     def _reached(self) -> torch.Tensor:
         """The latent after the step that ran: of the callback, if the pipeline has one."""
         latents = self._latents
-        return _tensors_in(self._results[0][1])[0] if latents is None else latents
+        return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
@@ -305,7 +310,7 @@ class RangeCall:
     def _packed_records(self) -> list[Node]:
         for name, result, _ in self._records:
             if name == _NOISE_RECORD:
-                self._packer.pack(_tensors_in(result)[0], LATENTS)
+                self._packer.pack(tensors_in(result)[0], LATENTS)
         records, packer = [], self._packer
         for place, (name, result, drew) in enumerate(self._records):
             sent = name not in self.row.unsent
@@ -337,7 +342,7 @@ class RangeCall:
             if before is None:
                 results[place].append(describe(result))
                 continue
-            is_changed = _differ(_tensors_in(before), _tensors_in(result))
+            is_changed = differ(tensors_in(before), tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -362,7 +367,7 @@ class RangeCall:
         pipe = self.pipe
         with ExitStack() as patches:
             patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in _own_methods(pipe.__class__):
+            for name in own_methods(pipe.__class__):
                 method = self._recorded(name, getattr(pipe, name))
                 patches.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
@@ -375,7 +380,7 @@ class RangeCall:
                 if isinstance(value, VaeImageProcessor):
                     patches.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__, scheduler._range_call = _range_class(scheduler.__class__), self
+            scheduler.__class__, scheduler._range_call = range_class(scheduler.__class__), self
             try:
                 yield
             finally:
@@ -389,95 +394,7 @@ class RangeCall:
         return replaced(component, **recorded)
 
 
-# 6. What the call and the reference share.
-
-
-def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """The methods by which pipelines call a component."""
-    names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
-    found = {name: getattr(component, name, None) for name in names}
-    return {name: method for name, method in found.items() if callable(method)}
-
-
-def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """The argument of `__call__` that is called after each step; empty if there is none."""
-    name = "callback_on_step_end"
-    return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
-
-
-def _refuse_caches(pipe: Any) -> None:
-    """They keep state from step to step, which no packet carries."""
-    for part, component in pipe.components.items():
-        if (cache := getattr(component, "_cache_config", None)) is not None:
-            raise ModelError(
-                f"{part} has the cache {type(cache).__name__}, which keeps state from step to step",
-                f"call {part}.disable_cache()",
-            )
-
-
-@contextmanager
-def replaced(target: Any, **methods: Any) -> Iterator[None]:
-    """Replaces methods of this one object, a pipeline or a part of it, while the context lasts."""
-    before = {name: vars(target)[name] for name in methods if name in vars(target)}
-    for name, method in methods.items():
-        object.__setattr__(target, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            object.__delattr__(target, name)
-        for name, method in before.items():
-            object.__setattr__(target, name, method)
-
-
-@functools.cache
-def _range_class(real: Any) -> Any:
-    """A subclass of the scheduler class `real` whose steps belong to a call."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
-
-    # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
-    methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
-    return type(real.__name__, (real,), methods)
-
-
-@functools.cache
-def _own_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """The methods that the pipeline's class defines, and not diffusers' base classes."""
-    names: dict[str, Any] = {}
-    for cls in pipeline_class.__mro__:
-        is_base = cls in DiffusionPipeline.__mro__
-        names |= vars(cls) if cls.__module__.startswith(_PIPELINES) and not is_base else {}
-    return tuple(
-        name
-        for name, value in names.items()
-        if callable(getattr(value, "__func__", value)) and name not in _NOT_RECORDED
-    )
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a value, also in a distribution of latents."""
-    try:
-        return bool(leaves(describe(value)))
-    except NotPackableError:
-        return bool(_tensors_in(value))
-
-
-def _copied(value: Any) -> Any:
-    """The value with copies of its tensors, in the same order in memory."""
-    return tree_map_only(torch.Tensor, torch.clone, value)
-
-
 def _global_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's global generators, which are in host memory for all devices."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return not all(map(torch.equal, before, after))

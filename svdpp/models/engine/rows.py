@@ -10,43 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from svdpp.config.limits import require
-from svdpp.models.engine import hunyuan, ltx, svd, wan
+from svdpp.models.engine import hunyuan, ltx, others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
-
-
-def _no_length(_: Configs) -> Facts:
-    """The pipeline has a fixed length of prompts."""
-    return {"unused_parameters": ("max_sequence_length",)}
-
-
-def _latte(configs: Configs) -> Facts:
-    frames = configs.of("transformer", video_length=16).count("video_length", 1024)
-    return {**_no_length(configs), "fixed_frames": frames}
-
-
-def _kandinsky5(configs: Configs) -> Facts:
-    """Refuses the sparse attention, whose kernels only CUDA has."""
-    reason = "as sparse attention needs kernels of CUDA, and was never compared"
-    transformer = configs.of("transformer", attention_type="regular")
-    transformer.require("attention_type", "regular", reason)
-    return {}
-
-
-def _kandinsky5_frames(_: Any, sampling: Any) -> None:
-    """The pipeline adapts the first four latent frames to those that follow."""
-    enough = not sampling.from_image or sampling.num_frames >= 17
-    require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
-
-
-def _one_window(_: Any, sampling: Any) -> None:
-    """More frames are made in several loops."""
-    frames = sampling.num_frames
-    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +28,9 @@ class Row:
     image: str | None = None
     """The pipeline's class for clips from an image."""
     image_argument: str = "image"
-    """Of `__call__`, for that image."""
+    """Of `__call__`, for that image, or for the frames of a video."""
+    also: tuple[str, ...] = ()
+    """Other pipelines whose checkpoints the family runs if it is asked for by name."""
     size_from_image: bool = False
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
@@ -151,6 +122,21 @@ _LTX = Row(
     generator_device=ltx.generator_device,
 )
 
+_VACE = Row(
+    title="Wan VACE, whose image is a reference",
+    branches="calls",
+    text="WanVACEPipeline",
+    image="WanVACEPipeline",
+    denoiser="WanVACETransformer3DModel",
+    denoisers=("transformer", "transformer_2"),
+    encode=("tokenizer", "text_encoder", "vae"),
+    image_argument="reference_images",
+    fp32=frozenset({"vae"}),
+    unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+    facts=wan.vace_facts,
+    check=wan.check,
+)
+
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
@@ -183,19 +169,27 @@ ROWS: Mapping[str, Row] = {
         facts=wan.facts,
         check=wan.check,
     ),
-    "wan_vace": Row(
-        title="Wan VACE, whose image is a reference",
+    "wan_vace": _VACE,
+    "wan_vace_control": replace(
+        _VACE,
+        title="Wan VACE, controlled by a video",
+        text=None,
+        image_argument="video",
+        also=("WanVACEPipeline",),
+        facts=lambda configs: {**wan.facts(configs), "image_use": "needed"},
+    ),
+    "wan_v2v": Row(
+        title="Wan 2.1 from a video",
         branches="calls",
-        text="WanVACEPipeline",
-        image="WanVACEPipeline",
-        denoiser="WanVACETransformer3DModel",
-        denoisers=("transformer", "transformer_2"),
-        encode=("tokenizer", "text_encoder", "vae"),
-        image_argument="reference_images",
+        image="WanVideoToVideoPipeline",
+        image_argument="video",
+        also=("WanPipeline",),
+        denoiser="WanTransformer3DModel",
         fp32=frozenset({"vae"}),
-        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
-        facts=wan.vace_facts,
-        check=wan.check,
+        unsent=frozenset({"video_processor.preprocess_video"}),
+        facts=wan.video_facts,
+        check=wan.check_video,
+        arguments=others.all_steps,
     ),
     "ltx": _LTX,
     "ltx_condition": replace(
@@ -273,6 +267,18 @@ ROWS: Mapping[str, Row] = {
         denoiser="CogVideoXTransformer3DModel",
         schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     ),
+    "cogvideox_v2v": Row(
+        title="CogVideoX from a video",
+        branches="batch",
+        image="CogVideoXVideoToVideoPipeline",
+        image_argument="video",
+        also=("CogVideoXPipeline",),
+        denoiser="CogVideoXTransformer3DModel",
+        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        unsent=frozenset({"video_processor.preprocess_video"}),
+        check=others.check_strength,
+        arguments=others.all_steps,
+    ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
         branches="calls",
@@ -290,7 +296,7 @@ ROWS: Mapping[str, Row] = {
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
         results_in_latents=_ALL,
-        check=_one_window,
+        check=others.one_window,
     ),
     "kandinsky5": Row(
         title="Kandinsky 5",
@@ -304,8 +310,8 @@ ROWS: Mapping[str, Row] = {
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
         results_in_latents=1,
-        facts=_kandinsky5,
-        check=_kandinsky5_frames,
+        facts=others.kandinsky5,
+        check=others.kandinsky5_frames,
     ),
     "mochi": Row(
         title="Mochi 1",
@@ -324,7 +330,7 @@ ROWS: Mapping[str, Row] = {
         texts=(),
         loras=False,
         results_in_latents=1,
-        facts=_latte,
+        facts=others.latte,
     ),
 }
 
@@ -333,18 +339,15 @@ FAMILIES: Mapping[str, str] = {
     pipeline: family
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
-    if pipeline is not None
+    if pipeline is not None and pipeline not in row.also
 }
 
-_VIDEO = "takes a video, and svdpp reads images only"
+_VIDEOS = "takes two videos and an image, and svdpp reads one file for a clip"
 _GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "WanVideoToVideoPipeline": _VIDEO,
-    "WanAnimatePipeline": _VIDEO,
-    "CogVideoXVideoToVideoPipeline": _VIDEO,
-    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": _VIDEOS,
     "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
     "CosmosTextToWorldPipeline": _GUARDRAIL,
