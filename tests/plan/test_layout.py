@@ -18,10 +18,9 @@ from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
     check_schedule,
-    data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import layouts, pipeline_routes
+from tests.plan.plans import data_parallel_routes, layouts, pipeline_routes
 
 num_clips = st.integers(1, 20)
 
