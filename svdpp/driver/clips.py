@@ -131,7 +131,7 @@ class OpenClips:
     Args:
         world_size: number of ranks, which are all told to skip a cancelled clip.
         send: sends a message to a rank.
-        files: what clips leave behind.
+        latents_folder: where ranks keep latent checkpoints.
         tensor_folder: where tensors go that ranks send, for verification.
         max_failures: how many of the latest losses `failures` keeps; None: all.
     """
@@ -140,14 +140,14 @@ class OpenClips:
         self,
         world_size: int,
         send: Callable[[int, bytes], None],
-        files: LeftoverFiles,
         *,
+        latents_folder: str | None = None,
         tensor_folder: str | None = None,
         max_failures: int | None = None,
     ) -> None:
         self._world_size = world_size
         self._send = send
-        self._files = files
+        self._files = LeftoverFiles(latents_folder)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0

@@ -57,6 +57,10 @@ class PipelineRanks:
         self.backend = backend
         self._setup = setup
         self._ignores_signals = ignores_signals
+        config = setup.config
+        self._devices = DeviceCheck(
+            config.world_size, backend, allow_mixed=config.allow_mixed_devices
+        )
         folders = [setup.latents_folder] if setup.latents_folder else []
         self._shared_paths = (*folders, *shared_paths)
         self._observers: tuple[Observer, ...] = ()
