@@ -18,7 +18,7 @@ from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.device import device_of, peak_bytes, take_device
+from svdpp.worker.device import peak_bytes, take_device
 from svdpp.worker.joined_rank import serve_joined
 from svdpp.worker.messages import Event, Finished, Started
 from svdpp.worker.rank import RankSetup, rank_main
@@ -96,7 +96,7 @@ class PipelineRanks:
             rank_main,
             self._setup,
             self._terms(),
-            device=device_of(self._setup.config, world),
+            device=process_group.device_of_rank(self._setup.config.device, world),
             observers=self._observers,
             say=say,
             ignores_signals=self._ignores_signals and world.on_first_host,
