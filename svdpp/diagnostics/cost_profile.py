@@ -34,20 +34,15 @@ def profile(
     log: Callable[[str], None],
     open_observer: OpenObserver = no_observer,
     prompt: str | None = None,
-) -> tuple[Costs, tuple[float, ...]]:
+) -> Costs:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
     CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
     Memory is estimated from the model's configs.
 
     Args:
-        config: of the run; its number of steps does not matter, and it need not be resolved.
         repeats: measured clips through each rank, after one that warms up.
-        source: of the costs, to be recorded in them.
         prompt: of the clips; None: an example, if the model takes prompts.
-
-    Returns:
-        The costs, and the median step of each expert of a model with two.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
     pipeline = Pipeline(config)
@@ -70,7 +65,7 @@ def profile(
         device=config.device,
         num_threads=config.num_threads,
     ).as_costs()
-    return replace(costs, **memory), _expert_steps(config, trace)
+    return replace(costs, **memory)
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
@@ -155,16 +150,6 @@ def _step_costs(
     if (config.device == "cuda" or spans_hosts) and max(steps) > _SAME_SPEED * min(steps):
         return tuple(steps)
     return statistics.median(steps)
-
-
-def _expert_steps(config: PipelineConfig, trace: Trace) -> tuple[float, ...]:
-    if (boundary := config.expert_boundary) is None:
-        return ()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for step in trace.steps:
-        if step.clip > 0:
-            seconds[step.step >= boundary].append(step.end - step.start)
-    return median(seconds[False]), median(seconds[True])
 
 
 def _name(config: PipelineConfig) -> str:

@@ -107,7 +107,8 @@ def test_the_reference(tmp_path: Path) -> None:
         checkpoint=None,
         requests=(ClipRequest(seed=0),),
         steps=frozenset({1, 2}),
-        tensor_folder=str(tmp_path),
+        folder=tmp_path,
+        predictions=False,
     )
     reporter = Mock()
     reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
