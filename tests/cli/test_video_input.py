@@ -64,7 +64,7 @@ def test_what_no_clip_can_be_made_of_is_refused(model: str, tmp_path: Path) -> N
     nine = ("--frames", "9")
     for arguments, code, words in (
         ((video, *given(model, family=()), *out), 7, "is not an image in PNG"),
-        ((video, *given(model, *nine), *out), 7, "has 7 frames, and the clip takes 9"),
+        ((video, *given(model, *nine), *out), 7, "has 7 of the 9 frames"),
         ((*given(model), *out), 2, "needs a video"),
         ((video, *given("demo"), *out), 2, "--family 'wan_v2v' does not run"),
         ((PHOTO, *given(model, family=("--family", "ltx")), *out), 2, "does not run"),

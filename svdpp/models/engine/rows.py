@@ -57,7 +57,9 @@ class Row:
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
+    unsent: frozenset[str] = frozenset(
+        {"video_processor.preprocess", "video_processor.preprocess_video"}
+    )
     """Records that steps and decode do not use."""
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
@@ -186,7 +188,6 @@ ROWS: Mapping[str, Row] = {
         also=("WanPipeline",),
         denoiser="WanTransformer3DModel",
         fp32=frozenset({"vae"}),
-        unsent=frozenset({"video_processor.preprocess_video"}),
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
@@ -275,7 +276,6 @@ ROWS: Mapping[str, Row] = {
         also=("CogVideoXPipeline",),
         denoiser="CogVideoXTransformer3DModel",
         schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
-        unsent=frozenset({"video_processor.preprocess_video"}),
         check=others.check_strength,
         arguments=others.all_steps,
     ),
