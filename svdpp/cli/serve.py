@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
@@ -85,6 +84,8 @@ def serve(
                 history_clips=1,
                 ranks_ignore_signals=True,
             )
+            from svdpp.cli.log import serve_member
+
             serve_member(pipeline, launched, console)
         else:
             _serve(console, service, keys, sizes, options, launched, log)
@@ -177,7 +178,7 @@ def _settings(
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
     """Opens the log; a service also shows warnings without being asked."""
     log.open(console, launched)
-    if log.verbose or log.quiet:
+    if log.verbose or console.quiet:
         return
     from loguru import logger
 
