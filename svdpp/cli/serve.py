@@ -206,7 +206,8 @@ def _announce(
         has_prompt = sampling.family != "svd"
         fields = " -F prompt='the sea at night'" if has_prompt else ""
         if not has_prompt or getattr(sampling, "from_image", False):
-            fields += " -F input_reference=@photo.jpg"
+            name = "video.mp4" if sampling.from_video else "photo.jpg"
+            fields += f" -F input_reference=@{name}"
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
     if console.as_json:
         console.json(
