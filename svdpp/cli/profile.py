@@ -27,7 +27,6 @@ from svdpp.cli.request import (
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 
 
@@ -82,7 +81,7 @@ def profile(
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    The costs are the times of encode, step, decode and transfer, and an estimate of the
     memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
@@ -143,7 +142,7 @@ def _measure(
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    costs, expert_steps = measure(
+    costs = measure(
         config,
         repeats=repeats,
         source=f"measured by: {redact(typed())}",
@@ -153,11 +152,6 @@ def _measure(
     )
     output_files.write_json(path, costs.to_json())
     console.answer(costs.to_json())
-    if expert_steps:
-        times = ", ".join(
-            f"{name} {seconds:.4g} s" for name, seconds in zip(EXPERTS, expert_steps, strict=True)
-        )
-        console.result(f"step of each expert: {times}; the file does not tell them apart")
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")

@@ -66,12 +66,9 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         console.result("\nWhat would help")
         console.result(f"  {'; '.join(filter(None, (advice.text, advice.note)))}")
         console.result(f"    {advice.command}")
-    console.result()
-    for room in found.head_rooms:
-        console.result(str(room))
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"
-        console.result(f"the run took, against the forecast by all measured costs: {error}")
+        console.result(f"\nthe run took, against the forecast by all measured costs: {error}")
 
 
 def _row(rank: RankFigures) -> dict[str, str]:
@@ -81,4 +78,5 @@ def _row(rank: RankFigures) -> dict[str, str]:
     for name in ("step", "encode", "decode", "write"):
         work = getattr(rank, name)
         row[name] = f"{work.mean_seconds:.3g} s" if work.count else "-"
+    row["peak GiB"] = f"{rank.peak_bytes / 2**30:.2f}" if rank.peak_bytes else "-"
     return row

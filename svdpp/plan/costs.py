@@ -53,8 +53,6 @@ class Costs:
     """As `transfer_seconds`, to a rank on another host; None: unknown."""
     inter_host_bytes_per_second: float | None = None
     """As `transfer_bytes_per_second`, to a rank on another host."""
-    write_seconds: float = 0.0
-    """Writing one clip's file. It overlaps with the next clip, so no forecast counts it."""
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
@@ -173,7 +171,6 @@ class Costs:
             transfer_bytes_per_second=None,
             inter_host_transfer_seconds=0.0,
             inter_host_bytes_per_second=None,
-            write_seconds=0.0,
         )
 
     def check_world(self, world_size: int) -> None:
@@ -207,7 +204,8 @@ class Costs:
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
-        values.pop("offload_gib_per_second", None)  # of earlier versions
+        for name in ("offload_gib_per_second", "write_seconds"):  # of earlier versions
+            values.pop(name, None)
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")

@@ -23,7 +23,8 @@ def test_the_report_fits_one_page(tmp_path: Path) -> None:
     assert "a_1.mp4: a latent is not finite" in answer.out
     assert "2 clips are few for 4 ranks" in answer.out
     assert "svdpp run --from" in answer.out
-    assert "memory of rank 0, 1, 2, 3: peak 4.0 of 16.0 GiB, 75% left" in answer.out
+    assert "peak GiB" in answer.out
+    assert answer.out.count("  1.00\n") == 4, answer.out
     assert len(answer.out.splitlines()) <= 40
 
 
