@@ -60,9 +60,8 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The checks are devices, transfers, ffmpeg, model, memory, determinism, and a tiny copy of the
-    model, cut at every step and by pairs (--cfg-parallel 2). Nothing is downloaded. The exit code
-    is that of the first check that fails.
+    The last check cuts a tiny copy of the model at every step and by pairs. Nothing is downloaded.
+    The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
     console.info("importing PyTorch and diffusers, then trying one thing after the other")

@@ -89,6 +89,7 @@ def describe(family: str) -> dict[str, Any]:
         "family": family,
         "title": row.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
+        "other_families": [name for name, other in ROWS.items() if row.text in other.also],
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
         "lora": row.loras,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
+from svdpp.cli.options.declare import argument
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
@@ -21,15 +20,11 @@ class ReportOptions:
     """The run, and where the page goes."""
 
     folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
-    html: Path | None = setting(
-        DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
-    )
 
 
 @command(
     examples=(
         "svdpp report out",
-        "svdpp report out --html report.html",
         "svdpp report out --json",
     )
 )
@@ -39,16 +34,9 @@ def report(console: Console, options: ReportOptions) -> None:
     It reads the figures that svdpp run leaves in run.json: where each rank's time went, which rank
     limits the others and why, how much memory was left, and how good the forecast was.
     """
-    from svdpp.cli.trace_outputs import check_target
     from svdpp.diagnostics.report import read_report
 
-    check_target("--html", options.html, ".html")
     found = read_report(options.folder)
-    if options.html is not None:
-        page = Console(records=True)
-        _print_run(page, found)
-        page.write_page(options.html)
-        console.info(f"wrote {shlex.quote(str(options.html))}")
     if console.as_json:
         console.json(found.to_json())
     else:

@@ -84,10 +84,10 @@ def run(
         launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
     asked.check()
+    found, refused = asked.clip_inputs()
     if launched is None and not output.dry_run:
         # The fork server imports torch at the same time as this process.
         fork_server.start_early(family=options.model.family, device=asked.device)
-    found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):

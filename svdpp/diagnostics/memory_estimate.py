@@ -10,8 +10,8 @@ from svdpp.driver.resolve import Weights, resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
-from svdpp.models.free_memory import available_bytes, gib_text
-from svdpp.models.memory import bare_process_bytes, estimate
+from svdpp.models.free_memory import available_bytes, bare_process_bytes, gib_text
+from svdpp.models.memory import estimate
 
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.

@@ -43,6 +43,7 @@ class WaitSpan(NamedTuple):
     """When one rank waited for a packet or a slow neighbour before an action."""
 
     rank: int
+    clip: int
     start: float
     end: float
 
@@ -142,7 +143,7 @@ class Placement:
         steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
         start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
         # It may be two waits, for a send and then a receive, with almost nothing between.
-        waits = [WaitSpan(rank, start - done.waited, start)] if done.waited > 0 else []
+        waits = [WaitSpan(rank, action.clip, start - done.waited, start)] if done.waited > 0 else []
         return [Span(rank, action, start, end), *_placed(rank, steps, start, end), *waits]
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
@@ -188,7 +189,7 @@ class Trace:
         if isinstance(event, Joined):
             self.devices[rank] = event.device
         placed = self._placement.place(rank, event)
-        if not placed or not self._keeps(_clip_of(placed[0])):
+        if not placed or not self._keeps(placed[0].clip):
             return
         for span in placed:
             match span:
@@ -211,11 +212,10 @@ class Trace:
 
     def _drop_before(self, first: int) -> None:
         """Drops all clips before `first`, by new lists: another thread may be reading the old."""
-        self.spans = [span for span in self.spans if span.action.clip >= first]
+        self.spans = [span for span in self.spans if span.clip >= first]
         self.steps = [step for step in self.steps if step.clip >= first]
+        self.waits = [wait for wait in self.waits if wait.clip >= first]
         self.transfers = [transfer for transfer in self.transfers if transfer.clip >= first]
-        starts = {(span.rank, span.start) for span in self.spans}
-        self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
         """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
@@ -255,16 +255,6 @@ class Trace:
     def to_json(self) -> list[dict[str, Any]]:
         """The rank statistics as plain values."""
         return [asdict(stats) for stats in self.rank_stats()]
-
-
-def _clip_of(placed: Placed) -> int:
-    match placed:
-        case Span():
-            return placed.action.clip
-        case StepSpan() | TransferSpan():
-            return placed.clip
-        case WaitSpan():
-            raise AssertionError("a wait follows its action")
 
 
 def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:

@@ -105,18 +105,6 @@ class JoinedGroup(Group):
         hello = self._hellos[rank]
         return RankLocation(hello.host, hello.local_rank)
 
-    def check_connected(self) -> None:
-        """Checks that all ranks are still connected, before `begin`."""
-        self.poll(0)
-        for rank, channel in self._channels.items():
-            if channel.connection.closed:
-                host = self._hellos[rank].host
-                how = "ended" if rank in self._exit_codes else "became unreachable"
-                raise RankError(
-                    f"rank {rank} ({host}) {how} while it waited for work",
-                    f"see the launcher's output on {host}",
-                )
-
     def begin(self, entry: Entry, argument: Any) -> None:
         """Starts the work on all ranks; on rank 0 in a thread."""
         for channel in self._channels.values():

@@ -97,7 +97,7 @@ def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[I
     """What ffmpeg decodes; it can open no other file."""
     command = [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror"]
     command += ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
-    command += ["-max_pixels", str(max_pixels), "-threads", "2"]
+    command += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
     command += ["-f", demuxer, "-i", f"file:/dev/fd/{file}"]
     command += ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
     # As PPM, because its header gives the size of each frame.

@@ -89,3 +89,6 @@ def test_a_family_is_listed_with_its_video() -> None:
     about = json.loads(svdpp_here("models", "wan_v2v", "--json").out)["families"][0]
     assert about["inputs"] == ["a video"]
     assert about["parameters"]["strength"]["lowest"] == 0
+    assert json.loads(svdpp_here("models", "wan", "--json").out)["families"][0][
+        "other_families"
+    ] == ["wan_v2v"]

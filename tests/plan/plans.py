@@ -37,6 +37,16 @@ WAN_COSTS = Costs(
 )
 
 
+def data_parallel_routes(
+    num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
+) -> list[Route]:
+    """Each clip on one rank, ranks in rotation: the usual way to run diffusers on several GPUs."""
+    return [
+        Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
+        for index, clip in enumerate(clips)
+    ]
+
+
 def pipeline_routes(
     ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
 ) -> list[Route]:

@@ -18,10 +18,9 @@ from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
     check_schedule,
-    data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import layouts, pipeline_routes
+from tests.plan.plans import data_parallel_routes, layouts, pipeline_routes
 
 num_clips = st.integers(1, 20)
 
@@ -110,7 +109,7 @@ def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     assert talking(schedule, decode=True) <= set(layout.decode_links)
     assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
-        assert role | own == role
+        assert set(own.split()) <= set(role.split())
     if layout.split != "dithered":
         # A clip that is resumed starts at another pair.
         starts = {pair for pair in layout.pairs if layout.roles[pair[0]].denoise}
