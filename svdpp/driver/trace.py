@@ -7,8 +7,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs, step_from_pair
+from svdpp.plan.costs import Costs, measured_costs
 from svdpp.plan.forecast import Forecast, Span, percentile, summarise
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
@@ -92,48 +93,16 @@ class MeanCosts:
         """Whether a step has been measured."""
         return self._counts["step"] > 0
 
-    @property
-    def transfer_seconds(self) -> float:
-        """Mean seconds of a transfer; 0 if there was none."""
-        return self._mean("transfer")
-
-    def costs(self) -> Costs:
-        """The costs for a forecast of this run."""
-        return Costs(
-            step_seconds=self._step_seconds,
-            encode_seconds=self._mean(Kind.ENCODE),
-            decode_seconds=self._mean(Kind.DECODE),
-            transfer_seconds=self.transfer_seconds,
-        )
-
     def costs_like(self, assumed: Costs) -> Costs:
         """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
         if not self.has_stepped:
             return assumed
-        scale = self._step_seconds / assumed.step_on(0)
-
-        def known(name: str, seconds: float) -> float:
-            return self._mean(name) if self._counts[name] else scale * seconds
-
-        transfer = self._mean("transfer") if self._counts["transfer"] else 0.0
-        return Costs(
-            step_seconds=self._step_seconds,
-            encode_seconds=known(Kind.ENCODE, assumed.encode_on(0)),
-            decode_seconds=known(Kind.DECODE, assumed.decode_on(0)),
-            transfer_seconds=transfer,
-        )
-
-    @property
-    def _step_seconds(self) -> float:
-        mean = self._mean("step")
-        return step_from_pair(mean, self.transfer_seconds) if self._has_pairs else mean
+        means = {name: self._sums[name] / count for name, count in self._counts.items() if count}
+        return measured_costs(means, assumed, in_pairs=self._has_pairs)
 
     def _count(self, name: str, seconds: float) -> None:
         self._sums[name] += seconds
         self._counts[name] += 1
-
-    def _mean(self, name: str) -> float:
-        return self._sums[name] / max(1, self._counts[name])
 
 
 #: Anything with a start and an end.
@@ -254,7 +223,9 @@ class Trace:
 
     def costs(self) -> Costs:
         """Mean seconds of each kind of work over all ranks, for a forecast of this run."""
-        return self._means.costs()
+        if not self._means.has_stepped:
+            raise RequestError("no step was measured")
+        return self._means.costs_like(Costs())
 
     def rank_stats(self) -> list[RankStats]:
         """Each rank's sums."""

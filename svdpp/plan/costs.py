@@ -223,6 +223,22 @@ def step_from_pair(seconds: float, transfer: float) -> float:
     return 2 * max(seconds - transfer, seconds / 2)
 
 
+def measured_costs(seconds: Mapping[str, float], assumed: Costs, *, in_pairs: bool) -> Costs:
+    """Costs by the measured seconds of a "step", of `ENCODE`, of `DECODE` and of a "transfer".
+
+    A transfer that was not measured takes none; all else is scaled from `assumed` by the step.
+    """
+    step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
+    step = step_from_pair(step, transfer) if in_pairs else step
+    scale = step / assumed.step_on(0)
+    return Costs(
+        step_seconds=step,
+        encode_seconds=seconds.get(Kind.ENCODE, scale * assumed.encode_on(0)),
+        decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
+        transfer_seconds=transfer,
+    )
+
+
 def _on(value: PerRank, rank: int) -> float:
     return value[rank] if isinstance(value, tuple) else value
 
