@@ -147,12 +147,8 @@ def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
 
 
-def test_roles_join_their_experts() -> None:
-    high = Roles(encode=True, denoise=True, decode=False)
-    low = Roles(encode=False, denoise=True, decode=True, experts=LOW)
-
-    assert high.experts == HIGH
-    assert (high | low).experts == HIGH | LOW
+def test_roles_that_denoise_have_experts() -> None:
+    assert Roles(encode=True, denoise=True, decode=False).experts == HIGH
     assert Roles(encode=True, denoise=False, decode=True).experts == frozenset()
     with pytest.raises(ValueError, match="does not denoise has experts"):
         Roles(encode=True, denoise=False, decode=False, experts=LOW)

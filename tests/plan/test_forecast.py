@@ -18,8 +18,8 @@ from svdpp.plan.forecast import (
     replay,
     summarise,
 )
-from svdpp.plan.schedule import Route, Schedule, build_schedule, data_parallel_routes
-from tests.plan.plans import Pipeline, costs, pipelines, route_lists
+from svdpp.plan.schedule import Route, Schedule, build_schedule
+from tests.plan.plans import Pipeline, costs, data_parallel_routes, pipelines, route_lists
 
 
 def forecast(pipeline: Pipeline, costs: Costs) -> Forecast:

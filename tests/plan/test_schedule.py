@@ -21,10 +21,9 @@ from svdpp.plan.schedule import (
     build_schedule,
     check_schedule,
     connect_rounds,
-    data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import Pipeline, pipeline_routes, pipelines, route_lists
+from tests.plan.plans import Pipeline, data_parallel_routes, pipeline_routes, pipelines, route_lists
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -30,19 +30,7 @@ _OPTIONS = (
 _READY_SECONDS = 180.0
 _RESTART_SECONDS = _TIMEOUT + 60.0
 _ORPHAN_SECONDS = 5.0
-_END_SECONDS = 90.0
-FAULTS = {
-    "kill the server": signal.SIGKILL,
-    "end the server": signal.SIGTERM,
-    "interrupt the server": signal.SIGINT,
-    "kill a rank": signal.SIGKILL,
-    "interrupt a rank": signal.SIGINT,
-    "stop a rank": signal.SIGSTOP,
-    "kill the fork server": signal.SIGKILL,
-}
-#: Ranks need no fork server, and a shell's background ignores SIGINT.
-_MAY_GO_ON = ("kill the fork server", "interrupt a rank")
-_WEIGHTS = (3, 1, 1, 4, 1, 2, 2)
+FAULTS = ("kill the server", "kill a rank", "stop a rank", "kill the fork server")
 
 
 @dataclass
@@ -103,9 +91,9 @@ class FaultyServer:
 
     def fault_after(self, seconds: float) -> None:
         """Waits, mostly until the ranks are ready and for `seconds` more; then one fault."""
-        what = self._chance.choices([*FAULTS], weights=_WEIGHTS)[0]
+        what = self._chance.choices(FAULTS, weights=(4, 5, 2, 2))[0]
         # Some faults hit a server or ranks that are still starting.
-        at_start = what in ("kill the server", "kill a rank") and self._chance.random() < 0.25
+        at_start = what in FAULTS[:2] and self._chance.random() < 0.25
         if not at_start and not self.wait_ready():
             return
         before = self.restarts
@@ -116,7 +104,7 @@ class FaultyServer:
             return
         self.tally.faults[what] += 1
         begun = time.monotonic()
-        if what.endswith("the server"):
+        if what == FAULTS[0]:
             self._end(what)
             self._process = self._start()
         elif before is not None:
@@ -128,7 +116,8 @@ class FaultyServer:
         """Whether there was a process to do it to."""
         pid = self._process.pid
         ranks, fork_server = ranks_of(pid), fork_server_of(pid)
-        victims = [pid] if what.endswith("the server") else []
+        number = signal.SIGSTOP if what == "stop a rank" else signal.SIGKILL
+        victims = [pid] if what == "kill the server" else []
         if what == "kill the fork server" and fork_server is not None:
             victims = [fork_server]
             victims += self._chance.sample(ranks, min(len(ranks), self._chance.randrange(2)))
@@ -136,7 +125,7 @@ class FaultyServer:
             victims = [self._chance.choice(ranks)]
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):  # it has ended with another
-                os.kill(victim, FAULTS[what])
+                os.kill(victim, number)
         return bool(victims)
 
     def _wait_restarted(self, what: str, before: int) -> None:
@@ -154,8 +143,8 @@ class FaultyServer:
                 self._end(what)
                 self._process = self._start()
                 return
-            if what in _MAY_GO_ON and now == before and time.monotonic() > begun + 5.0:
-                return
+            if what == "kill the fork server" and now == before and time.monotonic() > begun + 5.0:
+                return  # the ranks go on without it
             if time.monotonic() > end:
                 ranks = ranks_of(self._process.pid)
                 self.tally.unready.append(f"{what}: {now} restarts, ranks {ranks}")
@@ -183,12 +172,7 @@ class FaultyServer:
 
     def _end(self, what: str) -> None:
         """Waits for the end of the server, and then of all that it started."""
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.tally.unasked.append(f"{what}: not ended after {_END_SECONDS:g} s")
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
         while (left := belonging(self._mark, self.data)) and time.monotonic() < end:
             time.sleep(0.05)
@@ -199,6 +183,10 @@ class FaultyServer:
     def stop(self) -> int:
         """Ends the server as an administrator does; returns its exit code."""
         self._process.terminate()
+        try:
+            self._process.wait(90)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._end("the last end")
         self._client.close()
         return self._process.returncode

@@ -1,13 +1,12 @@
 """Kills and stops the parts of a server at random while clients use it, and counts what is lost.
 
-    make soak        or        python -m tests.soak.serve_soak [--jobs 300] [--minutes 20]
+    make soak-serve        or        python -m tests.soak.serve_soak [--jobs 300] [--minutes 20]
 
 Clients request small clips of the demo model over HTTP, with idempotency keys. Some cancel theirs,
-some delete them. Meanwhile the server, its ranks or its fork server are killed, the server or a
-rank gets a signal, or a rank is stopped; a server that has ended is started again. At the end every
-job must have ended once, every latent must be that of a pipeline without faults, and no process or
-file may be left. The summary is one line of JSON on stdout; the exit code is 1 if anything is
-wrong.
+some delete them. Meanwhile the server, its ranks or its fork server are killed, or a rank is
+stopped; a server that has ended is started again. At the end every job must have ended once, every
+latent must be that of a pipeline without faults, and no process or file may be left. The summary is
+one line of JSON on stdout; the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations

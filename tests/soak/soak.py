@@ -1,0 +1,178 @@
+"""Kills, stops and signals a run repeatedly, resumes it each time, and counts what is lost.
+
+    make soak        or        python tests/soak/soak.py [--clips 200] [--minutes 30] [--seed 0]
+
+200 clips of the dummy model over 4 ranks. About once a minute a random fault occurs: a rank or the
+parent is killed, a rank is stopped, or the parent gets a signal. Prints one line for each life of
+the run, and at the end the numbers of hangs, orphans and wrong clips, which must be 0, and the
+parent's growth, which must be under 5%. Otherwise the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from svdpp.config import ClipRequest, LatentSpec
+from svdpp.models import determinism
+from svdpp.models.base import LATENTS
+from svdpp.models.dummy import DummyModel
+from svdpp.worker.tensor_store import tensor_sha256
+from tests.faults.processes import MARK, marked
+from tests.soak.worker import CONFIG, missing
+
+# From a fault to the end of the command: the heartbeat timeout, and the time to end.
+END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
+FAULTS = {
+    "kill a rank": ("rank", signal.SIGKILL),
+    "freeze a rank": ("rank", signal.SIGSTOP),
+    "interrupt a rank": ("rank", signal.SIGINT),
+    "kill the parent": ("parent", signal.SIGKILL),
+    "end the parent": ("parent", signal.SIGTERM),
+    "Ctrl-C": ("parent", signal.SIGINT),
+}
+
+
+@dataclass
+class Tally:
+    """The counts of the soak."""
+
+    lives: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    hangs: int = 0
+    orphans: int = 0
+    litter: set[str] = field(default_factory=set)
+    resumed: int = 0
+    growth: list[float] = field(default_factory=list)
+
+
+def main() -> int:
+    """Runs the soak; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clips", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seconds-between", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    chance = random.Random(asked.seed)
+    begun, tally = time.monotonic(), Tally()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        for part in ("done", "checkpoints", "tmp"):
+            (folder / part).mkdir()
+        while missing(folder, asked.clips) and time.monotonic() - begun < asked.minutes * 60:
+            live(folder, asked.clips, chance, asked.seconds_between, tally)
+        left = missing(folder, asked.clips)
+        bad = wrong_clips(folder)
+        litter = tally.litter | {path.name for path in (folder / "checkpoints").iterdir()}
+    minutes = (time.monotonic() - begun) / 60
+    growth = max(tally.growth, default=0.0)
+    print(f"{asked.clips - len(left)} of {asked.clips} clips in {minutes:.1f} min, ", end="")
+    print(f"{tally.lives} lives, {tally.resumed} clips resumed at a transfer")
+    print("faults:", ", ".join(f"{what} {count}" for what, count in sorted(tally.faults.items())))
+    print(f"hangs {tally.hangs}, orphans {tally.orphans}, wrong clips {len(bad)}, ", end="")
+    print(f"files left {sorted(litter) or 0}, parent's growth {growth:.1%} at most")
+    failed = left or bad or tally.hangs or tally.orphans or litter or growth > 0.05
+    return int(bool(failed))
+
+
+def live(folder: Path, clips: int, chance: random.Random, between: float, tally: Tally) -> None:
+    """Starts the run, injects one fault, and waits for its end."""
+    tally.lives += 1
+    before = set((folder / "done").iterdir())
+    environment = {**os.environ, MARK: folder.name, "TMPDIR": str(folder / "tmp")}
+    with (folder / "errors.txt").open("w") as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tests.soak.worker", str(folder), str(clips)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
+        assert worker.stdout is not None
+        said = json.loads(worker.stdout.readline() or "{}")
+        tally.resumed += said.get("resumed", 0)
+        what = _disturb(worker, said.get("ready", []), chance, between)
+        fault_at = time.monotonic()
+        try:
+            worker.wait(END_SECONDS if what else None)
+        except subprocess.TimeoutExpired:
+            tally.hangs += 1
+            worker.kill()
+            worker.wait()
+    tally.faults[what or "left alone"] += 1
+    seconds = time.monotonic() - fault_at
+    tally.orphans += _wait_for_none_left(folder.name)
+    tally.litter |= {path.name for path in (folder / "tmp").iterdir()}
+    new = sorted(set((folder / "done").iterdir()) - before, key=lambda path: path.stat().st_mtime)
+    tally.growth += _growth(new)
+    last_words = (folder / "errors.txt").read_text().strip().splitlines()
+    print(
+        f"life {tally.lives}: {len(new)} clips, {what or 'left alone'}, exit {worker.returncode} "
+        f"after {seconds:.1f} s: {last_words[-1][:100] if last_words else ''}",
+        flush=True,
+    )
+
+
+def _disturb(
+    worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
+) -> str:
+    """Waits for a while and injects a fault; returns its name, empty if the run ended before."""
+    until = time.monotonic() + chance.uniform(0.5, 1.5) * between
+    while time.monotonic() < until:
+        if worker.poll() is not None:
+            return ""
+        time.sleep(0.05)
+    what = chance.choice(sorted(FAULTS))
+    target, number = FAULTS[what]
+    try:
+        os.kill(chance.choice(ranks) if target == "rank" else worker.pid, number)
+    except ProcessLookupError:
+        return ""  # it had just ended
+    return what
+
+
+def _wait_for_none_left(mark: str) -> int:
+    """Processes of the run that still exist a second after its end."""
+    deadline = time.monotonic() + 1.0
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+def _growth(results: list[Path]) -> list[float]:
+    """The parent's growth over its life, from its second finished clip to its last."""
+    sizes = [json.loads(path.read_text())["rss_bytes"] for path in results[1:]]
+    return [sizes[-1] / sizes[0] - 1] if len(sizes) > 1 else []
+
+
+def wrong_clips(folder: Path) -> list[int]:
+    """Finished clips whose latent is not that of a plain loop in this process."""
+    determinism.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
+    shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
+    model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
+    wrong = []
+    for path in (folder / "done").iterdir():
+        latent = model.encode({}, ClipRequest(seed=int(path.stem)))[LATENTS]
+        latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
+        if tensor_sha256(latent) != json.loads(path.read_text())["latents_sha256"]:
+            wrong.append(int(path.stem))
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
