@@ -94,7 +94,6 @@ def median_costs(
         elsewhere: of other layouts, with the steps of ranks that do none in the pipeline; without
             them such a rank counts as fast as the others.
     """
-
     ranks_per_host = None if world is None else world.ranks_per_host
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
     packets = [
