@@ -55,6 +55,7 @@ class Model(Section):
     """The weights; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
+    family: str | None = None
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False

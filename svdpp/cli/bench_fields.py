@@ -71,6 +71,7 @@ def _model(point: BenchConfig) -> ModelOptions:
     about = point.model.model_dump()
     return ModelOptions(
         model=about.pop("name"),
+        as_family=about.pop("family"),
         dtype=point.precision,
         latent_shape=tuple(about.pop("latent_shape")),
         deterministic=point.pipeline.deterministic,

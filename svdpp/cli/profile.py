@@ -90,13 +90,11 @@ def profile(
     options = PipelineOptions(sampling=sampling, model=model, ranks=ranks)
     config = _measured(launched, options)
     if is_member(launched):
-        from svdpp.cli.log import open_log
+        from svdpp.cli.log import open_log, serve_member
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
         open_log(verbosity=0, log_file=None)
-        from svdpp.cli.log import serve_member
-
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
     _check_free(asked.out, overwrite=asked.overwrite)

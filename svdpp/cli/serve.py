@@ -68,6 +68,7 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
+    from svdpp.cli.log import serve_member
     from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
@@ -84,8 +85,6 @@ def serve(
                 history_clips=1,
                 ranks_ignore_signals=True,
             )
-            from svdpp.cli.log import serve_member
-
             serve_member(pipeline, launched, console)
         else:
             _serve(console, service, keys, sizes, options, launched, log)
@@ -206,7 +205,8 @@ def _announce(
         has_prompt = sampling.family != "svd"
         fields = " -F prompt='the sea at night'" if has_prompt else ""
         if not has_prompt or getattr(sampling, "from_image", False):
-            fields += " -F input_reference=@photo.jpg"
+            name = "video.mp4" if sampling.from_video else "photo.jpg"
+            fields += f" -F input_reference=@{name}"
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
     if console.as_json:
         console.json(

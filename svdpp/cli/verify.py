@@ -139,9 +139,9 @@ def verify(
     ).resolve()
     fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
-        pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
         from svdpp.cli.log import serve_member
 
+        pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
         serve_member(pipeline, launched, console)
         return
     if why:

@@ -81,13 +81,13 @@ class JoinedGroup(Group):
         except (OSError, EOFError):
             connection.close()  # the rank has ended, or connects again
             return
+        self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
         if missing:
             raise RequestError(
                 f"{hello.host} cannot use {str(Path(missing[0]).parent)!r} of rank 0's host",
                 "images, --out and --latents-dir must be in folders that all hosts share, under "
                 "one path",
             )
-        self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
 
     def _check_shared_settings(self) -> None:
         ours = self._hellos[0].shared_settings

@@ -15,16 +15,11 @@ from svdpp.config.files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs
+from tests.plan.plans import memory
 
 NUMBERS = [
-    *(
-        "step_seconds",
-        "encode_seconds",
-        "decode_seconds",
-        "transfer_seconds",
-        "transfer_bytes_per_second",
-    ),
-    *("packet_bytes", "encode_weights_gib", "decode_work_gib"),
+    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds", "packet_bytes"),
+    *("transfer_bytes_per_second", "encode_weights_gib", "decode_work_gib"),
 ]
 BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
 MEASURED = Costs(
@@ -34,12 +29,7 @@ MEASURED = Costs(
     transfer_seconds=0.5,
     transfer_bytes_per_second=1e6,
     packet_bytes=250_000,
-    encode_weights_gib=1.5,
-    denoise_weights_gib=3.0,
-    decode_weights_gib=0.25,
-    encode_work_gib=1.0,
-    denoise_work_gib=6.0,
-    decode_work_gib=8.0,
+    **memory((1.5, 3.0, 0.25), (1.0, 6.0, 8.0)),
     name="demo",
     source="measured",
     device="2 cores",

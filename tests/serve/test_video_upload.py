@@ -30,7 +30,7 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
     kept = photos.keep(io.BytesIO(data), id, "a.avi", 5)
     assert (kept.path.name, kept.width, kept.height) == (f"{id}.mp4", 64, 48)
     assert kept.path.read_bytes() == data
-    with pytest.raises(InputError, match=r"^'a.avi' has 7 frames, and the clip takes 8 of it$"):
+    with pytest.raises(InputError, match=r"^'a.avi' has 7 of the 8 frames that the clip takes$"):
         photos.keep(io.BytesIO(data), new_id(), "a.avi", 8)
     with pytest.raises(InputError, match=r"^'a.avi' cannot be decoded as a video"):
         photos.keep(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
@@ -69,4 +69,4 @@ def test_clips_are_made_from_videos(driver: Any, tmp_path: Path) -> None:
         (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
         assert (newest["input"]["name"], newest["strength"]) == ("a.mp4", 0.7)
         few = server.request(photo=data, name="a.mp4", prompt="the sea", frames=9)
-        assert "has 7 frames" in error_of(few, 422, "invalid_image")["message"]
+        assert "has 7 of the 9 frames" in error_of(few, 422, "invalid_image")["message"]
