@@ -18,8 +18,7 @@ from typing import Any
 
 from svdpp import errors
 from svdpp.cli.app import COMMANDS, App
-from svdpp.cli.command import Command
-from svdpp.cli.help import described, panels_of, shown_names
+from svdpp.cli.command import Command, described, panels_of, shown_names
 from svdpp.cli.models import describe
 from svdpp.cli.options.declare import Argument
 from svdpp.config import SAMPLING_CLASSES

@@ -289,12 +289,9 @@ def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     A field that is None counts as missing: older benches do not have all of today's.
     """
     work = {k: v for k, v in config["workload"].items() if k != "clips" and v is not None}
-    names = ("device", "threads", "deterministic")
-    return {
-        **{name: config[name] for name in ("model", "precision")},
-        "workload": work,
-        "ranks": {name: config["pipeline"].get(name) for name in names},
-    }
+    ranks = {name: config["pipeline"].get(name) for name in ("device", "threads", "deterministic")}
+    parts = {"workload": work, "ranks": ranks}
+    return {"model": config["model"], "precision": config["precision"], **parts}
 
 
 def _measured(config: Mapping[str, Any]) -> dict[str, Any]:

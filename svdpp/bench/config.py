@@ -26,8 +26,7 @@ from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_SEED
-from svdpp.config.params import params_of
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED, params_of
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
 from svdpp.redaction import recorded_name, redact_all
@@ -56,6 +55,7 @@ class Model(Section):
     """The weights; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
+    family: str | None = None
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False

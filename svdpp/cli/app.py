@@ -11,11 +11,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from svdpp import __version__
+from svdpp.cli.command import help_option, show_overview
 from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
-from svdpp.cli.help import help_option, show_overview
 from svdpp.errors import RequestError, SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.

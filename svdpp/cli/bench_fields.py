@@ -1,18 +1,15 @@
-"""The options of `svdpp bench`, and how its fields become options of `svdpp run` and back."""
+"""How fields of a bench become options of `svdpp run`, and the options in errors fields again."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, argument, setting, switch
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL, PipelineConfig
@@ -20,42 +17,6 @@ from svdpp.errors import RequestError, SvdppError
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What to measure or compare."""
-
-    words: list[str] | None = argument(
-        "CONFIG [--SECTION.FIELD=VALUE]...",
-        "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
-        "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
-    )
-    settings: list[str] | None = setting(
-        LAYOUT,
-        "SECTION.FIELD=VALUE",
-        "Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be repeated.",
-        "--set",
-    )
-    compare: tuple[Path, Path] | None = setting(
-        DIAGNOSTICS,
-        "A B",
-        "Compare the results in folder B with those in folder A; measure nothing.",
-    )
-    baseline: Path | None = setting(
-        DIAGNOSTICS,
-        "DIR",
-        "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
-        "became slower by more than noise.",
-    )
-    results: Path = setting(
-        DIAGNOSTICS, "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
-    )
-    torch_profile: bool = switch(
-        DIAGNOSTICS,
-        "As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
-        "--profile",
-    )
 
 
 #: Options of `svdpp run` with another name than the field.
@@ -110,6 +71,7 @@ def _model(point: BenchConfig) -> ModelOptions:
     about = point.model.model_dump()
     return ModelOptions(
         model=about.pop("name"),
+        as_family=about.pop("family"),
         dtype=point.precision,
         latent_shape=tuple(about.pop("latent_shape")),
         deterministic=point.pipeline.deterministic,

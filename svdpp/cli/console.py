@@ -6,7 +6,6 @@ character in a name reaches a terminal.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
 _FILE_WIDTH = 1000
-_PAGE_WIDTH = 160
 # Most rows of a table that are still readable.
 _MAX_ROWS = 100
 
@@ -62,7 +59,6 @@ class Console:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
         set_elsewhere: source of each option that a file or variable sets, by the option's name.
-        records: whether results are kept for a page instead of being printed.
     """
 
     def __init__(
@@ -71,16 +67,12 @@ class Console:
         as_json: bool = False,
         quiet: bool = False,
         set_elsewhere: Mapping[str, str] | None = None,
-        records: bool = False,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
         self._set_elsewhere = set_elsewhere or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
-        if records:
-            nowhere = io.StringIO()
-            self.out = Stdout(highlight=False, record=True, file=nowhere, width=_PAGE_WIDTH)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
@@ -128,14 +120,6 @@ class Console:
         if len(rows) > _MAX_ROWS:
             self.result(f"... and {len(rows) - _MAX_ROWS} more")
 
-    def write_page(self, path: Path) -> None:
-        """Writes all recorded results as one self-contained HTML page."""
-        from svdpp.media import output_files
-
-        page = self.out.export_html()
-        with output_files.atomic_output(str(path), ".html") as temporary:
-            temporary.write_text(page, encoding="utf-8", errors="replace")
-
     def info(self, *texts: str) -> None:
         """Prints remarks; folded on a terminal unless they contain a command to copy."""
         for text in () if self.quiet else texts:
@@ -151,7 +135,7 @@ class Console:
             table.add_column(column, justify=justify, no_wrap=not is_text)
         for row in rows:
             table.add_row(*map(one_line, row.values()))
-        if self.out.is_terminal or self.out.record:
+        if self.out.is_terminal:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
             Stdout(highlight=False, width=_FILE_WIDTH).print(table)

@@ -118,20 +118,18 @@ def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.declare import declared
     from svdpp.cli.options.inputs import InputOptions
-    from svdpp.cli.options.layout import LayoutOptions
+    from svdpp.cli.options.layout import LayoutOptions, RankOptions
     from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.outputs import OutputOptions
-    from svdpp.cli.options.ranks import RankOptions
+    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
-    from svdpp.cli.options.talk import LogOptions
     from svdpp.cli.plan import ForecastOptions, SecondsOptions
     from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
-        *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
-        ServeOptions,
+        *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, TalkOptions),
+        *(LogOptions, ServeOptions),
     )
     return {
         name[2:]: (field, hint)

@@ -11,11 +11,10 @@ from rich.text import Text
 
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console, counted
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import AnswerOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
@@ -57,14 +56,12 @@ def doctor(
     folder: FolderOptions,
     sampling: SamplingOptions,
     ranks: RankOptions,
-    answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The checks are devices, transfers, ffmpeg, model, memory, determinism, and a tiny copy of the
-    model, cut at every step and by pairs (--cfg-parallel 2). Nothing is downloaded. The exit code
-    is that of the first check that fails.
+    The last check cuts a tiny copy of the model at every step and by pairs. Nothing is downloaded.
+    The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
     console.info("importing PyTorch and diffusers, then trying one thing after the other")
@@ -75,7 +72,7 @@ def doctor(
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
-    if answer.as_json:
+    if console.as_json:
         examined = {name: getattr(config, name) for name in ("device", "world_size")}
         console.json(
             {

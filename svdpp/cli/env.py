@@ -5,11 +5,10 @@ from __future__ import annotations
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
-from svdpp.cli.options.talk import AnswerOptions
 
 
 @command(examples=("svdpp env", "svdpp env --json"))
-def env(console: Console, answer: AnswerOptions) -> None:  # noqa: ARG001  read by Command
+def env(console: Console) -> None:
     """Show versions, devices, ffmpeg and settings, ready to paste into a report.
 
     Settings are the defaults of options that svdpp.toml, [tool.svdpp] of pyproject.toml or a

@@ -13,10 +13,10 @@ import click
 
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
-from svdpp.cli.launched import is_told_elsewhere
 from svdpp.cli.options.declare import HIDDEN_NAMES
 from svdpp.errors import (
     Interrupted,
+    RankError,
     RequestError,
     SvdppError,
     error_from_dict,
@@ -25,7 +25,10 @@ from svdpp.errors import (
     highest_code,
 )
 from svdpp.launch import process_lifetime
+from svdpp.launch.world import find_world, is_member
 
+# Rank 0 may have failed with the same error before it could listen.
+_REPORT_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -89,8 +92,26 @@ def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
 
 def _say(console: Console, error: BaseException, *, debug: bool) -> None:
     """Reports the error once in a run: rank 0 does it if there are several processes."""
-    if debug or not is_told_elsewhere(error):
+    if debug or not _is_told_elsewhere(error):
         console.error(error, debug=debug)
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether another process reports `error` to the user, or it needs no report.
+
+    If this is a rank other than 0 that could not start, sends the error to rank 0.
+    """
+    try:
+        launched = find_world()
+    except RequestError:
+        return False
+    if not is_member(launched):
+        return False
+    if not isinstance(error, SvdppError) or isinstance(error, RankError):
+        return not isinstance(error, Exception) or launched.local_rank != 0
+    from svdpp.worker.joined_rank import report_failure
+
+    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

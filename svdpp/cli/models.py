@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import argument
-from svdpp.cli.options.talk import AnswerOptions
 from svdpp.config import (
     SAMPLING_CLASSES,
     ModelConfig,
@@ -43,7 +42,7 @@ class NameOptions:
 
 
 @command(examples=("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
-def models(console: Console, asked: NameOptions, answer: AnswerOptions) -> None:
+def models(console: Console, asked: NameOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
@@ -54,7 +53,7 @@ def models(console: Console, asked: NameOptions, answer: AnswerOptions) -> None:
         found = [describe(family) for family in SAMPLING_CLASSES]
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
-    if answer.as_json:
+    if console.as_json:
         console.json({"schema_version": 1, "families": found})
     elif name is None:
         console.table(
@@ -90,6 +89,7 @@ def describe(family: str) -> dict[str, Any]:
         "family": family,
         "title": row.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
+        "other_families": [name for name, other in ROWS.items() if row.text in other.also],
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
         "lora": row.loras,

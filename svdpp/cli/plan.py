@@ -14,11 +14,9 @@ from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, setting, switch
 from svdpp.cli.options.inputs import ClipOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world
 from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import RequestError
@@ -155,7 +153,6 @@ def plan(
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.

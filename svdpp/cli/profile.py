@@ -10,14 +10,12 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
@@ -29,7 +27,6 @@ from svdpp.cli.request import (
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
 
 
@@ -81,11 +78,10 @@ def profile(
     sampling: SamplingOptions,
     prompts: PromptOptions,
     asked: MeasureOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    The costs are the times of encode, step, decode and transfer, and an estimate of the
     memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
@@ -94,7 +90,7 @@ def profile(
     options = PipelineOptions(sampling=sampling, model=model, ranks=ranks)
     config = _measured(launched, options)
     if is_member(launched):
-        from svdpp.cli.log import open_log
+        from svdpp.cli.log import open_log, serve_member
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
@@ -146,7 +142,7 @@ def _measure(
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    costs, expert_steps = measure(
+    costs = measure(
         config,
         repeats=repeats,
         source=f"measured by: {redact(typed())}",
@@ -156,11 +152,6 @@ def _measure(
     )
     output_files.write_json(path, costs.to_json())
     console.answer(costs.to_json())
-    if expert_steps:
-        times = ", ".join(
-            f"{name} {seconds:.4g} s" for name, seconds in zip(EXPERTS, expert_steps, strict=True)
-        )
-        console.result(f"step of each expert: {times}; the file does not tell them apart")
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")

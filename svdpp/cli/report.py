@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
-from svdpp.cli.options.talk import AnswerOptions
+from svdpp.cli.options.declare import argument
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
@@ -22,35 +20,24 @@ class ReportOptions:
     """The run, and where the page goes."""
 
     folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
-    html: Path | None = setting(
-        DIAGNOSTICS, "FILE.html", "Also write the report as one page.", shown="write none"
-    )
 
 
 @command(
     examples=(
         "svdpp report out",
-        "svdpp report out --html report.html",
         "svdpp report out --json",
     )
 )
-def report(console: Console, options: ReportOptions, answer: AnswerOptions) -> None:
+def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 
     It reads the figures that svdpp run leaves in run.json: where each rank's time went, which rank
     limits the others and why, how much memory was left, and how good the forecast was.
     """
-    from svdpp.cli.trace_outputs import check_target
     from svdpp.diagnostics.report import read_report
 
-    check_target("--html", options.html, ".html")
     found = read_report(options.folder)
-    if options.html is not None:
-        page = Console(records=True)
-        _print_run(page, found)
-        page.write_page(options.html)
-        console.info(f"wrote {shlex.quote(str(options.html))}")
-    if answer.as_json:
+    if console.as_json:
         console.json(found.to_json())
     else:
         _print_run(console, found)
@@ -79,12 +66,9 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         console.result("\nWhat would help")
         console.result(f"  {'; '.join(filter(None, (advice.text, advice.note)))}")
         console.result(f"    {advice.command}")
-    console.result()
-    for room in found.head_rooms:
-        console.result(str(room))
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"
-        console.result(f"the run took, against the forecast by all measured costs: {error}")
+        console.result(f"\nthe run took, against the forecast by all measured costs: {error}")
 
 
 def _row(rank: RankFigures) -> dict[str, str]:
@@ -94,4 +78,5 @@ def _row(rank: RankFigures) -> dict[str, str]:
     for name in ("step", "encode", "decode", "write"):
         work = getattr(rank, name)
         row[name] = f"{work.mean_seconds:.3g} s" if work.count else "-"
+    row["peak GiB"] = f"{rank.peak_bytes / 2**30:.2f}" if rank.peak_bytes else "-"
     return row

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -74,8 +73,6 @@ class PipelineRequest:
     """Whether the clips are those of a server, whose users wait for each."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
-    memory: Memory | None = None
-    """Tells `--layout auto` what fits; None: everything fits."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
@@ -174,6 +171,13 @@ class PipelineRequest:
             plan["costs"] = plan["costs"].scaled(self.time_scale)
         return plan, why
 
+    def _memory(self, world_size: int) -> tuple[dict[str, float], tuple[float, ...]]:
+        if self._device == "cpu":
+            return {}, ()
+        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+
+        return memory_of_devices(self._model, self._sampling, self._device, world_size)
+
     def _chosen(self, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """What `auto` chooses, and why."""
         options, layout, world_size = self.options, self._layout, self._world_size
@@ -190,7 +194,7 @@ class PipelineRequest:
                 "world_size": world_size,
                 "num_clips": clips,
             },
-            self.memory,
+            None if options.model.is_dummy else self._memory,
             **plan,
             decodes=self._decodes,
             # A server without pairs also takes clips without guidance: only the user gives that up.

@@ -11,11 +11,9 @@ from svdpp.cli.command import command
 from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.outputs import LogOptions, OutputOptions
 from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
@@ -86,13 +84,15 @@ def run(
         launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
     asked.check()
+    found, refused = asked.clip_inputs()
     if launched is None and not output.dry_run:
         # The fork server imports torch at the same time as this process.
         fork_server.start_early(family=options.model.family, device=asked.device)
-    found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
+        from svdpp.cli.log import serve_member
+
         serve_member(asked.pipeline(config), launched, console)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]

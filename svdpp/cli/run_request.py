@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import click
@@ -14,8 +14,8 @@ from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.errors import InputError, RequestError, SvdppError
+from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
+from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -77,16 +77,6 @@ class RunRequest:
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
-        if is_member(self.launched) or self.inputs.keep_going or not self.inputs.inputs:
-            return
-        from svdpp.media.inputs import find_images
-
-        try:
-            videos = self._sampling.from_video
-            find_images(self.inputs.inputs, recursive=self.inputs.recursive, videos=videos)
-        except InputError:
-            self._images()  # its error also names unreadable images
-            raise
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them.
@@ -128,19 +118,13 @@ class RunRequest:
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none."""
-        options, device = self.options, self.device
-        weights = options.model.to_config(device)
-        config, why = PipelineRequest(
-            options=options,
+        return PipelineRequest(
+            options=self.options,
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
-            device=device,
+            device=self.device,
             from_image=bool(self.inputs.inputs),
-            memory=partial(_memory_of_devices, weights, self._sampling, device),
         ).resolve()
-        if num_clips and not why:
-            why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
-        return config, why
 
     @property
     def knows_costs(self) -> bool:
@@ -216,14 +200,3 @@ def without_other_seeds(
     if is_given(context, "seeds") and not is_given(context, "seed"):
         options = replace(options, sampling=replace(options.sampling, seed=None))
     return inputs, options
-
-
-def _memory_of_devices(
-    weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
-) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Memory that the model needs and CUDA devices have; only `--layout auto` needs it."""
-    if device == "cpu":
-        return {}, ()
-    from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
-
-    return memory_of_devices(weights, sampling, device, world_size)

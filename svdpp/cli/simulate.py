@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.trace_outputs import TraceOptions
@@ -84,7 +83,6 @@ def simulate(
     the measured times are those of the rehearsal. The forecast below them replays the same plan
     with the mean of the measured costs.
     """
-    from svdpp.cli.log import open_log
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.examples import example_requests
@@ -100,11 +98,13 @@ def simulate(
         time_scale=clips.time_scale,
     ).resolve()
     num_clips = clips.at_least_one(2 * config.world_size)
-    open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
+    log.open(console, launched)
     if why:
         console.info(why)
     pipeline = Pipeline(config, profile_path=traces.profile_path)
     if is_member(launched):
+        from svdpp.cli.log import serve_member
+
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)

@@ -12,12 +12,11 @@ import click
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -140,6 +139,8 @@ def verify(
     ).resolve()
     fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
+        from svdpp.cli.log import serve_member
+
         pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
         serve_member(pipeline, launched, console)
         return

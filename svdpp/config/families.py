@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
-from svdpp.config.limits import require, shown
-from svdpp.config.params import Param
+from svdpp.config.limits import Param, require, shown
 from svdpp.config.sampling import (
     STRENGTH,
     LtxSampling,

@@ -17,11 +17,14 @@ from svdpp.config.limits import (
     MAX_PROMPT_TOKENS,
     MAX_SIDE,
     MAX_STEPS,
+    Param,
+    params_of,
     require,
+    shared,
     shown,
+    within,
 )
 from svdpp.config.model import DEMO_MODEL
-from svdpp.config.params import Param, params_of, shared, within
 from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]

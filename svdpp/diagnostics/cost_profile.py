@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from svdpp.config import OutputConfig, PipelineConfig
+from svdpp.config import PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline
@@ -21,10 +16,7 @@ from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.world import World
-from svdpp.media import image as photos
-from svdpp.media import video
-from svdpp.media.examples import example_photos, example_requests
-from svdpp.models.base import Frames
+from svdpp.media.examples import example_requests
 from svdpp.models.memory import estimate
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
@@ -42,20 +34,15 @@ def profile(
     log: Callable[[str], None],
     open_observer: OpenObserver = no_observer,
     prompt: str | None = None,
-) -> tuple[Costs, tuple[float, ...]]:
+) -> Costs:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
     CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
     Memory is estimated from the model's configs.
 
     Args:
-        config: of the run; its number of steps does not matter, and it need not be resolved.
         repeats: measured clips through each rank, after one that warms up.
-        source: of the costs, to be recorded in them.
         prompt: of the clips; None: an example, if the model takes prompts.
-
-    Returns:
-        The costs, and the median step of each expert of a model with two.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
     pipeline = Pipeline(config)
@@ -70,8 +57,6 @@ def profile(
         with pipeline:
             pipeline.run(requests)
     costs = median_costs(config, pipeline.world, [trace], source=source, first_clip=1)
-    if config.decodes:
-        costs = replace(costs, write_seconds=_measure_write(config, repeats))
     log("estimate of the memory of each part")
     memory: dict[str, Any] = estimate(
         checkpoint,
@@ -80,7 +65,7 @@ def profile(
         device=config.device,
         num_threads=config.num_threads,
     ).as_costs()
-    return replace(costs, **memory), _expert_steps(config, trace)
+    return replace(costs, **memory)
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
@@ -167,16 +152,6 @@ def _step_costs(
     return statistics.median(steps)
 
 
-def _expert_steps(config: PipelineConfig, trace: Trace) -> tuple[float, ...]:
-    if (boundary := config.expert_boundary) is None:
-        return ()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for step in trace.steps:
-        if step.clip > 0:
-            seconds[step.step >= boundary].append(step.end - step.start)
-    return median(seconds[False]), median(seconds[True])
-
-
 def _name(config: PipelineConfig) -> str:
     model, sampling = config.model, config.sampling
     if model.is_dummy:
@@ -202,23 +177,3 @@ def _devices(config: PipelineConfig, world: World | None) -> str:
     used = visible[:size] if config.device == "cuda" else visible[index : index + 1]
     names = [gpu.name for gpu in used]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _measure_write(config: PipelineConfig, repeats: int) -> float:
-    frames, seconds = _moving_image(config), []
-    with tempfile.TemporaryDirectory(prefix="svdpp-profile-") as folder:
-        output = OutputConfig(path=str(Path(folder) / "clip.mp4"))
-        for _ in range(repeats + 1):
-            begun = time.monotonic()
-            video.write_clip(frames, output, fps=config.sampling.fps, metadata={})
-            seconds.append(time.monotonic() - begun)
-    return median(seconds[1:])
-
-
-def _moving_image(config: PipelineConfig) -> Frames:
-    """An image that moves to the right, which is about as hard to encode as a clip."""
-    sampling = config.sampling
-    image, _ = photos.read_photo(example_photos()[0])
-    fitted = photos.fit_photo(image, sampling.width, sampling.height, "crop")
-    still = np.asarray(fitted.resize((sampling.width, sampling.height)))
-    return np.stack([np.roll(still, frame, axis=1) for frame in range(sampling.frames)])

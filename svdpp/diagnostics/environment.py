@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "ffmpeg": _ffmpeg(),
         "hub_cache": {"path": HF_HUB_CACHE},
-        "variables": _variables(os.environ),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     redacted: dict[str, Any] = redact_all(facts)
     return redacted
@@ -63,10 +63,11 @@ def environment() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """The processor's name."""
-    for line in _read("/proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -77,7 +78,7 @@ def _versions() -> dict[str, str | None]:
         **{name: _installed(name) for name in _LIBRARIES},
         "cuda": torch.version.cuda,
         "cudnn": _dotted(torch.backends.cudnn.version()),
-        "nccl": _nccl(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "driver": gpus.driver_version(),
     }
 
@@ -95,12 +96,6 @@ def _dotted(version: int | None) -> str | None:
         return None
     major, rest = divmod(version, 10_000 if version >= 10_000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _nccl() -> str | None:
-    if torch.version.cuda is None:
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _git() -> dict[str, Any] | None:
@@ -146,17 +141,6 @@ def _ffmpeg() -> dict[str, Any] | None:
         return None
     words = (_output(path, "-version") or "").split()
     return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
-
-
-def _variables(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: variables[name] for name in _VARIABLES if name in variables}
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _output(*command: str) -> str | None:

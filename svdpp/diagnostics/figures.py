@@ -66,10 +66,6 @@ class RankFigures:
     """Peak of tensors; None on the CPU."""
     peak_bytes: Count | None = None
     """Peak memory on its device; for a CPU rank, of the process."""
-    device_bytes: Count | None = None
-    """Memory of its device; for a CPU rank, of the host."""
-    memory_id: str = ""
-    """Ranks with the same one share `device_bytes`."""
 
     @property
     def unaccounted(self) -> float:

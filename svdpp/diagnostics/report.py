@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from svdpp.diagnostics.figures import RankFigures, RunFigures, figures_of
+from svdpp.diagnostics.figures import RunFigures, figures_of
 from svdpp.diagnostics.findings import Finding, find_limits
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError, RequestError
@@ -33,21 +33,6 @@ class Advice(NamedTuple):
     command: str
     """To type."""
     times_as_fast: float
-
-
-class HeadRoom(NamedTuple):
-    """Peak memory of the ranks that share one memory, and its size, in bytes."""
-
-    ranks: list[int]
-    peak_bytes: int
-    total_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"memory of rank {', '.join(map(str, self.ranks))}: peak "
-            f"{self.peak_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB, "
-            f"{1 - self.peak_bytes / self.total_bytes:.0%} left"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +80,6 @@ class Diagnosis:
         )
 
     @property
-    def head_rooms(self) -> list[HeadRoom]:
-        """The head-room of each memory whose size and users' peaks are known."""
-        sharing: dict[str, list[RankFigures]] = defaultdict(list)
-        for rank in self.figures.ranks:
-            sharing[rank.memory_id or f"rank {rank.rank}"].append(rank)
-        return [
-            HeadRoom(
-                [rank.rank for rank in ranks],
-                sum(rank.peak_bytes or 0 for rank in ranks),
-                ranks[0].device_bytes,
-            )
-            for ranks in sharing.values()
-            if ranks[0].device_bytes and all(rank.peak_bytes for rank in ranks)
-        ]
-
-    @property
     def forecast_error(self) -> float | None:
         """0.1 if the run took a tenth longer than forecast by all measured costs.
 
@@ -125,7 +94,6 @@ class Diagnosis:
             "headline": self.headline,
             "findings": [finding._asdict() for finding in self.findings],
             "advice": self.advice and self.advice._asdict(),
-            "memory": [room._asdict() for room in self.head_rooms],
             "forecast_error": self.forecast_error,
             "measured": self.figures.to_json(),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,11 +15,10 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.driver.trace import RankStats, Trace
 from svdpp.errors import RequestError
-from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.schedule import Schedule
-from svdpp.worker.messages import ActionDone, ClipDone, Event, Finished, Joined, Started, WaitCause
+from svdpp.worker.messages import ActionDone, ClipDone, Event, Finished, Joined, WaitCause
 
 # The times of longer runs are those of their last clips.
 _KEPT_CLIPS = 1000
@@ -33,8 +31,6 @@ class _Reported:
     """What one rank has reported."""
 
     load_seconds: float = 0.0
-    uuid: str | None = None
-    """Of its GPU."""
     compute: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
     write: WorkFigures = field(default_factory=WorkFigures)
@@ -72,8 +68,6 @@ class FigureRecorder:
         self.trace.add(rank, event)
         reported = self._reported[rank]
         match event:
-            case Started():
-                reported.uuid = event.uuid
             case Joined():
                 reported.load_seconds = event.load_seconds
                 self._ready = time.monotonic()
@@ -100,9 +94,8 @@ class FigureRecorder:
         received = (packet for packet in self.trace.transfers if packet.direction == "recv")
         packets = [packet.end - packet.start for packet in received]
         end = max(span.end for span in self.trace.spans)
-        gpus = [] if config.device == "cpu" else _gpus()
         figures = RunFigures(
-            ranks=tuple(self._rank(stats, gpus) for stats in self.trace.rank_stats()),
+            ranks=tuple(map(self._rank, self.trace.rank_stats())),
             clips=measured.clips,
             num_steps=config.sampling.num_inference_steps,
             cfg_parallel=config.cfg_parallel,
@@ -117,18 +110,12 @@ class FigureRecorder:
         )
         return replace(figures, forecast_seconds=self._forecast(figures))
 
-    def _rank(self, stats: RankStats, gpus: Sequence[Gpu]) -> RankFigures:
+    def _rank(self, stats: RankStats) -> RankFigures:
         rank = stats.rank
         share, reported = self._config.layout.all_shares[rank], self._reported[rank]
         # The part of the run that the trace still has.
         kept = stats.compute_seconds / reported.compute if reported.compute else 1.0
         waits = {cause: kept * seconds for cause, seconds in reported.waits.items()}
-        device_bytes: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory_id = "host"
-        if self._config.device != "cpu":
-            own = (gpu for gpu in gpus if gpu.uuid.endswith(reported.uuid or "none"))
-            gpu = next(own, None)  # None on another host
-            memory_id, device_bytes = (gpu.uuid, gpu.total_bytes) if gpu else ("", None)
         return RankFigures(
             rank=rank,
             device=stats.device,
@@ -143,8 +130,6 @@ class FigureRecorder:
             load_seconds=reported.load_seconds,
             allocated_bytes=reported.allocated_bytes,
             peak_bytes=reported.reserved_bytes,
-            device_bytes=device_bytes,
-            memory_id=memory_id,
         )
 
     def _work(self, rank: int, kind: Kind) -> WorkFigures:
@@ -227,11 +212,3 @@ def _overlap(waits: Iterable[Interval], transfers: Iterable[Interval]) -> float:
         for start, end in waits
         for first, last in joined
     )
-
-
-def _gpus() -> list[Gpu]:
-    """The GPUs of this host that the run could use."""
-    try:
-        return visible_gpus()
-    except RequestError:  # MIG slices
-        return []

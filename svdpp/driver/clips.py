@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,7 +131,7 @@ class OpenClips:
     Args:
         world_size: number of ranks, which are all told to skip a cancelled clip.
         send: sends a message to a rank.
-        files: what clips leave behind.
+        latents_folder: where ranks keep latent checkpoints.
         tensor_folder: where tensors go that ranks send, for verification.
         max_failures: how many of the latest losses `failures` keeps; None: all.
     """
@@ -141,17 +140,20 @@ class OpenClips:
         self,
         world_size: int,
         send: Callable[[int, bytes], None],
-        files: LeftoverFiles,
         *,
+        latents_folder: str | None = None,
         tensor_folder: str | None = None,
         max_failures: int | None = None,
     ) -> None:
         self._world_size = world_size
         self._send = send
-        self._files = files
+        self._files = LeftoverFiles(latents_folder)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
-        self._num_added = 0
+        self.num_added = 0
+        """How many clips have been added, which is the index of the next one."""
+        self.finisher: threading.Thread | None = None
+        """The thread that finishes clips; waiting for a clip in it raises RuntimeError."""
         self._open: dict[int, ClipHandle] = {}
         # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
@@ -160,13 +162,7 @@ class OpenClips:
         self._cancelled: dict[int, ClipRequest] = {}
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
-        self._finisher: threading.Thread | None = None
         self._failures: deque[ClipFailure] = deque(maxlen=max_failures)
-
-    @property
-    def num_added(self) -> int:
-        """How many clips have been added, which is the index of the next one."""
-        return self._num_added
 
     @property
     def is_idle(self) -> bool:
@@ -179,13 +175,9 @@ class OpenClips:
         with self._changed:
             return list(self._failures)
 
-    def finished_by(self, thread: threading.Thread) -> None:
-        """Sets the thread that finishes clips; waiting for a clip in it raises RuntimeError."""
-        self._finisher = thread
-
     def check_may_wait(self) -> None:
         """Raises RuntimeError in the thread that finishes clips, which would wait for itself."""
-        if threading.current_thread() is self._finisher:
+        if threading.current_thread() is self.finisher:
             raise RuntimeError(
                 "observers and callbacks must not wait for the pipeline: they run in its thread"
             )
@@ -197,13 +189,9 @@ class OpenClips:
         with self._changed:
             if self._end is not None:
                 raise reraisable(self._end)
-            handles = [
-                ClipHandle(clip, request, steps, self)
-                for clip, request, steps in zip(
-                    itertools.count(self._num_added), requests, num_steps, strict=False
-                )
-            ]
-            self._num_added += len(handles)
+            pairs = enumerate(zip(requests, num_steps, strict=True), self.num_added)
+            handles = [ClipHandle(clip, request, steps, self) for clip, (request, steps) in pairs]
+            self.num_added += len(handles)
             self._open.update((handle.clip, handle) for handle in handles)
             if for_results:
                 self._awaited.update(handle.clip for handle in handles)

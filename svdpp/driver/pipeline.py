@@ -9,14 +9,14 @@ from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
-from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, LeftoverFiles, OpenClips
+from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.ranks import DeviceCheck, PipelineRanks
+from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import RankSession, Supervisor
 from svdpp.driver.trace import Trace
 from svdpp.driver.work import ClipWork, check_metadata
-from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
+from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
@@ -93,8 +93,7 @@ class Pipeline(PipelineRanks):
         self._num_local = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, self._num_local, launched=world is not None)
         for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
-            if limit is not None and limit < 1:
-                raise RequestError(f"{name} must be 1 or more, got {limit}")
+            require(limit is None or limit >= 1, f"{name} must be 1 or more, got {limit}")
         self.config, self.checkpoint = resolve(config, world=world)
         setup = RankSetup(
             config=self.config,
@@ -109,9 +108,6 @@ class Pipeline(PipelineRanks):
             ignores_signals=ranks_ignore_signals,
             shared_paths=shared_paths,
         )
-        self._devices = DeviceCheck(
-            config.world_size, backend, allow_mixed=config.allow_mixed_devices
-        )
         self._history_clips = history_clips
         self._work = ClipWork(
             self.config, self.checkpoint, keeps_latents=latents_folder is not None
@@ -119,7 +115,7 @@ class Pipeline(PipelineRanks):
         self._clips = OpenClips(
             config.world_size,
             lambda rank, message: self._entered.supervisor.send(rank, message),
-            LeftoverFiles(latents_folder),
+            latents_folder=latents_folder,
             tensor_folder=tensor_folder,
             max_failures=history_clips,
         )

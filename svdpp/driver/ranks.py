@@ -18,7 +18,7 @@ from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.device import device_of, peak_bytes, take_device
+from svdpp.worker.device import peak_bytes, take_device
 from svdpp.worker.joined_rank import serve_joined
 from svdpp.worker.messages import Event, Finished, Started
 from svdpp.worker.rank import RankSetup, rank_main
@@ -38,7 +38,7 @@ _SHARED_FIELDS = frozenset(
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
-    Without a launcher, `serve`, `gather` and `check_gathered` raise `ClosedError`.
+    Without a launcher, `serve` raises `ClosedError`.
 
     A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
     """
@@ -57,9 +57,12 @@ class PipelineRanks:
         self.backend = backend
         self._setup = setup
         self._ignores_signals = ignores_signals
+        config = setup.config
+        self._devices = DeviceCheck(
+            config.world_size, backend, allow_mixed=config.allow_mixed_devices
+        )
         folders = [setup.latents_folder] if setup.latents_folder else []
         self._shared_paths = (*folders, *shared_paths)
-        self._joined: JoinedGroup | None = None
         self._observers: tuple[Observer, ...] = ()
 
     @property
@@ -93,37 +96,20 @@ class PipelineRanks:
             rank_main,
             self._setup,
             self._terms(),
-            device=device_of(self._setup.config, world),
+            device=process_group.device_of_rank(self._setup.config.device, world),
             observers=self._observers,
             say=say,
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
 
-    def gather(self) -> None:
-        """Joins the other launched ranks, which then wait for work. Call it before the block.
-
-        From then on they end when rank 0 ends, and learn why.
-        """
-        self._join()
-
-    def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` joined are still alive. Call it before the block."""
-        self._join().check_connected()
-
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """Ends the other launched ranks. Call it instead of the block.
-
-        After an error, ranks that have not joined yet are left alone: they notice that rank 0 is
-        gone.
-
-        `error` is the reason; None: there is no work.
-        """
-        if self._joined is not None or (self.world is not None and error is None):
-            self._join().kill(error)
+    def dismiss(self) -> None:
+        """Ends the other launched ranks, which have no work. Call it instead of the block."""
+        if self.world is not None:
+            JoinedGroup(self._terms()).kill()
 
     def _open(self) -> Group:
         if self.world is not None:
-            group = self._join()
+            group = JoinedGroup(self._terms())
             group.begin(rank_main, self._setup)
             return group
         checkpoint = self._setup.checkpoint
@@ -137,12 +123,6 @@ class PipelineRanks:
             preload=preload,
             ignores_signals=self._ignores_signals,
         )
-
-    def _join(self) -> JoinedGroup:
-        """The launched ranks, waiting for work. Rank 0 calls it, once or more often."""
-        if self._joined is None:
-            self._joined = JoinedGroup(self._terms())
-        return self._joined
 
     def _terms(self) -> Terms:
         config = self._setup.config

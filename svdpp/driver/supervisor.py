@@ -281,7 +281,7 @@ class RankSession:
         """The error that ended the session; None if its work ended it, or `drop`."""
         # A daemon, so that a program that never leaves the block still ends, and its ranks too.
         self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        clips.finished_by(self.thread)
+        clips.finisher = self.thread
 
     def start(self) -> None:
         """Starts the thread and waits until all ranks are ready for work."""

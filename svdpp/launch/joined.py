@@ -81,13 +81,13 @@ class JoinedGroup(Group):
         except (OSError, EOFError):
             connection.close()  # the rank has ended, or connects again
             return
+        self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
         if missing:
             raise RequestError(
                 f"{hello.host} cannot use {str(Path(missing[0]).parent)!r} of rank 0's host",
                 "images, --out and --latents-dir must be in folders that all hosts share, under "
                 "one path",
             )
-        self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
 
     def _check_shared_settings(self) -> None:
         ours = self._hellos[0].shared_settings
@@ -104,18 +104,6 @@ class JoinedGroup(Group):
         """See `Group`."""
         hello = self._hellos[rank]
         return RankLocation(hello.host, hello.local_rank)
-
-    def check_connected(self) -> None:
-        """Checks that all ranks are still connected, before `begin`."""
-        self.poll(0)
-        for rank, channel in self._channels.items():
-            if channel.connection.closed:
-                host = self._hellos[rank].host
-                how = "ended" if rank in self._exit_codes else "became unreachable"
-                raise RankError(
-                    f"rank {rank} ({host}) {how} while it waited for work",
-                    f"see the launcher's output on {host}",
-                )
 
     def begin(self, entry: Entry, argument: Any) -> None:
         """Starts the work on all ranks; on rank 0 in a thread."""

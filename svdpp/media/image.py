@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from svdpp.config import Fit
 from svdpp.config.limits import MAX_MEGAPIXELS
@@ -41,21 +41,10 @@ _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
 _SMALLER = f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most"
 _BAND_ROWS = 64
+_ORIENTATION = ExifTags.Base.Orientation
 
 #: Guards the redirection of the process's stderr; two threads at once could not restore it.
 _STDERR = threading.Lock()
-
-# EXIF 2.32, tag 0x0112. ImageOps.exif_transpose also rewrites the EXIF block, which raises on tags
-# of a wrong type that do not affect the pixels.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True)
@@ -183,10 +172,11 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
                 copy.verify()
         image.load()
         # After load(), because there Pillow turns a TIFF upright and drops the tag.
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        orientation = image.getexif().get(_ORIENTATION)
         rgb = _to_rgb(image)
-    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return rgb if turn is None else rgb.transpose(turn)
+    rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
+    rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
+    return ImageOps.exif_transpose(rgb)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import signal
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ from svdpp.media.image import (
     photo_of,
     read_bytes,
 )
-from svdpp.media.video import EXACT_SCALE, find_ffmpeg
+from svdpp.media.video import EXACT_SCALE, QUIET, find_ffmpeg
 from svdpp.redaction import without_controls
 
 #: An image, or the frames of a video.
@@ -87,7 +88,7 @@ def _frames(
             yield frame
             done += 1
         if done < count:
-            text = f"has {done} frames, and the clip takes {count} of it"
+            text = f"has {done} of the {count} frames that the clip takes"
             raise InputError(text, "use fewer --frames")
     except InputError as error:
         raise InputError(f"{str(path)!r} {error.message}", error.hint) from None
@@ -95,9 +96,9 @@ def _frames(
 
 def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
     """What ffmpeg decodes; it can open no other file."""
-    command = [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror"]
+    command = [find_ffmpeg(), *QUIET]
     command += ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
-    command += ["-max_pixels", str(max_pixels), "-threads", "2"]
+    command += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
     command += ["-f", demuxer, "-i", f"file:/dev/fd/{file}"]
     command += ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
     # As PPM, because its header gives the size of each frame.
@@ -123,7 +124,7 @@ def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[I
                 if len(pixels) < 3 * width * height:
                     break
                 yield Image.frombytes("RGB", (width, height), pixels)
-            log = process.stderr.read(_MAX_LOG).decode(errors="replace")
+            log = process.stderr.read(_MAX_LOG)
             code = process.wait()
         finally:
             timer.cancel()
@@ -131,6 +132,7 @@ def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[I
     if code == -signal.SIGKILL:
         raise InputError(f"takes longer than {_SECONDS:.0f} s to decode", "save it as H.264")
     if code:
-        line = next(filter(str.strip, log.split("\n")), f"ffmpeg ended with {code}")
-        reason = without_controls(line)[:200]
+        # The first line has the cause; it begins with a part of ffmpeg: [h264 @ 0x55e7e3b36d80].
+        first = re.sub(r"^(\[[^]]*\] *)+", "", log.decode(errors="replace").partition("\n")[0])
+        reason = without_controls(first or f"ffmpeg ended with {code}")[:200]
         raise InputError(f"cannot be decoded as a video: {reason}", "save it as H.264")

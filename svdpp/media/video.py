@@ -47,7 +47,7 @@ _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 # Exact rounding; without it swscale changes colours by one or two levels.
 EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
-_QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
+QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
@@ -234,7 +234,7 @@ def _ffmpeg(
     # terminal's Ctrl-C, so the run can end it in order.
     try:
         done = subprocess.run(
-            [find_ffmpeg(), *_QUIET, *arguments],
+            [find_ffmpeg(), *QUIET, *arguments],
             input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
             capture_output=True,
             timeout=seconds,

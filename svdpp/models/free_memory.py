@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as functional
 
 from svdpp.config import DEMO_MODEL, DTYPE_BYTES, ModelConfig, SamplingConfig
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.dummy import DummyUNet
 from svdpp.models.safetensors_header import num_elements
 
 # Elements for each pixel: of a frame that is decoded, and of a frame that is denoised.
@@ -55,6 +57,22 @@ def _meminfo() -> str:
 def gib_text(num_bytes: int) -> str:
     """An amount of memory for messages, such as `1.5 GiB`."""
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+@torch.no_grad()
+def bare_process_bytes() -> int:
+    """Resident bytes of a rank's process without a model.
+
+    It measures this process, which must already have imported what a rank imports. It runs each
+    kind of kernel once, because the libraries' code becomes resident only then (about 20 MiB).
+    """
+    DummyUNet()(torch.zeros(1, 4, 2, 8, 8), 0)
+    batch = functional.conv2d(torch.zeros(16, 32, 8, 8), torch.zeros(32, 32, 3, 3))
+    batch = functional.group_norm(batch, 4).flatten(2)
+    functional.gelu(functional.linear(batch, torch.zeros(36, 36)))
+    functional.scaled_dot_product_attention(batch, batch, batch)
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * os.sysconf("SC_PAGE_SIZE")
 
 
 def activation_bound(

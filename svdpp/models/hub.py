@@ -23,7 +23,7 @@ from loguru import logger
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.engine.configs import short_repr
-from svdpp.models.safetensors_header import WEIGHT_STEMS, choose_weight_files, names_in
+from svdpp.models.safetensors_header import choose_weight_files, names_in
 from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
@@ -32,10 +32,9 @@ MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or de
 #: Configs of all families, and tokenizers; a few megabytes.
 _CONFIG_PATTERNS = (
     "model_index.json",
-    *(f"{part}/config.json" for part in WEIGHT_STEMS),
-    "scheduler/scheduler_config.json",
-    "feature_extractor/preprocessor_config.json",
-    "image_processor/preprocessor_config.json",
+    "*/config.json",
+    "*/scheduler_config.json",
+    "*/preprocessor_config.json",
     "tokenizer/*",
     "tokenizer_2/*",
     "guider/*",

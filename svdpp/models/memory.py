@@ -9,22 +9,19 @@ convolution kernel it chooses.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -139,22 +136,6 @@ def probe_packet(
     hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
     packet, _ = hollow.encode()
     return hollow.denoise(packet)[0] if has_stepped else packet
-
-
-@torch.no_grad()
-def bare_process_bytes() -> int:
-    """Resident bytes of a rank's process without a model.
-
-    It measures this process, which must already have imported what a rank imports. It runs each
-    kind of kernel once, because the libraries' code becomes resident only then (about 20 MiB).
-    """
-    DummyUNet()(torch.zeros(1, 4, 2, 8, 8), 0)
-    batch = functional.conv2d(torch.zeros(16, 32, 8, 8), torch.zeros(32, 32, 3, 3))
-    batch = functional.group_norm(batch, 4).flatten(2)
-    functional.gelu(functional.linear(batch, torch.zeros(36, 36)))
-    functional.scaled_dot_product_attention(batch, batch, batch)
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
@@ -276,7 +257,9 @@ class _Hollow:
         """Zeros in real memory, in place of the result of a component's method."""
         if self._inside:
             return real(*args, **kwargs)
-        key = part, real.__name__, *(each.shape for each in _tensors_in((args, kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = (each.shape if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+        key = part, real.__name__, str(spec), *inputs
         if key not in self._known:
             self._known[key] = self._run(self._modules[part], real, args, kwargs)
         peak, result = self._known[key]

@@ -21,13 +21,6 @@ from svdpp.models.engine.configs import CHECKED_BYTES, check_start, read_json, s
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
-#: Beginning of the names of each component's weight files.
-WEIGHT_STEMS: Mapping[str, str] = {
-    **dict.fromkeys(("unet", "transformer", "transformer_2", "vae"), "diffusion_pytorch_model"),
-    **dict.fromkeys(("audio_vae", "connectors", "vocoder"), "diffusion_pytorch_model"),
-    **dict.fromkeys(("image_encoder", "text_encoder", "text_encoder_2"), "model"),
-}
-
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
 
@@ -68,7 +61,9 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
     """
     start = f"{component}/"
     there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
-    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
+    # Encoders of text and images are of transformers, the others of diffusers.
+    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
+    tag = f".{variant}" if variant else ""
     single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
     shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-(\d{{5}})\.safetensors", re.A)
     shards = [match for name in there if (match := shard.fullmatch(name))]

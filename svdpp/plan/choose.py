@@ -241,24 +241,6 @@ class _Search:
         )
 
 
-def faster_layout(layout: Layout, num_clips: int, *, by: float) -> tuple[Layout, float] | None:
-    """The layout that finishes `num_clips` clips first, and its speedup over `layout`.
-
-    Returns:
-        None if no layout is that much faster, or the costs lack a value for the forecast.
-    """
-    units = layout.world_size // layout.cfg_parallel
-    plain: dict[str, Any] = {"split": "uniform", "replicas": units, "decoders": 1}
-    data_parallel = replace(layout, **plain, decode_ranks=1, chunks=())
-    search = _Search(data_parallel, num_clips, (), "no", None, sooner=False)
-    try:
-        best = search.choice().layout
-        (now, _), (then, _) = (makespan_and_latency(each, num_clips) for each in (layout, best))
-    except RequestError:
-        return None
-    return (best, now / then) if now / then > by else None
-
-
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:

@@ -45,15 +45,6 @@ class Roles:
         if self.experts and not self.denoise:
             raise ValueError(f"a rank that does not denoise has experts: {self}")
 
-    def __or__(self, other: Roles) -> Roles:
-        """The parts of both."""
-        return Roles(
-            encode=self.encode or other.encode,
-            denoise=self.denoise or other.denoise,
-            decode=self.decode or other.decode,
-            experts=self.experts | other.experts,
-        )
-
     def split(self) -> list[Roles]:
         """One for each part that the rank uses; each expert is a part."""
         parts = [Roles(encode=True, denoise=False, decode=False)] if self.encode else []

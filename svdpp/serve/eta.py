@@ -19,7 +19,7 @@ from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import PRESETS, Costs, step_from_pair
+from svdpp.plan.costs import PRESETS, Costs, measured_costs
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
 from svdpp.serve.feeder import Feeder, LargeImage, RunningClip
@@ -97,21 +97,10 @@ class MeasuredCosts:
             for known in (volume, *reversed(self._samples)):
                 if _STEP in (samples := self._samples.get(known, {})):
                     seconds = {kind: statistics.median_low(own) for kind, own in samples.items()}
-                    return _scaled(self._costs_of(known, seconds), volume / known)
+                    assumed = self._assumed_of(known)
+                    costs = measured_costs(seconds, assumed, in_pairs=self._in_pairs)
+                    return _scaled(costs, volume / known)
         return self._assumed_of(volume)
-
-    def _costs_of(self, volume: int, seconds: dict[str, float]) -> Costs:
-        """The costs of a size; what is not measured is scaled by the time of a step."""
-        step, transfer = max(seconds[_STEP], 1e-9), seconds.get(_TRANSFER, 0.0)
-        step = step_from_pair(step, transfer) if self._in_pairs else step
-        assumed = self._assumed_of(volume)
-        assumed = _scaled(assumed, step / assumed.step_on(0))
-        return Costs(
-            step_seconds=step,
-            encode_seconds=seconds.get(Kind.ENCODE, assumed.encode_on(0)),
-            decode_seconds=seconds.get(Kind.DECODE, assumed.decode_on(0)),
-            transfer_seconds=transfer,
-        )
 
     def _assumed_of(self, volume: int) -> Costs:
         return _scaled(self._assumed, volume / self._assumed_volume)

@@ -142,8 +142,7 @@ class Feeder:
         with self._changed:
             if (image := self._image) is not None and image.path == event.image:
                 image.ranks_left -= 1
-                if event.seconds:  # 0 if the rank does it later
-                    self._seconds_per_pixel = event.seconds / image.job.photo_pixels
+                self._seconds_per_pixel = event.seconds / image.job.photo_pixels
         self.wake()
 
     def unprepared(self) -> LargeImage | None:

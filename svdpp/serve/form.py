@@ -260,6 +260,7 @@ class Capabilities:
             id=self.model,
             family=self.sampling.family,
             inputs=inputs,
+            input_kind="video" if self.sampling.from_video else "image",
             fields=fields,
             defaults={name: value for name, value in defaults.items() if name in fields},
             sizes=[size_of(*size) for size in self.sizes],

@@ -36,18 +36,15 @@ _VIDEOS = (".mp4", ".gif", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOnDisk:
-    """A clip and its metadata.
-
-    Args:
-        path: of the video or folder of frames; it need not exist.
-        json_path: of its JSON; None if there is none, and the metadata comes from the file.
-        metadata: the same, checked, with defaults for missing fields.
-    """
+    """A clip and its metadata."""
 
     path: Path
+    """Of the video or folder of frames; it need not exist."""
     json_path: Path | None
+    """None if there is none, and the metadata comes from the file."""
     raw: Mapping[str, Any]
     metadata: Mapping[str, Any]
+    """The same, checked, with defaults for missing fields."""
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
@@ -227,20 +224,16 @@ _SIMILAR_SOUND = 0.01  # of its power
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCheck:
-    """One of the verdicts on a finished clip.
-
-    Args:
-        what: the final latent, the frames, or the file on disk.
-        recorded: the sha256 in the metadata; None if it has none.
-        found: the sha256 of the recomputed tensor or of the file; None if there is no file.
-        detail: what is wrong; if nothing is, what the check shows.
-    """
+    """One of the verdicts on a finished clip."""
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool
     recorded: str | None
+    """The sha256 in the metadata, if there is one."""
     found: str | None
+    """That of the recomputed tensor or of the file; None if there is no file."""
     detail: str = ""
+    """What is wrong; if nothing is, what the check shows."""
 
 
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:

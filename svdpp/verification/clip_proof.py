@@ -58,14 +58,10 @@ class ClipTask:
 
 @dataclass(kw_only=True)
 class ClipProof:
-    """The verdicts on one clip, or the error that prevented them.
-
-    Args:
-        path: of the clip's file, or of the input that is not a clip.
-        checks: latent, frames, file; empty if there is an error.
-    """
+    """The verdicts on one clip, or the error that prevented them."""
 
     path: Path
+    """Of the clip's file, or of the input that is not a clip."""
     checks: list[ClipCheck] = field(default_factory=list)
     error: SvdppError | None = None
 
@@ -102,9 +98,8 @@ def plan_proofs(
 ) -> tuple[list[list[ClipTask]], list[ClipProof]]:
     """Reads clips and checks them before any work.
 
-    Returns:
-        Tasks grouped by configuration, so that each group loads the model once; and failed proofs
-        of the clips that cannot be recomputed.
+    The tasks are grouped by configuration, so that each group loads the model once; the failed
+    proofs are those of the clips that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[ClipTask]] = {}
     failed = []
@@ -122,11 +117,8 @@ def plan_proofs(
 def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list[ClipProof]:
     """Recomputes clips of one configuration, one after the other, and compares each.
 
-    Args:
-        observers: called with (0, event) for each event of the recomputation.
-
-    Returns:
-        A proof for each task; an error that ends the work is the error of all remaining ones.
+    An error that ends the work is the error of all remaining proofs. `observers` are called with
+    (0, event) for each event of the recomputation.
     """
     proofs = [ClipProof(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}

@@ -41,8 +41,8 @@ class _Setup:
     checkpoint: Checkpoint | None
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
-    tensor_folder: str | None
-    predictions: bool = False
+    folder: Path | None
+    predictions: bool
 
 
 def run_reference(
@@ -53,17 +53,13 @@ def run_reference(
     tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
+    """Computes each clip sequentially, without writing it; returns the hashes of each.
 
     Args:
         config: of the pipelined run; the reference ignores its number of ranks and layout.
-        requests: of the clips; their outputs are not written.
         steps: numbers of steps done after which the latent is kept.
         tensor_folder: for latents and frames; None keeps neither.
         observers: called with (0, event) for each event of the reference.
-
-    Returns:
-        For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
@@ -74,8 +70,8 @@ def run_reference(
         checkpoint=checkpoint,
         requests=tuple(requests),
         steps=frozenset(steps),
+        folder=tensor_folder,
         predictions=config.cfg_parallel > 1,
-        tensor_folder=None if tensor_folder is None else str(tensor_folder),
     )
     hashes: dict[int, dict[str, Any]] = {}
 
@@ -123,7 +119,7 @@ class _Recorder:
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._copies = SideStream(self._device)
-        self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
+        self._store = None if setup.folder is None else TensorStore(setup.folder)
 
     def begin(self, clip: int) -> None:
         self._clip = clip

@@ -93,7 +93,7 @@ class VerificationResult:
     @property
     def equal(self) -> bool:
         """Whether every check is equal."""
-        return all(check.equal for check in self.checks)
+        return self.first_difference is None
 
     @property
     def bitwise(self) -> bool:

@@ -69,7 +69,8 @@ def run_pipelined(
     """
     kept = folder / _PIPELINED
     kept.mkdir()
-    pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
+    images = sorted({request.image for request in requests if request.image is not None})
+    pipeline = Pipeline(config, tensor_folder=str(kept), shared_paths=images, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
     if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all

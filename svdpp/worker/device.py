@@ -23,14 +23,9 @@ from svdpp.models.free_memory import available_bytes, gib_text
 from svdpp.plan.actions import Action, Kind
 
 
-def device_of(config: PipelineConfig, world: World) -> str:
-    """The device of the rank in `world`, such as `cuda:1`."""
-    return process_group.device_of_rank(config.device, world.local_rank, world.local_size)
-
-
 def take_device(config: PipelineConfig, world: World) -> torch.device:
     """Chooses this rank's device, makes it the thread's current one, and applies the settings."""
-    name = device_of(config, world)
+    name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
         streams.use_device(device)

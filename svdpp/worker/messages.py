@@ -158,12 +158,10 @@ class GpuSample(_Message):
     memory_bytes: int | None = None
     """In use by all processes."""
     watts: float | None = None
-    joules: float | None = None
-    """Since the driver was loaded."""
     celsius: float | None = None
     sm_mhz: float | None = None
-    throttled: tuple[str, ...] = ()
-    """Why the clock is lower than it could be."""
+    throttled: int = 0
+    """For how many reasons the clock is lower than it could be."""
 
     def counters(self) -> dict[str, dict[str, float]]:
         """The known values for a trace: name of the counter, then values by unit."""
@@ -174,7 +172,7 @@ class GpuSample(_Message):
             "gpu power": ("W", self.watts),
             "gpu temperature": ("C", self.celsius),
             "gpu clock": ("MHz", self.sm_mhz),
-            "gpu throttle reasons": ("count", len(self.throttled)),
+            "gpu throttle reasons": ("count", self.throttled),
         }
         return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
 
@@ -212,11 +210,11 @@ class StoredTensor(_Message):
 
 
 class ImageReady(_Message):
-    """The rank has prepared the image of a clip that is submitted later, or will do so then."""
+    """The rank has prepared the image of a clip that is submitted later."""
 
     image: str | None
     seconds: float
-    """That it took; 0 if the rank does it later."""
+    """That it took."""
 
 
 class ClipFailed(_Message):

@@ -17,16 +17,8 @@ from svdpp.media import image as photos
 from svdpp.media.source import source_of
 from svdpp.models.base import Source, Tensors
 
-#: Returns the bytes of a clip's image, given its path on rank 0's host.
-ReadPhoto = Callable[[int, Path], bytes]
-
 #: What a prepared image depends on.
 _Image = tuple[str | None, str | None, SamplingConfig | None]
-
-
-def from_disk(clip: int, path: Path) -> bytes:  # noqa: ARG001
-    """The image's bytes, from this host's disk; InputError if they cannot be read."""
-    return photos.read_bytes(path)
 
 
 class PhotoReader:
@@ -41,11 +33,9 @@ class PhotoReader:
         sampling: SamplingConfig,
         prepare: Callable[[Source, SamplingConfig], Tensors],
         device: torch.device,
-        read: ReadPhoto = from_disk,
     ) -> None:
         self._sampling = sampling
         self._prepare = prepare
-        self._read_bytes = read
         self._upcoming: deque[tuple[int, ClipRequest, Future[Tensors] | None]] = deque()
         self._ahead: dict[int, Future[Tensors]] = {}
         self._thread = streams.one_thread("photos", device)
@@ -61,17 +51,11 @@ class PhotoReader:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Prepares the image of a clip that `expect` gets later; `done` gets the seconds.
-
-        An image from another host is read in its turn, as two threads cannot ask for bytes.
-        """
-        if self._read_bytes is from_disk:
-            start = time.monotonic()
-            future = self._early_thread.submit(self._read, -1, request)
-            self._early = {_image_of(request): future}
-            future.add_done_callback(lambda _: done(time.monotonic() - start))
-        else:
-            done(0.0)
+        """Prepares the image of a clip that `expect` gets later; `done` gets the seconds."""
+        start = time.monotonic()
+        future = self._early_thread.submit(self._read, request)
+        self._early = {_image_of(request): future}
+        future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> Tensors:
         """The prepared image of `clip`, empty if it has none; starts reading the next."""
@@ -89,14 +73,14 @@ class PhotoReader:
     def _read_next(self) -> None:
         if self._upcoming:
             clip, request, early = self._upcoming.popleft()
-            self._ahead[clip] = early or self._thread.submit(self._read, clip, request)
+            self._ahead[clip] = early or self._thread.submit(self._read, request)
 
-    def _read(self, clip: int, request: ClipRequest) -> Tensors:
+    def _read(self, request: ClipRequest) -> Tensors:
         if request.image is None:
             return {}
         path = Path(request.image)
         sampling = request.sampling or self._sampling
-        source, photo = source_of(self._read_bytes(clip, path), path, sampling)
+        source, photo = source_of(photos.read_bytes(path), path, sampling)
         if request.image_sha256 not in (None, photo.sha256):
             raise InputError(f"{request.image!r} has changed since the run began")
         return self._prepare(source, sampling)

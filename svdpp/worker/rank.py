@@ -32,6 +32,7 @@ from svdpp.worker.messages import Finished, Joined, Started, StoredTensor
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
 from svdpp.worker.reporter import GpuSampler, Reporter
 from svdpp.worker.stage import PipelineStage
+from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore
 from svdpp.worker.writers import ClipWriter
 
@@ -105,29 +106,28 @@ class _Preparation:
         ahead = self.context.clock.monotonic_ahead
         reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
         reporter.at(None)
-        tensor_store, folder = self._tensor_store(), setup.latents_folder
-        return PipelineStage(
-            rank,
-            model,
-            transport,
-            ClipWriter(
-                reporter,
-                conditions,
-                self.device,
-                tensor_store,
-                fps=config.sampling.fps,
-                host=self.context.host,
-            ),
-            reporter,
-            config.sampling,
+        tools = RankTools(
+            rank=rank,
+            device=self.device,
+            transport=transport,
+            reporter=reporter,
             is_cancelled=inbox.is_cancelled,
-            # The second rank of a pair has the latents of the first.
-            checkpoints=LatentCheckpoints(Path(folder), conditions)
-            if folder and not config.layout.is_second(rank)
-            else None,
-            tensor_store=tensor_store,
-            profiler=self._profiler(),
+            tensor_store=self._tensor_store(),
             fault=setup.fault,
+        )
+        writer = ClipWriter(
+            *(reporter, conditions, self.device, tools.tensor_store),
+            fps=config.sampling.fps,
+            host=self.context.host,
+        )
+        checkpoints = None
+        # The second rank of a pair has the latents of the first.
+        if setup.latents_folder and not config.layout.is_second(rank):
+            checkpoints = LatentCheckpoints(Path(setup.latents_folder), conditions)
+        return PipelineStage(
+            *(tools, model, writer, config.sampling),
+            checkpoints=checkpoints,
+            profiler=self._profiler(),
         )
 
     def _connected(self) -> Transport:

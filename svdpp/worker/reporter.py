@@ -133,13 +133,7 @@ class Reporter:
 SAMPLE_SECONDS = 1.0
 
 #: Bits of NVML's clock event reasons (nvml.h) that slow a busy GPU down.
-_THROTTLE_REASONS = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
+_SLOWED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and heat, brake
 
 
 class GpuSampler:
@@ -190,15 +184,13 @@ def read_sample(nvml: Any, handle: Any) -> GpuSample:
 
     rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")
     milliwatts = read("nvmlDeviceGetPowerUsage")
-    millijoules = read("nvmlDeviceGetTotalEnergyConsumption")
     reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons")
     return GpuSample(
         when=time.monotonic(),
         utilisation=None if rates is None else rates.gpu / 100,
         memory_bytes=None if memory is None else memory.used,
         watts=None if milliwatts is None else milliwatts / 1000,
-        joules=None if millijoules is None else millijoules / 1000,
         celsius=read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         sm_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        throttled=tuple(name for bit, name in _THROTTLE_REASONS.items() if (reasons or 0) & bit),
+        throttled=((reasons or 0) & _SLOWED).bit_count(),
     )

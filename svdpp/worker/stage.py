@@ -12,13 +12,12 @@ import torch
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
-from svdpp.comm.transport import Channel, PendingPacket, Transport
+from svdpp.comm.transport import Channel, PendingPacket
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.device import MemoryPressure, out_of_memory_named
-from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
+from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     ActionDone,
@@ -26,15 +25,12 @@ from svdpp.worker.messages import (
     ClipJob,
     ImageReady,
     PromptCut,
-    StepDone,
     WaitCause,
     Work,
 )
-from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
+from svdpp.worker.prefetch import PhotoReader
 from svdpp.worker.profiler import ClipProfiler
-from svdpp.worker.reporter import Reporter
-from svdpp.worker.steps import NotWantedError, Pair, StepChecks
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.steps import Denoising, NotWantedError, RankTools
 from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
@@ -49,60 +45,43 @@ class PipelineStage:
     range, nor that a step of a clip belongs to one rank.
 
     Args:
-        rank: this rank.
+        tools: what all its actions work with.
         model: the parts that this rank's actions need.
-        transport: the rank's links, connected.
         clip_writer: writes the clips that end here.
-        reporter: sends events to the parent.
         sampling: of the clips whose requests have none.
-        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
         checkpoints: the folder of latent checkpoints; None writes and reads none.
-        tensor_store: keeps the latent after each DENOISE for verification; None keeps none.
         profiler: profiles one clip; None profiles none.
-        fault: the fault to inject.
-        read_photo: returns the bytes of a clip's image.
     """
 
     def __init__(
         self,
-        rank: int,
+        tools: RankTools,
         model: VideoModel,
-        transport: Transport,
         clip_writer: ClipWriter,
-        reporter: Reporter,
         sampling: SamplingConfig,
         *,
-        is_cancelled: Callable[[int], bool] = lambda _: False,
         checkpoints: LatentCheckpoints | None = None,
-        tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
-        fault: InjectedFault = NO_FAULT,
-        read_photo: ReadPhoto = from_disk,
     ) -> None:
-        self._rank = rank
+        self._tools = tools
+        self._transport, self._reporter = tools.transport, tools.reporter
+        self._device = tools.device
         self._model = model
-        self._device = model.device
-        self._transport = transport
         self._clip_writer = clip_writer
-        self._reporter = reporter
         self._sampling = sampling
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
-        self._is_cancelled = is_cancelled
-        self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
+        self._photos = PhotoReader(sampling, self._prepare, model.device)
         self._checkpoints = checkpoints
-        reporter.add_writer(clip_writer.is_busy)
+        self._reporter.add_writer(clip_writer.is_busy)
         self._checkpoint_writer: LatentCheckpointWriter | None = None
         if checkpoints is not None:
-            self._checkpoint_writer = LatentCheckpointWriter(checkpoints, model.device, reporter)
-            reporter.add_writer(self._checkpoint_writer.is_busy)
-        self._tensor_store = tensor_store
+            writer = LatentCheckpointWriter(checkpoints, model.device, self._reporter)
+            self._reporter.add_writer(writer.is_busy)
+            self._checkpoint_writer = writer
         self._profiler = profiler
-        self._fault = fault
-        self._copies = streams.SideStream(model.device)
-        self._memory_pressure = MemoryPressure(model.device)
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
@@ -134,7 +113,7 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        self._fault.reach(self._rank, action.clip, action.kind.lower())
+        self._tools.fault.reach(self._tools.rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
@@ -177,7 +156,7 @@ class PipelineStage:
         with self._isolated(packet):
             with self._waiting(action, "photograph"):
                 prepared = self._photos.take(action.clip)
-            self._check_wanted(action.clip)
+            self._tools.check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
                 model = self._model_of(action.clip)
@@ -190,7 +169,7 @@ class PipelineStage:
         assert self._checkpoints is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
-            self._check_wanted(action.clip)
+            self._tools.check_wanted(action.clip)
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
             self._packets[action.clip] = self._checkpoints.load(
@@ -204,82 +183,13 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        pair = self._new_pair(action, packet) if action.peer >= 0 else None
+        denoising = Denoising(self._tools, action, packet)
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
-                packet.tensors = self._denoised(action, packet, pair)
-                packet.memory_pressure |= self._memory_pressure.rose()
-                if pair is None or pair.branch == 0:  # both ranks of a pair have the same latent
-                    self._keep_latent(action, packet.tensors)
-        if pair is not None and packet.tombstone:
-            pair.drop()
+                denoising.run(self._model_of(action.clip))
+        if packet.tombstone:
+            denoising.drop()
         packet.next_step = action.end
-
-    def _keep_latent(self, action: Action, tensors: Tensors) -> None:
-        if self._tensor_store is None:
-            return
-        latent = self._on_host(tensors[LATENTS])
-        history = {name: self._on_host(each) for name, each in solver_history(tensors).items()}
-        self._tensor_store.keep_latent(action.clip, action.end, latent, history)
-
-    def _new_pair(self, action: Action, packet: Packet) -> Pair:
-        fault, store = self._fault, self._tensor_store
-
-        def sent(step: int, tensors: Tensors) -> Tensors:
-            packet.memory_pressure |= self._memory_pressure.rose()
-            if step > action.start:
-                return tensors
-            return fault.predicted(self._rank, action.clip, tensors)
-
-        def received(step: int, tensors: Tensors) -> None:
-            if store is not None:
-                prediction = self._on_host(next(iter(tensors.values())))
-                store.keep_prediction(action.clip, step, int(action.peer > self._rank), prediction)
-
-        return Pair(
-            self._transport,
-            self._rank,
-            action,
-            packet,
-            waiting=partial(self._waiting_at, action),
-            sent=sent,
-            received=received,
-        )
-
-    def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
-        """The packet's tensors after the action's steps, all of them checked."""
-        start, end = action.start, action.end
-        self._reporter.at(action, start)
-        skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
-        # An encoded packet must be stepped from its first step on.
-        start, end = (start + skipped, end) if start else (start, end - skipped)
-        tensors = self._fault.received(self._rank, action.clip, packet.tensors)
-        checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
-
-        def after_step(step: int, latent: torch.Tensor) -> None:
-            checks.add(step, latent)
-            self._before_step(action, step + 1)
-
-        self._before_step(action, start)
-        model = self._model_of(packet.clip)
-        tensors = model.denoise(tensors, start, end, after_step, pair)
-        checks.finish()
-        return self._fault.sent(self._rank, action.clip, tensors, action.peer)
-
-    def _before_step(self, action: Action, step: int) -> None:
-        """Ends the action if its clip is not wanted any more; notes the step that follows."""
-        if step == action.end:
-            return
-        self._check_wanted(action.clip)
-        self._reporter.at(action, step)
-        self._fault.reach(self._rank, action.clip, f"step{step}")
-
-    def _check_wanted(self, clip: int) -> None:
-        if self._is_cancelled(clip):
-            raise NotWantedError
-
-    def _report_step(self, clip: int, step: int, seconds: float) -> None:
-        self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
 
     def _share(self, action: Action) -> None:
         packet = self._packet(action)
@@ -308,7 +218,7 @@ class PipelineStage:
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
             streams.wait_for_queue(self._device)
-            packet.memory_pressure |= self._memory_pressure.rose()
+            packet.memory_pressure |= self._tools.memory_pressure.rose()
 
     def _return(self, action: Action) -> None:
         packet = self._packet(action)
@@ -360,7 +270,7 @@ class PipelineStage:
             with self._waiting(action):
                 self._packets[action.clip] = pending.wait()
         packet = self._packets[action.clip]
-        if not packet.tombstone and self._is_cancelled(action.clip):
+        if not packet.tombstone and self._tools.is_cancelled(action.clip):
             packet.make_tombstone()
         return packet
 
@@ -386,10 +296,6 @@ class PipelineStage:
             values.pop(clip, None)
         if clip not in self._helps:
             del self._jobs[clip]
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A complete copy in host memory."""
-        return self._copies.to_host(tensor.contiguous(), streams.mark(self._device))
 
     @contextmanager
     def _isolated(self, packet: Packet) -> Iterator[None]:
@@ -420,13 +326,6 @@ class PipelineStage:
             )
         )
         self._waits = {}
-
-    @contextmanager
-    def _waiting_at(self, action: Action, step: int) -> Iterator[None]:
-        """Reports the wait for the other rank of the pair; it is part of the step's time."""
-        self._reporter.at(action, step, waiting=True)
-        yield
-        self._reporter.at(action, step)
 
     @contextmanager
     def _waiting(self, action: Action | None, cause: WaitCause = "packet") -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,30 +22,27 @@ from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 # A slow disk holds the rank back instead of filling its memory.
 _MAX_WAITING = 2
 
 
 class BoundedExecutor:
-    """Makes calls in one thread, in order; waiting for a call raises what the call raised.
+    """Makes calls in one thread, in order; the thread makes the rank's device its current one.
 
-    The thread makes the rank's device its current one.
+    An error that a call raises is reported as the rank's, and waiting for the call raises it.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
         self._thread = streams.one_thread(name, device)
-        self._waiting: list[Future[Any]] = []
+        self._waiting: list[Future[None]] = []
+        self._reporter = reporter
+        self._stream = SideStream(device)
 
-    def submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Queues one call and returns its future; blocks while two others are queued."""
+    def submit(self, work: Callable[..., None], *arguments: object) -> None:
+        """Queues one call; blocks while two others are queued."""
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
-        future = self._thread.submit(work, *args, **kwargs)
-        self._waiting.append(future)
-        return future
+        self._waiting.append(self._thread.submit(self._reported, work, *arguments))
 
     def finish(self) -> None:
         """Waits for all calls."""
@@ -55,6 +52,13 @@ class BoundedExecutor:
     def is_busy(self) -> bool:
         """Whether a call is queued or running; any thread may ask."""
         return any(not future.done() for future in list(self._waiting))
+
+    def _reported(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._reporter.failed(error)
+            raise
 
     def _finish_first(self) -> None:
         self._waiting[0].result()  # a running call counts as queued
@@ -79,8 +83,8 @@ class FinishedClip:
 class ClipWriter(BoundedExecutor):
     """Writes clips one at a time, in the order of `put`.
 
-    The rank's `reporter` is told from the thread. `fps` is for clips whose requests have no
-    sampling parameters, `host` for each clip's JSON if a launcher has started the ranks.
+    `fps` is for clips whose requests have no sampling parameters, `host` for each clip's JSON if a
+    launcher has started the ranks.
     """
 
     def __init__(
@@ -93,28 +97,21 @@ class ClipWriter(BoundedExecutor):
         fps: int,
         host: str = "",
     ) -> None:
-        super().__init__("clip-writer", device)
-        self._reporter = reporter
+        super().__init__("clip-writer", device, reporter)
         self._conditions = conditions
         self._tensor_store = tensor_store
         self._fps = fps
         self._host = host
-        self._stream = SideStream(device)
 
-    def put(self, finished: FinishedClip) -> Future[bool]:
-        """Queues a clip, whose future says whether it was written; blocks while two are queued."""
-        return self.submit(self._work, finished)
+    def put(self, finished: FinishedClip) -> None:
+        """Queues a clip; blocks while two are queued."""
+        self.submit(self._write_or_lose, finished)
 
-    def _work(self, finished: FinishedClip) -> bool:
+    def _write_or_lose(self, finished: FinishedClip) -> None:
         try:
             self._write(finished)
         except OutputError as error:
             self._reporter.clip_failed(finished.job.clip, error)
-            return False
-        except BaseException as error:
-            self._reporter.failed(error)
-            raise
-        return True
 
     def _write(self, finished: FinishedClip) -> None:
         begun = time.monotonic()
@@ -172,12 +169,10 @@ class LatentCheckpointWriter(BoundedExecutor):
     def __init__(
         self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
     ) -> None:
-        super().__init__("checkpoints", device)
+        super().__init__("checkpoints", device, reporter)
         self._checkpoints = checkpoints
         self._device = device
-        self._reporter = reporter
         self._is_losing = False
-        self._stream = SideStream(device)
 
     def put(self, key: str, packet: Packet) -> None:
         """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
@@ -196,6 +191,3 @@ class LatentCheckpointWriter(BoundedExecutor):
             if not self._is_losing:
                 self._is_losing = True
                 self._reporter.checkpoint_lost(error)
-        except BaseException as error:
-            self._reporter.failed(error)
-            raise

@@ -14,7 +14,7 @@ from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, compare
 from svdpp.bench.config import read_config
 from svdpp.bench.results import Results, summary
 from svdpp.bench.runner import Bench, Round, cases_of, differing
-from svdpp.cli.bench_report import show_summary
+from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.files import read_costs

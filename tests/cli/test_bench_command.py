@@ -21,7 +21,7 @@ from tests.trace_format import check_trace
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
-    *("--workload.steps=2", "--measure.repeats=1", "--set", "measure.warmups=1"),
+    *("--workload.steps=2", "--measure.repeats=1", "--measure.warmups=1"),
 )
 
 
@@ -38,7 +38,7 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
         (("smoke", "-x"), 2, ("no such option: -x",)),
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
-        (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
+        (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
@@ -151,7 +151,9 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_bench_profiles_one_clip_at_its_end(tmp_path: Path) -> None:
-    answer = svdpp_alone("bench", "smoke", *TINY, "--profile", "--results", "here", cwd=tmp_path)
+    answer = svdpp_alone(
+        "bench", "smoke", *TINY, "--profile=true", "--results", "here", cwd=tmp_path
+    )
     assert answer.code == 0, answer
     (folder,) = (tmp_path / "here/smoke").iterdir()
     summary = json.loads((folder / "summary.json").read_text())

@@ -90,7 +90,7 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
     defaults = re.findall(r"\[default: ([^]]*)\]", text)
 
     assert "Default:" not in text
-    assert len(defaults) == text.count("[default: ") > 0 or name in ("env", "models")
+    assert len(defaults) == text.count("[default: ") > 0 or name in ("env", "models", "report")
     others = [other for other in COMMANDS if other not in (name, "run")]
     assert not [d for d in defaults for other in others if f"svdpp {other}" in d]
 
@@ -177,8 +177,3 @@ def test_a_shell_completes_choices() -> None:
     given = [re.findall(r"^plain,(.*)", block, re.M) for block in answer.out.split("END\n")]
     found = {line: " ".join(words) for line, words in zip(COMPLETED, given, strict=False)}
     assert found == COMPLETED
-
-
-def test_an_option_of_one_group_survives_a_name_that_another_group_leaves_out() -> None:
-    """bench has --profile from its own group, without the one of the traces."""
-    assert "--profile" in svdpp_here("bench", "--help-all").out

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, auto_layout, default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults

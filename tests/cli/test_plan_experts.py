@@ -10,10 +10,10 @@ import pytest
 
 from svdpp.plan.costs import Costs
 from tests.cli.shell import ROOT, svdpp_here
-from tests.plan.plans import WAN_COSTS
+from tests.plan import plans
 
 WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
-COSTS = replace(WAN_COSTS, step_seconds=1, encode_seconds=0, decode_seconds=3)
+COSTS = replace(plans.WAN["costs"], step_seconds=1, encode_seconds=0, decode_seconds=3)
 
 
 @pytest.fixture

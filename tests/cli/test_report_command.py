@@ -16,16 +16,16 @@ from tests.diagnostics.made_up_runs import EVEN, leave, replayed
 def test_the_report_fits_one_page(tmp_path: Path) -> None:
     leave(tmp_path / "out", replayed(EVEN, clips=2, world_size=4, num_steps=12))
 
-    answer = svdpp_here("report", str(tmp_path / "out"), "--html", str(tmp_path / "page.html"))
+    answer = svdpp_here("report", str(tmp_path / "out"))
 
     assert answer.code == 0, answer
     assert "clips: 1 done, 1 failed" in answer.out
     assert "a_1.mp4: a latent is not finite" in answer.out
     assert "2 clips are few for 4 ranks" in answer.out
     assert "svdpp run --from" in answer.out
-    assert "memory of rank 0, 1, 2, 3: peak 4.0 of 16.0 GiB, 75% left" in answer.out
+    assert "peak GiB" in answer.out
+    assert answer.out.count("  1.00\n") == 4, answer.out
     assert len(answer.out.splitlines()) <= 40
-    assert "</html>" in (tmp_path / "page.html").read_text()
 
 
 def test_a_bench_is_no_run(tmp_path: Path) -> None:
@@ -78,5 +78,3 @@ def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
 
 def test_other_names_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     assert_error(svdpp_here("report", str(tmp_path / "gone")), 7, "does not exist")
-    answer = svdpp_here("report", str(tmp_path), "--html", "page.txt")
-    assert_error(answer, 2, "--html must end in .html")

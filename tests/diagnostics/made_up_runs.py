@@ -115,6 +115,4 @@ def _rank(rank: int, spans: list[Span], makespan: float, costs: Costs) -> RankFi
         encode=WorkFigures(count=counts[Kind.ENCODE], mean_seconds=costs.encode_on(rank)),
         decode=WorkFigures(count=counts[Kind.DECODE], mean_seconds=costs.decode_on(rank)),
         peak_bytes=2**30,
-        device_bytes=16 * 2**30,
-        memory_id="host",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from svdpp.diagnostics.report import read_report
 from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder, left_in
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.launch.gpus import Gpu
-from svdpp.worker.messages import ActionDone, ClipDone, Joined, Started, StepDone
+from svdpp.worker.messages import ActionDone, ClipDone, StepDone
 
 
 def _config() -> PipelineConfig:
@@ -71,25 +69,6 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.Mon
     assert figures.ranks[0].photograph_wait == pytest.approx(1.0)
     assert figures.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(figures.to_json())) < 10_000
-
-
-@pytest.mark.parametrize(("uuid", "memory"), [("b", ("GPU-b", 16)), ("c", ("", None))])
-def test_a_rank_has_the_memory_of_its_gpu_if_that_is_on_this_host(
-    uuid: str, memory: tuple[str, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = [
-        Gpu(index=i, uuid=f"GPU-{u}", name="L4", capability="8.9", total_bytes=size, free_bytes=4)
-        for i, (u, size) in enumerate((("a", 8), ("b", 16)))
-    ]
-    monkeypatch.setattr(run_recorder, "visible_gpus", lambda: gpus)
-    recorder = FigureRecorder(replace(_config(), device="cuda"), lambda _: None)
-    recorder(0, Started(device="cuda:0", uuid=uuid, conditions={}))
-    recorder(0, Joined(device="cuda:0", load_seconds=1.0))
-    _make_clip(recorder, 0)
-    figures = recorder.figures()
-    assert figures is not None
-    assert (figures.ranks[0].memory_id, figures.ranks[0].device_bytes) == memory
-    assert figures.forecast_seconds is None
 
 
 def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:

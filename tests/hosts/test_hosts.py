@@ -103,6 +103,7 @@ def test_a_folder_of_one_host_alone_is_refused_by_name(
     )
     assert [job.end() for job in jobs] == [1, 1], "torchrun's own code"
     assert f"error: host1 cannot use '{alone}' of rank 0's host\n" in jobs[0].err
+    assert "is gone" not in jobs[1].err, "rank 1 learns the reason"
     assert not list(shared.glob("*.mp4"))
 
 

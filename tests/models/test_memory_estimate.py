@@ -137,7 +137,8 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
 @pytest.mark.full
 def test_bare_process_bytes_include_the_libraries() -> None:
     code = (
-        "from svdpp.models.memory import bare_process_bytes\n"
+        "import svdpp.models.memory\n"
+        "from svdpp.models.free_memory import bare_process_bytes\n"
         "print(bare_process_bytes())\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
     )

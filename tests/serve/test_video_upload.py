@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,10 @@ from svdpp.serve.photos import PhotoFolder
 from tests.cli.test_video_input import save_video
 from tests.models.tiny_families import save_tiny_wan
 from tests.serve.http_server import HttpServer, error_of, schema_of_form
+from tests.serve.test_page import driver, opened
 from tests.serve.test_serve_families import WAN, made
+
+__all__ = ["driver"]  # a fixture
 
 
 def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
@@ -25,7 +30,7 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
     kept = photos.keep(io.BytesIO(data), id, "a.avi", 5)
     assert (kept.path.name, kept.width, kept.height) == (f"{id}.mp4", 64, 48)
     assert kept.path.read_bytes() == data
-    with pytest.raises(InputError, match=r"^'a.avi' has 7 frames, and the clip takes 8 of it$"):
+    with pytest.raises(InputError, match=r"^'a.avi' has 7 of the 8 frames that the clip takes$"):
         photos.keep(io.BytesIO(data), new_id(), "a.avi", 8)
     with pytest.raises(InputError, match=r"^'a.avi' cannot be decoded as a video"):
         photos.keep(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
@@ -36,9 +41,9 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_clips_are_made_from_videos(tmp_path: Path) -> None:
-    data = Path(save_video(tmp_path / "a.mp4")).read_bytes()
-    folder = str(save_tiny_wan(tmp_path / "wan"))
+def test_clips_are_made_from_videos(driver: Any, tmp_path: Path) -> None:
+    file = Path(save_video(tmp_path / "a.mp4"))
+    data, folder = file.read_bytes(), str(save_tiny_wan(tmp_path / "wan"))
     asked = ("--model", folder, "--family", "wan_v2v")
     with HttpServer(tmp_path / "data", *WAN, *asked) as server:
         server.wait_ready()
@@ -53,5 +58,15 @@ def test_clips_are_made_from_videos(tmp_path: Path) -> None:
         answer = server.client.post("/v1/videos", json=form)
         assert answer.status_code == 202, answer.text
         server.wait_for(answer.json()["id"], "completed")
+        with contextmanager(opened)(driver, server) as page:
+            page.wait_text("#drop", "Choose videos")
+            page.run("document.querySelector('details').open = true")
+            page.fill("prompt", "the sea")
+            page.fill("strength", 0.7)
+            page.choose(file)
+            page.one("#make").click()
+            page.wait(lambda: len(page.all(".card")) == 3)
+        (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
+        assert (newest["input"]["name"], newest["strength"]) == ("a.mp4", 0.7)
         few = server.request(photo=data, name="a.mp4", prompt="the sea", frames=9)
-        assert "has 7 frames" in error_of(few, 422, "invalid_image")["message"]
+        assert "has 7 of the 9 frames" in error_of(few, 422, "invalid_image")["message"]

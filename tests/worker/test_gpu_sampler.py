@@ -28,7 +28,6 @@ def _stand_in(**changes: Any) -> Any:
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=75, memory=20),
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**30, total=2**34),
         "nvmlDeviceGetPowerUsage": lambda _: 250_500,
-        "nvmlDeviceGetTotalEnergyConsumption": lambda _: 9_000_000,
         "nvmlDeviceGetTemperature": lambda _, sensor: 61 if sensor == 0 else 0,
         "nvmlDeviceGetClockInfo": lambda _, clock: 1410 if clock == 1 else 0,
         # Idle (bit 0) is no slowdown; the power cap (bit 2) is.
@@ -50,9 +49,9 @@ def _use(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
 
 def test_a_sample_has_plain_units_and_survives_the_channel() -> None:
     sample = read_sample(_stand_in(), "GPU-1")
-    assert (sample.utilisation, sample.watts, sample.joules) == (0.75, 250.5, 9000.0)
+    assert (sample.utilisation, sample.watts) == (0.75, 250.5)
     assert (sample.memory_bytes, sample.celsius, sample.sm_mhz) == (3 * 2**30, 61, 1410)
-    assert sample.throttled == ("power cap",)
+    assert sample.throttled == 1
     assert parse_event(sample.to_bytes()) == sample
     assert sample.counters()["gpu power"] == {"W": 250.5}
     assert sample.counters()["gpu load"] == {"percent": 75.0}
@@ -60,9 +59,9 @@ def test_a_sample_has_plain_units_and_survives_the_channel() -> None:
 
 def test_what_a_gpu_does_not_give_is_missing() -> None:
     nvml = _stand_in(nvmlDeviceGetPowerUsage=None, nvmlDeviceGetUtilizationRates=None)
-    del nvml.nvmlDeviceGetTotalEnergyConsumption  # the module of an old driver
+    del nvml.nvmlDeviceGetClockInfo  # the module of an old driver
     sample = read_sample(nvml, "GPU-1")
-    assert (sample.utilisation, sample.watts, sample.joules) == (None, None, None)
+    assert (sample.utilisation, sample.watts, sample.sm_mhz) == (None, None, None)
     assert "gpu power" not in sample.counters()
     assert sample.celsius == 61
 

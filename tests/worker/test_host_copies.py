@@ -26,6 +26,7 @@ from svdpp.verification import reference
 from svdpp.worker import latent_checkpoints, stage, tensor_store, writers
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
 from svdpp.worker.writers import ClipWriter
 
@@ -106,7 +107,8 @@ def test_the_reference(tmp_path: Path) -> None:
         checkpoint=None,
         requests=(ClipRequest(seed=0),),
         steps=frozenset({1, 2}),
-        tensor_folder=str(tmp_path),
+        folder=tmp_path,
+        predictions=False,
     )
     reporter = Mock()
     reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
@@ -122,14 +124,11 @@ def test_a_rank(tmp_path: Path) -> None:
     written = Mock()
     kept = TensorStore(tmp_path)
     rank = stage.PipelineStage(
-        0,
+        RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
         _model(),
-        link,
         ClipWriter(written, {}, CPU, kept, fps=7),
-        reporter,
         SvdSampling(),
         checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
-        tensor_store=kept,
     )
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"

@@ -47,18 +47,19 @@ def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None
 
 
 def test_one_photograph_is_read_ahead_and_no_more(
-    paths: list[Path],
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    second = threading.Event()
+    second, read_bytes = threading.Event(), photos.read_bytes
 
-    def noting(clip: int, path: Path) -> bytes:  # noqa: ARG001
+    def noting(path: Path) -> bytes:
         read.append(path.stem)
         if len(read) == 2:
             second.set()
-        return photos.read_bytes(path)
+        return read_bytes(path)
 
-    reader = PhotoReader(SAMPLING, _first_pixel, CPU, noting)
+    monkeypatch.setattr(photos, "read_bytes", noting)
+    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)
@@ -87,23 +88,6 @@ def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path])
     reader.expect([(2, replace(large, seed=5)), (3, replace(large, image=str(paths[1])))])
     assert [reader.take(clip)["pixel"].tolist()[0] for clip in (2, 3)] == [10, 20]
     assert shades.count((10, 10, 10)) == 1
-    reader.close()
-
-
-def test_a_photograph_of_another_host_is_read_in_its_turn(paths: list[Path]) -> None:
-    read: list[int] = []
-
-    def asking(clip: int, path: Path) -> bytes:
-        read.append(clip)
-        return photos.read_bytes(path)
-
-    reader, seconds = PhotoReader(SAMPLING, _first_pixel, CPU, asking), list[float]()
-    ((_, request),) = _requests(paths[:1])
-    reader.prepare_early(request, seconds.append)
-    assert seconds == [0.0]
-    reader.expect([(7, request)])
-    assert reader.take(7)
-    assert read == [7]
     reader.close()
 
 

@@ -10,7 +10,6 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +30,7 @@ from svdpp.models.engine.patches import (
     replaced,
     step_callback,
 )
+from svdpp.models.engine.records import Records
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import (
     Node,
@@ -40,8 +40,6 @@ from svdpp.models.engine.values import (
     copied,
     describe,
     differ,
-    has_tensors,
-    leaves,
     packed_state,
     snapshot,
     tensors_in,
@@ -51,11 +49,6 @@ from svdpp.models.engine.values import (
 
 #: Name of the tensor that holds a packet's structure: JSON, in host memory.
 STRUCTURE = "structure"
-
-# The record whose first tensor is the latent before the first step.
-_NOISE_RECORD = "prepare_latents"
-# What the noise is called in a packet after the first step.
-_NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
 
 
 class _Stop(Exception):
@@ -87,11 +80,9 @@ class RangeCall:
         self._given: Node | None = self.packet[0] if self.packet else None
         self._received: Tensors = self.packet[1] if self.packet else {}
         self._device = self.pipe._execution_device
-        self._queues: dict[str, list[Node]] = {}
-        for record in self._given["records"] if self._given else ():
-            self._queues.setdefault(record["name"], []).append(record)
-        self._records: list[tuple[str, Any, list[torch.Tensor] | None]] = []
-        self._depth, self._in_steps = 0, False
+        # No method of this object, which would keep the packet after the call.
+        self._unpacked = functools.partial(unpack, tensors=self._received, device=self._device)
+        self._records = Records(self.row, self._unpacked, self.generators, self._given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -133,55 +124,14 @@ class RangeCall:
             )
         return result
 
-    # 1. What is outside the steps is recorded once, and replayed.
-
-    def _recorded(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or self._in_steps:
-                return real(*args, **kwargs)
-            if self._given is not None:
-                return self._replay(name, real, args, kwargs)
-            before = self._generator_states()
-            self._depth += 1
-            try:
-                result = real(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            after = self._generator_states()
-            drew = differ(before, after)
-            if drew or has_tensors(result):
-                self._records.append((name, copied(result), after if drew else None))
-            return result
-
-        return call
-
-    def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
-        if not self._queues.get(name):
-            return real(*args, **kwargs)  # it returned no tensors when it was called to encode
-        record = self._queues[name].pop(0)
-        if record["drew"] is not None:
-            self._restore(record["drew"])
-        return self._unpacked(record["result"])
-
-    def _restore(self, node: Node) -> None:
-        for generator, state in zip(self.generators, self._unpacked(node), strict=True):
-            generator.set_state(state)
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
-
-    def _unpacked(self, node: Node) -> Any:
-        return unpack(node, self._received, self._device)
-
-    # 2. A step.
+    # 1. A step.
 
     def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
         real = module.forward
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._in_steps = True
+            self._records.in_steps = True
             self._begin_step()
             if self._index < self.start:
                 return self._phantom_output()
@@ -246,7 +196,7 @@ class RangeCall:
             self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
-            self._restore(step["generators"])
+            self._records.restore(step["generators"])
         chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
@@ -273,7 +223,7 @@ class RangeCall:
             return {}
         return {LATENTS: self._unpacked(self._given["step"]["latents"])}
 
-    # 3. The loop.
+    # 2. The loop.
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
@@ -283,7 +233,7 @@ class RangeCall:
         if self.end is not None:
             self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
-        self._in_steps = False
+        self._records.in_steps = False
 
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
@@ -291,49 +241,21 @@ class RangeCall:
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
 
-    # 4. The packet.
+    # 3. The packet.
 
     def _pack(self) -> None:
         try:
             if self._given is None:
-                records, step = self._packed_records(), None
+                records, step = self._records.packed(self._packer), None
             else:
                 # Often the result of `step` itself.
                 latents = self._packer.pack(self._reached(), LATENTS)
                 step = {"latents": latents, **self._packed_step()}
-                records = self._passed_on()
+                records = self._records.passed_on(self._received, self._packer.tensors)
         except NotPackableError as error:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
         self.structure = {"records": records, "step": step}
-
-    def _packed_records(self) -> list[Node]:
-        for name, result, _ in self._records:
-            if name == _NOISE_RECORD:
-                self._packer.pack(tensors_in(result)[0], LATENTS)
-        records, packer = [], self._packer
-        for place, (name, result, drew) in enumerate(self._records):
-            sent = name not in self.row.unsent
-            node = packer.pack(result, f"record.{place}") if sent else describe(result)
-            states = None if drew is None else packer.pack(drew, f"drew.{place}")
-            records.append({"name": name, "result": node, "drew": states})
-        return records
-
-    def _passed_on(self) -> list[Node]:
-        """The records that were received; what is still used of the noise is in the latent."""
-        assert self._given is not None
-        records: list[Node] = copy.deepcopy(self._given["records"])
-        for record in records:
-            record["drew"] = None  # each step's state is in the packet
-            for leaf in leaves(record["result"]):
-                name = leaf["name"]
-                if name == LATENTS:
-                    leaf["name"] = _NOISE[self.row.noise_use]
-                elif record["name"] in self.row.only_first_step:
-                    leaf["name"] = None
-                if leaf["name"] not in (None, LATENTS):
-                    self.tensors[leaf["name"]] = self._received[name]
-        return records
 
     def _packed_results(self, name: str) -> list[list[Node]]:
         """What `step` returned last, of each scheduler."""
@@ -357,10 +279,10 @@ class RangeCall:
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": self._packer.pack(self._generator_states(), GENERATOR),
+            "generators": self._packer.pack(self._records.generator_states(), GENERATOR),
         }
 
-    # 5. The pipeline, its components and its scheduler, while the call lasts.
+    # 4. The pipeline, its components and its scheduler, while the call lasts.
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -368,7 +290,7 @@ class RangeCall:
         with ExitStack() as patches:
             patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
             for name in own_methods(pipe.__class__):
-                method = self._recorded(name, getattr(pipe, name))
+                method = self._records.wrapped(name, getattr(pipe, name))
                 patches.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
                 if part in self.row.denoisers and component is not None:
@@ -388,7 +310,9 @@ class RangeCall:
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = component_methods(component).items()
-        recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        recorded = {
+            name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
+        }
         if self._given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)

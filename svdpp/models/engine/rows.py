@@ -14,7 +14,6 @@ from svdpp.models.engine import hunyuan, ltx, others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-_ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -38,7 +37,7 @@ class Row:
     denoiser: str
     """The class of the denoisers: others may keep state that no packet carries."""
     takes_prompt: bool = True
-    schedulers: tuple[str, ...] = _FLOW
+    schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
     """What an encode uses."""
@@ -57,7 +56,9 @@ class Row:
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
+    unsent: frozenset[str] = frozenset(
+        {"video_processor.preprocess", "video_processor.preprocess_video"}
+    )
     """Records that steps and decode do not use."""
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
@@ -113,7 +114,6 @@ _LTX = Row(
     image="LTXImageToVideoPipeline",
     both=True,
     denoiser="LTXVideoTransformer3DModel",
-    schedulers=("FlowMatchEulerDiscreteScheduler",),
     renamed={"frame_rate": "fps"},
     noise_use="in_latents",
     results_in_latents=1,
@@ -128,6 +128,7 @@ _VACE = Row(
     text="WanVACEPipeline",
     image="WanVACEPipeline",
     denoiser="WanVACETransformer3DModel",
+    schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     encode=("tokenizer", "text_encoder", "vae"),
     image_argument="reference_images",
@@ -163,6 +164,7 @@ ROWS: Mapping[str, Row] = {
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         denoiser="WanTransformer3DModel",
+        schedulers=_FLOW,
         denoisers=("transformer", "transformer_2"),
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
@@ -185,8 +187,8 @@ ROWS: Mapping[str, Row] = {
         image_argument="video",
         also=("WanPipeline",),
         denoiser="WanTransformer3DModel",
+        schedulers=_FLOW,
         fp32=frozenset({"vae"}),
-        unsent=frozenset({"video_processor.preprocess_video"}),
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
@@ -207,7 +209,6 @@ ROWS: Mapping[str, Row] = {
         image="LTX2ImageToVideoPipeline",
         both=True,
         denoiser="LTX2VideoTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
         vocoder="vocoder",
@@ -225,7 +226,6 @@ ROWS: Mapping[str, Row] = {
         text="HunyuanVideoPipeline",
         image="HunyuanVideoImageToVideoPipeline",
         denoiser="HunyuanVideoTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
@@ -236,7 +236,6 @@ ROWS: Mapping[str, Row] = {
         title="FramePack",
         image="HunyuanVideoFramepackPipeline",
         denoiser="HunyuanVideoFramepackTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
@@ -249,7 +248,6 @@ ROWS: Mapping[str, Row] = {
         text="HunyuanVideo15Pipeline",
         image="HunyuanVideo15ImageToVideoPipeline",
         denoiser="HunyuanVideo15Transformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
@@ -275,7 +273,6 @@ ROWS: Mapping[str, Row] = {
         also=("CogVideoXPipeline",),
         denoiser="CogVideoXTransformer3DModel",
         schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
-        unsent=frozenset({"video_processor.preprocess_video"}),
         check=others.check_strength,
         arguments=others.all_steps,
     ),
@@ -285,6 +282,7 @@ ROWS: Mapping[str, Row] = {
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         denoiser="SkyReelsV2Transformer3DModel",
+        schedulers=_FLOW,
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
     ),
@@ -293,9 +291,10 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         denoiser="SkyReelsV2Transformer3DModel",
+        schedulers=_FLOW,
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
-        results_in_latents=_ALL,
+        results_in_latents=1_000,  # all
         check=others.one_window,
     ),
     "kandinsky5": Row(
@@ -305,7 +304,6 @@ ROWS: Mapping[str, Row] = {
         image="Kandinsky5I2VPipeline",
         both=True,
         denoiser="Kandinsky5Transformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
@@ -318,7 +316,6 @@ ROWS: Mapping[str, Row] = {
         branches="batch",
         text="MochiPipeline",
         denoiser="MochiTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
     ),
     "latte": Row(
         title="Latte",
@@ -342,12 +339,11 @@ FAMILIES: Mapping[str, str] = {
     if pipeline is not None and pipeline not in row.also
 }
 
-_VIDEOS = "takes two videos and an image, and svdpp reads one file for a clip"
 _GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "WanAnimatePipeline": _VIDEOS,
+    "WanAnimatePipeline": "takes two videos and an image, and svdpp reads one file for a clip",
     "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
     "CosmosTextToWorldPipeline": _GUARDRAIL,
