@@ -102,7 +102,7 @@ def profile(
 
 
 def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """The configuration to measure: one step for each rank."""
+    """The configuration to measure: one step for each rank; two for one rank, which some need."""
     if options.sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
@@ -115,7 +115,7 @@ def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfi
     if world_size is None:
         world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
     config, _ = PipelineRequest(
-        options=options.with_steps(world_size, world_size),
+        options=options.with_steps(max(world_size, 2), world_size),
         num_clips=None,
         launched=launched,
         device=device,

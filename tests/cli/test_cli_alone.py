@@ -268,18 +268,6 @@ def test_simulate_json() -> None:
         assert 0 <= rank["bubble"] <= 1
 
 
-@pytest.mark.processes
-@pytest.mark.long
-@pytest.mark.full
-def test_simulate_out_of_memory_names_options_that_it_has() -> None:
-    shape = ("--latent-shape", "1", "4", "1000", "100000", "100000")
-    answer = svdpp_alone("simulate", *shape, "--world", "1", "--clips", "1", "--steps", "1", "-q")
-
-    assert_error(answer, 4, "149011.6 GiB asked for, ", " GiB free", "--latent-shape")
-    usage = svdpp_here("simulate", "--help").out
-    assert [name for name in re.findall(r"--[a-z-]+", answer.err) if name not in usage] == []
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
     """One real clip, made by `run --json -q`."""
