@@ -184,9 +184,9 @@ class Server:
 def _allow_connections() -> None:
     """Raises the limit of open files, which is often 1024, to what an administrator allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if 0 <= soft < _MAX_FILES:  # infinity is negative
+        most = _MAX_FILES if hard < 0 else min(hard, _MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 class _Http(uvicorn.Server):
