@@ -60,8 +60,12 @@ rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small m
 	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -m gpu -n $(or $(WORKERS),2) --dist worksteal \
 	  tests/gpu $(ARGS)
 
-offline-bundle: $(STAMP) ## Collect the wheels that the GPU tests need: FOR=3.12 [ONLY=name,name]
-	$(BIN)/python -m tests.gpu.offline_bundle --python $(FOR) $(if $(ONLY),--only $(ONLY)) bundle
+offline-bundle: $(STAMP) ## Collect wheels of constraints.txt, without torch: FOR=3.12 [ONLY="name|name"]
+	mkdir -p bundle
+	grep -E "^($(or $(ONLY),[^#]*))==" constraints.txt | grep -v ^torch== > bundle/wheels.txt
+	$(BIN)/python -m pip download $(QUIET) --no-deps --only-binary=:all: --python-version $(FOR) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 --dest bundle -r bundle/wheels.txt
 
 soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
 	$(BIN)/python -m tests.soak.soak $(ARGS)

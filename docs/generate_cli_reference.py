@@ -16,13 +16,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from svdpp import errors
-from svdpp.cli.app import COMMANDS, build_app
-from svdpp.cli.command import Command
-from svdpp.cli.help import described, panels_of, shown_names
+from svdpp.cli.app import COMMANDS, App
+from svdpp.cli.command import Command, described, panels_of, shown_names
 from svdpp.cli.models import describe
+from svdpp.cli.options.declare import Argument
 from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
@@ -80,30 +78,29 @@ def families() -> str:
 
 def reference() -> str:
     """The whole page in Markdown."""
-    root = typer.main.get_command(build_app())
-    context = typer.Context(root, info_name="svdpp", **root.context_settings)
+    root = App()
+    options: Any = root.params
     blocks = [_HEAD, "# `svdpp`", _escaped(inspect.cleandoc(root.help or ""))]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
-    blocks.append(_list("Options", ((shown_names(one), one.help) for one in root.params)))
+    blocks.append(_list("Options", ((shown_names(one), one.help) for one in options)))
     links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
     blocks.append("**Commands**\n\n" + "\n".join(links))
     for name in COMMANDS:
-        command = root.get_command(context, name)  # type: ignore[attr-defined]
-        blocks += _command(command, getattr(import_module(f"svdpp.cli.{name}"), name))
+        blocks += _command(getattr(import_module(f"svdpp.cli.{name}"), name))
     return "\n\n".join([*blocks, *_exit_codes()]) + "\n"
 
 
-def _command(command: Any, spec: Command) -> Iterator[str]:
+def _command(command: Command) -> Iterator[str]:
     """One command's section."""
-    yield f"## `svdpp {spec.name}`"
-    yield _escaped(inspect.cleandoc(command.help))
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    words = ["svdpp", spec.name, "[OPTIONS]", *(one.metavar for one in arguments)]
+    yield f"## `svdpp {command.name}`"
+    yield _escaped(inspect.cleandoc(command.help or ""))
+    arguments: list[Any] = [one for one in command.params if isinstance(one, Argument)]
+    words = ["svdpp", command.name, "[OPTIONS]", *(one.metavar for one in arguments)]
     yield f"```console\n$ {' '.join(words)}\n```"
-    yield "For example:\n\n```sh\n" + "\n".join(spec.examples) + "\n```"
+    yield "For example:\n\n```sh\n" + "\n".join(command.examples) + "\n```"
     if arguments:
         yield _list("Arguments", ((one.metavar, described(one)) for one in arguments))
-    for title, options in panels_of(command.params, spec.common).items():
+    for title, options in panels_of(command.params, command.common).items():
         yield _list(title, ((shown_names(one), described(one)) for one in options))
 
 

@@ -89,15 +89,6 @@ REFUSED = [
         )
     ],
     *[
-        (
-            pipeline,
-            {"world_size": 2, "device": device, "device_order": order},
-            f"device_order must name each of 2 devices of --device cuda once, got {order}",
-        )
-        for device, order in (("cuda", (0,)), ("cuda", (0, 0)), ("cuda", (1, 2)), ("cpu", (1, 0)))
-    ],
-    (pipeline, {"device_order": [0]}, "device_order must be"),
-    *[
         (pipeline, {name: value}, f"{option} must be above 0 and at most 604800 s, got {value!r}")
         for name, option in (
             ("timeout_seconds", "--timeout"),

@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
-import typer
 
-from svdpp.cli.app import COMMANDS, build_app
+from svdpp.cli.app import COMMANDS, App
 from svdpp.media.examples import example_photos
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
@@ -32,7 +32,6 @@ NOT_RUN = {
     "curl ": "tests/serve/test_serving_docs.py asks a server",
     "svdpp serve": "runs until it is stopped; tests/serve",
     "svdpp bench": "takes minutes; tests/cli/test_bench_command.py",
-    "svdpp report results/": "of a bench; tests/cli/test_report_command.py",
     "svdpp verify --model path/to/checkpoint": "any checkpoint",
     "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
     "svdpp run --model Wan-AI/": "downloads weights from the hub",
@@ -86,9 +85,12 @@ def test_every_page_is_read() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_exists(page: Path) -> None:
     """Also those of commands within a sentence or a table."""
-    commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    app = App()
+    context = click.Context(app)
     for name, arguments in _ASKED.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
-        known = {option for each in commands[name].params for option in each.opts}
+        command = app.get_command(context, name)
+        assert command is not None
+        known = {option for each in command.params for option in each.opts}
         asked = set(re.findall(r"(?<= )--[a-z-]+(?=[ =]|$)", arguments))
         assert asked <= known, (name, arguments)
 

@@ -1,4 +1,4 @@
-"""The comparison of two benches: ratios, and whether they are more than noise."""
+"""The figures of benches: their names, ratios between two benches, and whether they are noise."""
 
 from __future__ import annotations
 
@@ -10,24 +10,43 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.bench.names import CASES, DATA_PARALLEL, ENVIRONMENT, ONE_DEVICE, PIPELINE, SUMMARY
 from svdpp.errors import InputError, RequestError
+
+#: The case that is measured, and its two baselines.
+PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
+CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
+
+#: The files of a bench.
+SUMMARY, CONFIG, ENVIRONMENT = "summary.json", "config.yaml", "env.json"
+ROUNDS, PROFILE, COSTS = "rounds.jsonl", "profile.json", "costs.json"
+
+#: The parts of the ranks' time; `summary.json` has the share of each.
+TIME_PARTS = ("compute", "wait", "transfer", "idle", "unaccounted")
+
+#: The figures of a case in `summary.json`, `over_rounds`.
+FIGURES = (
+    *("clips", "makespan_seconds", "overhead", "first_clip_seconds", "steady_clips_per_minute"),
+    *("step_p50_seconds", "step_p90_seconds", "step_p95_seconds", "bubble"),
+    *(f"{part}_share" for part in TIME_PARTS),
+    *("start_seconds", "load_seconds", "peak_allocated_gib", "peak_reserved_gib"),
+)
 
 #: Ratios closer to 1 than this are never called different, however small their spread.
 NEGLIGIBLE = 0.01
 #: With fewer rounds too many equal benches would be called different.
 MIN_ROUNDS = 3
 
-_FIGURES = {
+_COMPARED = {
     "steady_clips_per_minute": "clips/min",
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
-    "tflops": "TFLOP/s",
 }
-# It follows from the seconds of the work, which are judged, and from how FLOPs are counted.
-_NOT_JUDGED = ("tflops",)
-
 Summary = Mapping[str, Any]
+
+
+def is_share(figure: str) -> bool:
+    """Whether `figure` is a share of a whole; shares can be 0, and their mean is arithmetic."""
+    return figure == "bubble" or figure.endswith("_share")
 
 
 def check_rounds(repeats: int, what: str) -> None:
@@ -94,17 +113,11 @@ def ratio(
     name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
 ) -> Ratio:
     """B over A, from one value above 0 for each round of both; `drift` is a logarithm."""
-    bounds = interval([math.log(value) for value in a], [math.log(value) for value in b], drift)
+    bounds = interval([*map(math.log, a)], [*map(math.log, b)], drift)
+    low, high = map(math.exp, bounds) if bounds else (None, None)
     means = statistics.geometric_mean(a), statistics.geometric_mean(b)
-    return Ratio(
-        name=name,
-        a=means[0],
-        b=means[1],
-        value=means[1] / means[0],
-        low=bounds and math.exp(bounds[0]),
-        high=bounds and math.exp(bounds[1]),
-        **more,
-    )
+    value = means[1] / means[0]
+    return Ratio(name=name, a=means[0], b=means[1], value=value, low=low, high=high, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,22 +160,18 @@ class Comparison:
         """
         ours = {f"{PIPELINE} / {ONE_DEVICE}"}
         if not self.machines:
-            figures = [words for name, words in _FIGURES.items() if name not in _NOT_JUDGED]
-            ours |= {f"{case}: {words}" for case in (PIPELINE, DATA_PARALLEL) for words in figures}
+            cases = (PIPELINE, DATA_PARALLEL)
+            ours |= {f"{case}: {words}" for case in cases for words in _COMPARED.values()}
         return [ratio for ratio in self.ratios if ratio.name in ours and ratio.is_slower]
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain values."""
         return {
             "schema_version": 1,
-            "a": self.a,
-            "b": self.b,
+            **asdict(self),
             "equal": self.is_equal,
             "verdict": self.verdict,
             "slower": [ratio.name for ratio in self.slower],
-            "same_bits": self.same_bits,
-            "settings": self.settings,
-            "machines": self.machines,
             "ratios": [{**asdict(ratio), "noise": ratio.is_noise} for ratio in self.ratios],
         }
 
@@ -171,13 +180,14 @@ def compare(a: Path, b: Path) -> Comparison:
     """Compares the bench in folder `b` with that in folder `a`."""
     one, other = read_summary(a), read_summary(b)
     machines = _differences(_read_machine(a), _read_machine(b))
-    same_work = _baseline(one["config"]) == _baseline(other["config"])
-    same_clips = same_work and _clips(one["config"]) == _clips(other["config"])
+    configs = one["config"], other["config"]
+    same_work = _baseline(configs[0]) == _baseline(configs[1])
+    same_clips = same_work and _clips(configs[0]) == _clips(configs[1])
     return Comparison(
         a=one["run_id"],
         b=other["run_id"],
         ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
-        settings=_differences(_measured(one["config"]), _measured(other["config"])),
+        settings=_differences(_measured(configs[0]), _measured(configs[1])),
         machines=machines,
         same_bits=one["latents_sha256"] == other["latents_sha256"] if same_clips else None,
     )
@@ -208,7 +218,7 @@ def read_summary(folder: Path) -> Summary:
     path = folder / SUMMARY
     summary = _read(path)
     try:
-        if summary["schema_version"] not in (1, 2):
+        if summary["schema_version"] not in (1, 2, 3):
             raise ValueError("it is of another version of svdpp")
         _baseline(summary["config"]), _clips(summary["config"])
         _ = summary["run_id"], summary["latents_sha256"], summary["same_bits"]
@@ -250,7 +260,7 @@ def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
         if case in a["speedups"] and case in b["speedups"]:
             rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
             yield ratio(f"{PIPELINE} / {case}", *rounds)
-    for name, words in _FIGURES.items():
+    for name, words in _COMPARED.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
         # If diffusers did not fit on the device, the drift of the machine is unknown.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
@@ -278,17 +288,10 @@ def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A field that is None counts as missing: older benches do not have all of today's.
     """
-    names = ("device", "threads", "deterministic")
-    workload = {
-        name: value
-        for name, value in config["workload"].items()
-        if name != "clips" and value is not None
-    }
-    return {
-        **{name: config[name] for name in ("model", "precision")},
-        "workload": workload,
-        "ranks": {name: config["pipeline"].get(name) for name in names},
-    }
+    work = {k: v for k, v in config["workload"].items() if k != "clips" and v is not None}
+    ranks = {name: config["pipeline"].get(name) for name in ("device", "threads", "deterministic")}
+    parts = {"workload": work, "ranks": ranks}
+    return {"model": config["model"], "precision": config["precision"], **parts}
 
 
 def _measured(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""A bench's configuration: sections, YAML, overrides, grids, all checked before it runs."""
+"""A bench's configuration: sections, YAML and overrides, all checked before it runs."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -28,8 +26,7 @@ from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_SEED
-from svdpp.config.params import params_of
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED, params_of
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
 from svdpp.redaction import recorded_name, redact_all
@@ -58,6 +55,7 @@ class Model(Section):
     """The weights; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
+    family: str | None = None
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False
@@ -134,11 +132,10 @@ class Measure(Section):
 
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
-_MAX_GRID = 1000
 
 
 class BenchConfig(Section):
-    """One point of a bench's grid; every field has one value."""
+    """What a bench measures."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     """Name of the folder for its results."""
@@ -193,7 +190,7 @@ class BenchConfig(Section):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """All fields, in the form that `read_grid` reads."""
+        """All fields, in the form that `read_config` reads."""
         values = self.model_dump()
         values["model"]["name"] = recorded_name(self.model.name)
         return str(yaml.safe_dump(redact_all(values), sort_keys=False))
@@ -204,8 +201,8 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
-def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
-    """All points of the grid that a file and its overrides span, in the order of its lists.
+def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
+    """The configuration in a file, with its overrides.
 
     Args:
         name: a path, or the name of a configuration that comes with svdpp.
@@ -216,10 +213,17 @@ def read_grid(name: str, overrides: Sequence[str]) -> list[BenchConfig]:
     for override in overrides:
         _override(content, override)
     content.setdefault("experiment", path.stem)
-    points = list(itertools.islice(_points(content), _MAX_GRID + 1))
-    if len(points) > _MAX_GRID:
-        raise RequestError(f"{name!r} spans more than {_MAX_GRID} points", "shorten its lists")
-    return [_validated(point, name) for point in points]
+    try:
+        return BenchConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError):
+            raise RequestError(f"{name}: {cause.message}", cause.hint) from error
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
+        raise RequestError(f"{name}: {where} {describe_fault(first)}") from error
 
 
 def _find(name: str) -> Path:
@@ -274,32 +278,6 @@ def _override(content: dict[str, Any], text: str) -> None:
         raise RequestError(f"{text!r}: the value is not YAML") from error
 
 
-def _points(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One mapping for each point: the last list varies fastest."""
-    swept = [(place, value) for place, value in _leaves(content) if _is_sweep(place, value)]
-    for choice in itertools.product(*(values for _, values in swept)):
-        point: dict[str, Any] = json.loads(json.dumps(content, default=str))
-        for (place, _), value in zip(swept, choice, strict=True):
-            *sections, field = place
-            functools.reduce(dict.__getitem__, sections, point)[field] = value
-        yield point
-
-
-def _leaves(content: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[Any]:
-    for key, value in content.items():
-        place = (*above, str(key))
-        if isinstance(value, dict):
-            yield from _leaves(value, place)
-        else:
-            yield place, value
-
-
-def _is_sweep(place: tuple[str, ...], value: object) -> bool:
-    """Whether `value` is a list for a field of single values; validation refuses an empty one."""
-    is_single = ".".join(place) not in _LISTS and place[0] != "targets"
-    return isinstance(value, list) and bool(value) and is_single
-
-
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -310,21 +288,6 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
 
 #: The type of each field, by its dotted name.
 FIELDS = dict(_fields(BenchConfig))
-_LISTS = {name for name, annotation in FIELDS.items() if str(annotation).startswith("list")}
-
-
-def _validated(content: dict[str, Any], name: str) -> BenchConfig:
-    try:
-        return BenchConfig.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, RequestError):
-            raise RequestError(f"{name}: {cause.message}", cause.hint) from error
-        if first["type"] == "extra_forbidden":
-            raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
-        raise RequestError(f"{name}: {where} {describe_fault(first)}") from error
 
 
 def _known(where: str) -> str:

@@ -1,18 +1,17 @@
-"""The result files of a bench, results/<experiment>/<run_id>/; only the parent writes them."""
+"""The results of a bench: the figures of its rounds, a summary, and the folder with both."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import json
+import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from svdpp.bench.names import (
+from svdpp.bench.compare import (
     CONFIG,
     COSTS,
     DATA_PARALLEL,
@@ -22,7 +21,6 @@ from svdpp.bench.names import (
     PIPELINE,
     ROUNDS,
     SUMMARY,
-    TABLE,
     TIME_PARTS,
     is_share,
 )
@@ -30,16 +28,14 @@ from svdpp.bench.runner import Bench, Round, differing
 from svdpp.bench.targets import outcome
 from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.diagnostics.environment import environment
-from svdpp.diagnostics.figures import RankFigures, rounded
-from svdpp.diagnostics.utilisation import Utilisation, speeds_of
-from svdpp.errors import OutputError, SvdppError, error_to_dict
+from svdpp.diagnostics.figures import rounded
+from svdpp.diagnostics.report import diagnose
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import percentile
-from svdpp.redaction import redact_all
+from svdpp.plan.layout import Layout
 
-SCHEMA_VERSION = 2
-_GIB = 2**30
+SCHEMA_VERSION = 3
 
 
 class Results:
@@ -48,50 +44,52 @@ class Results:
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
         output_files.check_writable(root.absolute())
-        self.folder = _new_folder(root / bench.asked.experiment, bench.asked.sha256)
-        self.run_id = self.folder.name
-        text = f"# sha256 {bench.asked.sha256}\n{bench.asked.to_yaml()}"
+        sha256 = bench.asked.sha256
+        self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{sha256[:8]}"
+        self.folder = root / bench.asked.experiment / self.run_id
+        with output_files.disk_errors(f"{str(self.folder)!r} cannot be created"):
+            self.folder.mkdir(parents=True)
+        text = f"# sha256 {sha256}\n{bench.asked.to_yaml()}"
         output_files.write_text(self.folder / CONFIG, text)
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's figures, for `svdpp report`."""
-        measured = redact_all(done.figures.to_json())
-        self._append({"case": done.case, "round": done.number, "measured": measured})
-
-    @contextlib.contextmanager
-    def failure_recorded(self) -> Iterator[None]:
-        """Records an error that ends the block, for `svdpp report`."""
-        try:
-            yield
-        except SvdppError as error:
-            with contextlib.suppress(OutputError):  # it would hide the error
-                self._append({"error": redact_all(error_to_dict(error))})
-            raise
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        try:
-            with (self.folder / ROUNDS).open("a", encoding="ascii") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise OutputError(f"{ROUNDS} cannot be written: {error.strerror}") from error
+        """Appends a round's figures, which stay if the bench fails later."""
+        measured = done.figures.to_json()
+        record = {"case": done.case, "round": done.number, "measured": measured}
+        with (
+            output_files.disk_errors(f"{ROUNDS} cannot be written"),
+            (self.folder / ROUNDS).open("a", encoding="ascii") as file,
+        ):
+            file.write(json.dumps(record) + "\n")
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary, table and costs; returns what `summary.json` holds."""
-        found = summary(self._bench, self.run_id)
+        """Writes summary and costs; returns what `summary.json` holds."""
+        found = {**summary(self._bench, self.run_id), "limits": self._limits()}
         output_files.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
         output_files.write_json(self.folder / SUMMARY, found)
-        rows = list(_table(found))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        output_files.write_text(self.folder / TABLE, text.getvalue())
         return found
+
+    def _limits(self) -> dict[str, Any]:
+        """The diagnosis of the pipeline's round with the median makespan."""
+        rounds = sorted(self._bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
+        median = rounds[(len(rounds) - 1) // 2]
+
+        def command(layout: Layout) -> str:
+            words = [str(self.folder / CONFIG), f"--pipeline.split={layout.split}"]
+            words += [f"--pipeline.{n}={getattr(layout, n)}" for n in ("replicas", "decoders")]
+            if layout.split != "uniform":
+                words.append(f"--pipeline.costs={self.folder / COSTS}")
+            return f"svdpp bench {shlex.join(words)}"
+
+        found = diagnose(median.figures, command, without=("disk",))  # no case writes files
+        if found.advice is not None and found.advice.text.startswith(DATA_PARALLEL):
+            found = replace(found, advice=None)  # it is measured, not forecast
+        return {"round": median.number, **found.to_json()}
 
 
 def summary(bench: Bench, run_id: str) -> dict[str, Any]:
-    """The content of `summary.json`."""
+    """What `summary.json` holds, without what limits the pipeline."""
     cases = {case: _case(bench, case) for case in bench.cases}
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -111,13 +109,12 @@ def summary(bench: Bench, run_id: str) -> dict[str, Any]:
 def _case(bench: Bench, case: str) -> dict[str, Any]:
     config, error = bench.cases[case], bench.out_of_memory.get(case)
     rounds = [_figures(done) for done in bench.rounds_of(case)]
-    names = FIGURES if rounds else ()
     return {
         "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
         "world": config.world_size,
         "error": None if error is None else error.message,
         "rounds": rounds,
-        "over_rounds": {name: _over_rounds(name, rounds) for name in names},
+        "over_rounds": {name: _over_rounds(name, rounds) for name in FIGURES if rounds},
     }
 
 
@@ -139,55 +136,25 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 
 def _figures(done: Round) -> dict[str, Any]:
-    """A round's figures: plain numbers, with those of each rank under `ranks`."""
+    """A round's figures, as plain numbers; those of each rank are in `rounds.jsonl`."""
     figures, forecast = done.figures, done.figures.forecast_seconds
-    steps = [step.end - step.start for step in done.trace.steps]
-    percentiles = {f"step_p{n}_seconds": percentile(steps, n) for n in (50, 90, 95)}
-    speeds = {speed.rank: speed for speed in speeds_of(figures).ranks}
-    ranks = [_rank(rank, speeds.get(rank.rank)) for rank in figures.ranks]
-    wall = sum(rank["wall"] for rank in ranks)
+    steps, ranks = [step.end - step.start for step in done.trace.steps], done.figures.ranks
+    wall = sum(rank.wall for rank in ranks)
     values = {
-        "round": done.number,
         "clips": figures.clips,
         "makespan_seconds": figures.makespan,
         "overhead": figures.makespan / forecast if forecast else None,
         "first_clip_seconds": figures.first_clip,
         "steady_clips_per_minute": 60 / figures.seconds_per_clip,
-        **percentiles,
+        **{f"step_p{n}_seconds": percentile(steps, n) for n in (50, 90, 95)},
         "bubble": figures.bubble,
-        **{f"{part}_share": sum(rank[part] for rank in ranks) / wall for part in TIME_PARTS},
-        **{name: _mean_speed(name, ranks) for name in ("tflops", "mfu")},
+        **{f"{part}_share": sum(getattr(r, part) for r in ranks) / wall for part in TIME_PARTS},
         "start_seconds": figures.start_seconds,
-        "load_seconds": max(rank["load_seconds"] for rank in ranks),
-        **{
-            name: max(rank[name] or 0.0 for rank in ranks) or None
-            for name in ("peak_allocated_gib", "peak_reserved_gib")
-        },
+        "load_seconds": max(rank.load_seconds for rank in ranks),
+        "peak_allocated_gib": max(rank.allocated_bytes or 0 for rank in ranks) / 2**30 or None,
+        "peak_reserved_gib": max(rank.peak_bytes or 0 for rank in ranks) / 2**30 or None,
     }
-    found: dict[str, Any] = rounded({**values, "ranks": ranks})
-    return found
-
-
-def _rank(rank: RankFigures, speed: Utilisation | None) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "wall": rank.wall,
-        **{part: getattr(rank, part) for part in TIME_PARTS},
-        "load_seconds": rank.load_seconds,
-        "peak_allocated_gib": rank.allocated_bytes and rank.allocated_bytes / _GIB,
-        "peak_reserved_gib": rank.peak_bytes and rank.peak_bytes / _GIB,
-        "tflops": speed and speed.tflops,
-        "mfu": speed and speed.mfu,
-    }
-
-
-def _mean_speed(name: str, ranks: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean of all ranks while they compute; None if that of one is unknown."""
-    computing = [rank for rank in ranks if rank["compute"]]
-    if not computing or any(rank[name] is None for rank in computing):
-        return None
-    done = sum(rank[name] * rank["compute"] for rank in computing)
-    return float(done / sum(rank["compute"] for rank in computing))
+    return {"round": done.number, **rounded(values)}
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,23 +178,4 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
     traces = [done.trace for done in bench.rounds_of(PIPELINE)]
     elsewhere = [done.trace for done in bench.rounds_of(DATA_PARALLEL)]
     source = f"measured by: svdpp bench, {bench.asked.experiment}/{run_id}"
-    return median_costs(bench.config, bench.world, traces, elsewhere, source=source)
-
-
-def _table(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    about = {name: content[name] for name in ("experiment", "run_id", "config_sha256")}
-    hashes = " ".join(content["latents_sha256"]) if content["same_bits"] else ""
-    for case, values in content["cases"].items():
-        for figures in values["rounds"]:
-            plain = {name: value for name, value in figures.items() if name != "ranks"}
-            row = {"case": case, "layout": values["layout"], "world": values["world"], **plain}
-            yield {**about, **row, "latents_sha256": hashes}
-
-
-def _new_folder(above: Path, sha256: str) -> Path:
-    folder = above / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{sha256[:8]}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"{str(folder)!r} cannot be created: {error.strerror}") from error
-    return folder
+    return median_costs(bench.config, None, traces, elsewhere, source=source)

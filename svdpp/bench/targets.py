@@ -5,20 +5,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from svdpp.bench.compare import interval, ratio
-from svdpp.bench.names import (
+from svdpp.bench.compare import (
     DATA_PARALLEL,
     FIGURES,
+    MIN_ROUNDS,
     ONE_DEVICE,
     PIPELINE,
     TIME_PARTS,
+    Summary,
+    interval,
     is_share,
+    ratio,
 )
 from svdpp.errors import RequestError
-
-Verdict = Literal["met", "within noise", "missed", "not measured"]
 
 #: Speed-ups of the pipeline, by the case that they are over.
 _SPEEDUPS = {
@@ -59,52 +60,41 @@ def parse_target(name: str, text: str) -> Target:
     return Target(figure, sign.startswith("<"), float(number) / (100 if percent else 1))
 
 
-def check_measurable(
-    targets: Mapping[str, str], cases: Collection[str], *, has_gpu: bool, is_dummy: bool
-) -> None:
+def check_measurable(targets: Collection[str], cases: Collection[str], *, has_gpu: bool) -> None:
     """Checks before a bench that it will measure all figures with a target."""
-    for name, text in targets.items():
-        figure = parse_target(name, text).name
-        if figure in _SPEEDUPS and _SPEEDUPS[figure] not in cases:
-            why = f"{_SPEEDUPS[figure]} is not a case beside this pipeline"
-        elif figure == "peak_allocated_gib" and not has_gpu:
+    for name in targets:
+        if _SPEEDUPS.get(name, PIPELINE) not in cases:
+            why = f"{_SPEEDUPS[name]} is not a case beside this pipeline"
+        elif name == "peak_allocated_gib" and not has_gpu:
             why = "on the CPU only peak_reserved_gib is measured"
-        elif figure == "mfu" and not has_gpu:
-            why = "no published peak is known for the CPU"
-        elif figure in ("tflops", "mfu") and is_dummy:
-            why = "the FLOPs of the dummy model are not counted"
         else:
             continue
         raise RequestError(f"targets.{name}: {why}", f"leave targets.{name} out")
 
 
-def outcome(name: str, text: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+def outcome(name: str, text: str, summary: Summary) -> dict[str, Any]:
     """A target's value, its range by the spread of the rounds, and the verdict."""
     target = parse_target(name, text)
-    value, rounds = _measured(target.name, summary)
-    found: dict[str, Any] = {"target": text, "value": value, "low": None, "high": None}
-    if value is None:
-        return {**found, "verdict": "not measured"}
-    found["low"], found["high"], is_noise = _range(target, rounds)
-    if value <= target.bound if target.is_upper else value >= target.bound:
-        return {**found, "verdict": "met"}
-    return {**found, "verdict": "within noise" if is_noise else "missed"}
+    figure = target.name
+    if figure in _SPEEDUPS:
+        found = summary["speedups"].get(_SPEEDUPS[figure], {"rounds": [], "over_rounds": None})
+        value, rounds = found["over_rounds"], found["rounds"]
+    else:
+        case = summary["cases"][PIPELINE]
+        value = case["over_rounds"][figure]
+        rounds = [figures[figure] for figures in case["rounds"] if figures[figure] is not None]
+    low, high, verdict = None, None, "not measured"
+    if value is not None:
+        low, high, is_noise = _range(target, rounds)
+        is_met = value <= target.bound if target.is_upper else value >= target.bound
+        verdict = "met" if is_met else "within noise" if is_noise else "missed"
+    return {"target": text, "value": value, "low": low, "high": high, "verdict": verdict}
 
 
 def missed(outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The names of the targets that were missed beyond the noise, or not measured."""
     lost = ("missed", "not measured")
     return [name for name, outcome in outcomes.items() if outcome["verdict"] in lost]
-
-
-def _measured(figure: str, summary: Mapping[str, Any]) -> tuple[float | None, list[float]]:
-    """A figure over all rounds, and in each of them; None if the bench does not have it."""
-    if figure in _SPEEDUPS:
-        speedup = summary["speedups"].get(_SPEEDUPS[figure])
-        return (speedup["over_rounds"], speedup["rounds"]) if speedup else (None, [])
-    case = summary["cases"][PIPELINE]
-    rounds = [figures[figure] for figures in case["rounds"] if figures[figure] is not None]
-    return case["over_rounds"][figure], rounds
 
 
 def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | None, bool]:
@@ -115,7 +105,7 @@ def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | N
     """
     if target.name.startswith("peak_"):
         return None, None, False  # the largest of all rounds, and not a mean
-    if len(rounds) < 3:
+    if len(rounds) < MIN_ROUNDS:
         return None, None, True  # this case ran out of memory in the other rounds
     bounds = [target.bound] * (len(rounds) - 1)
     if not is_share(target.name) and min(target.bound, *rounds) > 0:

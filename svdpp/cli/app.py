@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any
 
-import typer
+import click
+from click.shell_completion import CompletionItem
 
 from svdpp import __version__
-from svdpp.cli.command import convert_without_typer
+from svdpp.cli.command import help_option, show_overview
 from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
-from svdpp.cli.help import show_overview
-from svdpp.cli.options.declare import flag
-from svdpp.errors import SvdppError
+from svdpp.errors import RequestError, SvdppError
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
 COMMANDS: Mapping[str, str] = {
@@ -30,15 +28,22 @@ COMMANDS: Mapping[str, str] = {
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
     "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
     "models": "List the families of models, and what one family or checkpoint takes.",
-    "report": "Say what limits a finished run or bench, and what would make it faster.",
+    "report": "Say what limits a finished run, and what would make it faster.",
     "doctor": "Check in half a minute that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }
 
+_HELP = """Run video diffusion on several devices by splitting the denoising steps.
+
+Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
+pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
+"""
+
 #: Paragraphs at the end of the help.
 EPILOG = """
 Defaults of options can be set in svdpp.toml or in [tool.svdpp] of pyproject.toml in the working
-folder, and by variables such as SVDPP_MODEL; svdpp env shows them.
+folder, and by variables such as SVDPP_MODEL; svdpp env shows them. For completion in bash (zsh,
+fish): eval "$(_SVDPP_COMPLETE=bash_source svdpp)".
 
 Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
 memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
@@ -51,81 +56,63 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` name, and returns the exit code."""
     remember(arguments)
     try:
-        app = build_app(_completed() or arguments)
-        return app(args=list(arguments), standalone_mode=False) or 0
+        return App().main(list(arguments), prog_name="svdpp", standalone_mode=False) or 0
     except SvdppError as error:
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code
-    except typer.TyperException as error:
+    except click.ClickException as error:
         return wrong_usage(error, arguments)
-    except typer.Abort:
+    except click.Abort:
         return 1
-    except SystemExit:  # click raises it when the reader of stdout has ended
-        return 128 + signal.SIGPIPE
+    except SystemExit as error:  # after a completion, or if the reader of stdout has ended
+        return 128 + signal.SIGPIPE if error.code else 0
 
 
-def _completed() -> list[str]:
-    """The words of the command line that a shell wants completed; empty if none does."""
-    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or ""
-    return words.split() if "_SVDPP_COMPLETE" in os.environ else []
+class App(click.Group):
+    """The program; a command is imported only if it is named."""
+
+    def __init__(self) -> None:
+        super().__init__("svdpp", help=_HELP, invoke_without_command=True, add_help_option=False)
+        self.params = [
+            help_option(_show_overview, "-h", "--help", help="Show this help."),
+            help_option(_show_version, "--version", help="Show the version."),
+        ]
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Runs the command, or shows the help if there is none."""
+        result = super().invoke(ctx)
+        if ctx.invoked_subcommand is None:
+            _show_overview(ctx)
+            ctx.exit(2)
+        return result
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """See `click.Group`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, with the defaults that the user sets."""
+        if cmd_name in COMMANDS:
+            ctx.obj = load_defaults()
+            ctx.default_map = {cmd_name: {key: one.value for key, one in ctx.obj.items()}}
+            found: click.Command = getattr(import_module(f"svdpp.cli.{cmd_name}"), cmd_name)
+            return found
+        if cmd_name.startswith("-") or ctx.resilient_parsing:
+            return None
+        near = get_close_matches(cmd_name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "svdpp --help lists the commands"
+        raise RequestError(f"no such command: {cmd_name}", hint)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Completes the name of a command without importing any."""
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=COMMANDS[name]) for name in names]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
 
-def build_app(arguments: Collection[str] | None = None) -> typer.Typer:
-    """The command line for Typer.
-
-    Args:
-        arguments: of the command line; only the commands in it can be run. None: all commands.
-    """
-    app = typer.Typer(
-        name="svdpp",
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": []},
-    )
-    app.callback(invoke_without_command=True)(_main)
-    for name, summary in COMMANDS.items():
-        if arguments is None or name in arguments:
-            module = import_module(f"svdpp.cli.{name}")
-            getattr(module, name).register(app, load_defaults())
-        else:
-            app.command(name, help=summary)(_not_imported)
-    return app
+def _show_overview(context: click.Context) -> None:
+    show_overview(context, COMMANDS, EPILOG)
 
 
-def _not_imported() -> None:
-    raise AssertionError("a command that the arguments do not name")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"svdpp {__version__}")
-        raise typer.Exit
-
-
-def _show_help(context: typer.Context, wanted: bool) -> None:
-    convert_without_typer(context, {})
-    if wanted:
-        show_overview(context, COMMANDS, EPILOG)
-        raise typer.Exit
-
-
-def _eager(*names: str, **about: Any) -> Any:
-    return flag(*names, panel="", is_eager=True, **about)
-
-
-def _main(
-    context: typer.Context,
-    help: Annotated[  # noqa: ARG001  its callback answers it, as that of the next
-        bool, _eager("-h", "--help", help="Show this help.", callback=_show_help)
-    ] = False,
-    version: Annotated[  # noqa: ARG001
-        bool, _eager("--version", help="Show the version.", callback=_show_version)
-    ] = False,
-) -> None:
-    """Run video diffusion on several devices by splitting the denoising steps.
-
-    Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
-    pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
-    """
-    if context.invoked_subcommand is None:
-        show_overview(context, COMMANDS, EPILOG)
-        raise typer.Exit(2)
+def _show_version(_: click.Context) -> None:
+    click.echo(f"svdpp {__version__}")

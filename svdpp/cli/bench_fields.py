@@ -1,69 +1,22 @@
-"""The options of `svdpp bench`, and how its fields become options of `svdpp run` and back."""
+"""How fields of a bench become options of `svdpp run`, and the options in errors fields again."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-import typer
-
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, setting, switch
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, joined_world, needs_image
-from svdpp.config import DUMMY_MODEL, PipelineConfig, PromptedSampling
+from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.config import DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, SvdppError
-from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What to measure or compare."""
-
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--SECTION.FIELD=VALUE]...",
-            help="A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or "
-            "two), svd-xt (all GPUs) or wan-a14b (4 GPUs). If a field has a list, each of its "
-            "values is measured.",
-            show_default=False,
-        ),
-    ] = None
-    settings: list[str] | None = setting(
-        LAYOUT,
-        "SECTION.FIELD=VALUE",
-        "Override a field, as --SECTION.FIELD=VALUE does; the value is YAML. Can be repeated.",
-        "--set",
-    )
-    compare: tuple[Path, Path] | None = setting(
-        DIAGNOSTICS,
-        "A B",
-        "Compare the results in folder B with those in folder A; measure nothing.",
-    )
-    baseline: Path | None = setting(
-        DIAGNOSTICS,
-        "DIR",
-        "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
-        "became slower by more than noise.",
-    )
-    results: Path = setting(
-        DIAGNOSTICS, "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
-    )
-    torch_profile: bool = switch(
-        DIAGNOSTICS,
-        "As profile=true: at the end, profile one clip on rank 0 with torch.profiler.",
-        "--profile",
-    )
 
 
 #: Options of `svdpp run` with another name than the field.
@@ -80,22 +33,21 @@ _NOT_SAMPLING = {
 }
 
 
-def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
+def pipeline_config(point: BenchConfig) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options."""
     asked, model, sampling = point.pipeline, _model(point), _sampling(point)
-    from_image = bool(point.workload.images) or needs_image(model)
-    sampled = sampling.to_config(model, from_image=from_image)
     for name in ("prompts", "negative_prompt"):
-        if not isinstance(sampled, PromptedSampling) and getattr(point.workload, name) is not None:
+        if getattr(point.workload, name) is not None and model.family == "svd":
             raise RequestError(
-                f"workload.{name} is not for {model.model}, a model of the family {sampled.family}",
+                f"workload.{name} is not for {model.model}, a model of the family svd",
                 f"leave workload.{name} out",
             )
-    of_ranks = {"device", "threads", "timeout", "start_timeout", "checksum", "allow_mixed_devices"}
+    of_ranks = {"world", "device", "threads", "timeout", "start_timeout", "checksum"} | {
+        "allow_mixed_devices"
+    }
     of_layout = {"split", "replicas", "decoders", "costs", "share_experts"}
-    world = joined_world(launched, asked.world, "pipeline.world", "give --pipeline.world=null")
     options = PipelineOptions(
-        ranks=RankOptions(world=world, **asked.model_dump(include=of_ranks)),
+        ranks=RankOptions(**asked.model_dump(include=of_ranks)),
         model=model,
         sampling=sampling,
         layout=LayoutOptions(
@@ -103,13 +55,9 @@ def pipeline_config(point: BenchConfig, launched: World | None = None) -> Pipeli
             **asked.model_dump(include=of_layout, exclude_defaults=True),
         ),
     )
-    device = options.ranks.device_for(model.model)
+    from_image = True if point.workload.images else None
     request = PipelineRequest(
-        options=options,
-        num_clips=point.workload.clips,
-        launched=launched,
-        device=device,
-        from_image=from_image,
+        options=options, num_clips=point.workload.clips, from_image=from_image
     )
     return request.resolve()[0]
 
@@ -123,6 +71,7 @@ def _model(point: BenchConfig) -> ModelOptions:
     about = point.model.model_dump()
     return ModelOptions(
         model=about.pop("name"),
+        as_family=about.pop("family"),
         dtype=point.precision,
         latent_shape=tuple(about.pop("latent_shape")),
         deterministic=point.pipeline.deterministic,

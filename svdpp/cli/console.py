@@ -6,7 +6,6 @@ character in a name reaches a terminal.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,10 +13,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +30,8 @@ if TYPE_CHECKING:
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
 _FILE_WIDTH = 1000
-_PAGE_WIDTH = 160
+# Most rows of a table that are still readable.
+_MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
@@ -41,7 +40,7 @@ class Stdout(RichConsole):
     def on_broken_pipe(self) -> None:
         """See `RichConsole`."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(128 + signal.SIGPIPE)
+        raise click.exceptions.Exit(128 + signal.SIGPIPE)
 
 
 class _Stderr(RichConsole):
@@ -60,7 +59,6 @@ class Console:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
         set_elsewhere: source of each option that a file or variable sets, by the option's name.
-        records: whether results are kept for a page instead of being printed.
     """
 
     def __init__(
@@ -69,16 +67,12 @@ class Console:
         as_json: bool = False,
         quiet: bool = False,
         set_elsewhere: Mapping[str, str] | None = None,
-        records: bool = False,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
         self._set_elsewhere = set_elsewhere or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
-        if records:
-            nowhere = io.StringIO()
-            self.out = Stdout(highlight=False, record=True, file=nowhere, width=_PAGE_WIDTH)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
@@ -97,13 +91,34 @@ class Console:
         except BrokenPipeError:
             self.out.on_broken_pipe()
 
-    def write_page(self, path: Path) -> None:
-        """Writes all recorded results as one self-contained HTML page."""
-        from svdpp.media import output_files
+    def answer(self, value: Mapping[str, Any]) -> None:
+        """Prints the whole result: with `--json` as JSON, else the same as lines and tables."""
+        if self.as_json:
+            self.json(value)
+            return
+        for name, each in value.items():
+            if name != "schema_version":
+                self._show(name, each)
 
-        page = self.out.export_html()
-        with output_files.atomic_output(str(path), ".html") as temporary:
-            temporary.write_text(page, encoding="utf-8", errors="replace")
+    def _show(self, name: str, value: Any, indent: str = "") -> None:
+        label = f"{indent}{_label(name)}"
+        rows = value if isinstance(value, list) else []
+        if isinstance(value, Mapping) and value:
+            if not all(isinstance(each, Mapping) for each in value.values()):
+                self.result(label)
+                for key, each in value.items():
+                    self._show(key, each, f"{indent}  ")
+                return
+            rows = [{name: key, **each} for key, each in value.items()]
+        if not (rows and isinstance(rows[0], Mapping)):
+            self.result(f"{label}: {_cell(name, value)}")
+            return
+        if isinstance(value, list):
+            self.result(label)
+        shown = rows[:_MAX_ROWS]
+        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in shown])
+        if len(rows) > _MAX_ROWS:
+            self.result(f"... and {len(rows) - _MAX_ROWS} more")
 
     def info(self, *texts: str) -> None:
         """Prints remarks; folded on a terminal unless they contain a command to copy."""
@@ -112,14 +127,15 @@ class Console:
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints a table of the result: cells by column, the first aligned left, others right."""
+        """Prints a table of the result: numbers to the right except in the first column."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in rows[0] if rows else ():
-            justify: Any = "right" if table.columns else "left"
-            table.add_column(column, justify=justify, no_wrap=True)
+            is_text = any(row[column][:1].isalpha() for row in rows)
+            justify: Any = "left" if is_text or not table.columns else "right"
+            table.add_column(column, justify=justify, no_wrap=not is_text)
         for row in rows:
             table.add_row(*map(one_line, row.values()))
-        if self.out.is_terminal or self.out.record:
+        if self.out.is_terminal:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
             Stdout(highlight=False, width=_FILE_WIDTH).print(table)
@@ -184,6 +200,27 @@ def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, such as `1 clip` or `2 clips`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _label(name: str) -> str:
+    """A name of the JSON without its unit, which its value shows."""
+    for unit in ("_bytes", "_seconds", "_gib"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ") if name.islower() else name
+
+
+def _cell(name: str, value: Any) -> str:
+    """A value of the JSON as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(name, each) for each in value) or "none"
+    if value is None or value == {}:
+        return "-"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
+    unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""
+    return f"{value:.4g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
 def _coloured(line: str) -> Text:

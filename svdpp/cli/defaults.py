@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from svdpp.errors import InputError, RequestError
 
@@ -117,30 +117,27 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _known_options() -> dict[str, tuple[str, Any]]:
     """Parameter and type of each shared option, by its long names."""
     from svdpp.cli.options.declare import declared
-    from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
     from svdpp.cli.options.inputs import InputOptions
-    from svdpp.cli.options.layout import LayoutOptions
+    from svdpp.cli.options.layout import LayoutOptions, RankOptions
     from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.outputs import OutputOptions
-    from svdpp.cli.options.ranks import RankOptions
+    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
-    from svdpp.cli.options.talk import LogOptions
+    from svdpp.cli.plan import ForecastOptions, SecondsOptions
     from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
-        *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, LogOptions),
-        ServeOptions,
+        *(ModelOptions, OutputOptions, TraceOptions, RankOptions, SamplingOptions, TalkOptions),
+        *(LogOptions, ServeOptions),
     )
-    known = {}
-    for group in groups:
-        for field, hint in declared(group).items():
-            kind, option = get_args(hint)[:2]
-            for name in getattr(option, "names", ()):
-                if name.startswith("--"):
-                    known[name[2:]] = field, kind
-    return known
+    return {
+        name[2:]: (field, hint)
+        for group in groups
+        for field, (hint, about) in declared(group).items()
+        for name in about.get("names", ())
+        if name.startswith("--")
+    }
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

@@ -6,16 +6,15 @@ import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-import typer
+import click
 from rich.text import Text
 
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console, counted
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import AnswerOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
@@ -51,20 +50,17 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     },
 )
 def doctor(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     folder: FolderOptions,
     sampling: SamplingOptions,
     ranks: RankOptions,
-    answer: AnswerOptions,
     model: ModelOptions = ModelOptions(model=DEMO_MODEL),
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The checks are devices, transfers, ffmpeg, model, memory and determinism, and the cut test: a
-    tiny copy of the model's configs, cut at every step. It also shows whether pairs of ranks
-    (--cfg-parallel 2) change its bits. Nothing is downloaded.
+    The last check cuts a tiny copy of the model at every step and by pairs. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, ranks, model, sampling)
@@ -76,7 +72,7 @@ def doctor(
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
-    if answer.as_json:
+    if console.as_json:
         examined = {name: getattr(config, name) for name in ("device", "world_size")}
         console.json(
             {
@@ -88,7 +84,7 @@ def doctor(
         )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
-        raise typer.Exit(failed[0].exit_code)
+        raise click.exceptions.Exit(failed[0].exit_code)
     on_ranks = f"on {counted(config.world_size, f'{config.device} rank')} has what it needs"
     if model.is_dummy:
         console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-import typer
+import click
 
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
-from svdpp.cli.launched import is_told_elsewhere
 from svdpp.cli.options.declare import HIDDEN_NAMES
 from svdpp.errors import (
     Interrupted,
+    RankError,
     RequestError,
     SvdppError,
     error_from_dict,
@@ -24,8 +24,11 @@ from svdpp.errors import (
     exit_code_of,
     highest_code,
 )
-from svdpp.launch import temp_folders
+from svdpp.launch import process_lifetime
+from svdpp.launch.world import find_world, is_member
 
+# Rank 0 may have failed with the same error before it could listen.
+_REPORT_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,26 +38,26 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         yield
-    except typer.Exit:
+    except click.exceptions.Exit:
         raise
     except Interrupted as error:
         previous = {}  # keep `end_at_once` for a second signal until the process ends
         _say(console, error, debug=debug)
-        raise typer.Exit(exit_code_of(error)) from error
+        raise click.exceptions.Exit(exit_code_of(error)) from error
     except Exception as error:
         _say(console, error, debug=debug)
-        raise typer.Exit(exit_code_of(error)) from error
+        raise click.exceptions.Exit(exit_code_of(error)) from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Reports a command line that Typer refuses, and returns the exit code."""
-    sentence = _usage_sentence(error)
+def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
+    """Reports a command line that click refuses, and returns the exit code."""
+    sentence, near = _usage_sentence(error)
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "svdpp"
-    refused = RequestError(sentence, f"{path} --help shows its usage")
+    refused = RequestError(sentence, near or f"{path} --help shows its usage")
     defaults = load_defaults().values()
     elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
     Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
@@ -67,24 +70,48 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
-def _usage_sentence(error: typer.TyperException) -> str:
-    option = getattr(error, "param", None)
-    if isinstance(error, typer.BadParameter) and option is not None and error.message:
-        long = [name for name in option.opts if name.startswith("--") and name not in HIDDEN_NAMES]
-        return f"{'/'.join(long) or option.metavar or option.name} {error.message}"
-    if name := getattr(error, "option_name", ""):
+def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
+    """What is wrong with the command line, and the nearest options; "" if none is near."""
+    if isinstance(error, click.NoSuchOption):
         from svdpp.cli.options.sampling import moved_option
 
-        if moved := moved_option(name):
-            return moved
+        if moved := moved_option(error.option_name):
+            return moved, ""
+        near = sorted({*(error.possibilities or ())} - HIDDEN_NAMES)
+        hint = f"did you mean {' or '.join(near)}?" if near else ""
+        return f"no such option: {error.option_name}", hint
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        names = [name for name in error.param.opts if name.startswith("--")]
+        shown = "/".join(name for name in names if name not in HIDDEN_NAMES)
+        is_missing = isinstance(error, click.MissingParameter)
+        what = "is missing" if is_missing else error.message
+        return f"{shown or error.param.metavar or error.param.name} {what}", ""
     sentence = error.format_message().strip().rstrip(".")
-    return sentence[:1].lower() + sentence[1:]
+    return sentence[:1].lower() + sentence[1:], ""
 
 
 def _say(console: Console, error: BaseException, *, debug: bool) -> None:
     """Reports the error once in a run: rank 0 does it if there are several processes."""
-    if debug or not is_told_elsewhere(error):
+    if debug or not _is_told_elsewhere(error):
         console.error(error, debug=debug)
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether another process reports `error` to the user, or it needs no report.
+
+    If this is a rank other than 0 that could not start, sends the error to rank 0.
+    """
+    try:
+        launched = find_world()
+    except RequestError:
+        return False
+    if not is_member(launched):
+        return False
+    if not isinstance(error, SvdppError) or isinstance(error, RankError):
+        return not isinstance(error, Exception) or launched.local_rank != 0
+    from svdpp.worker.joined_rank import report_failure
+
+    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
@@ -96,6 +123,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """Ends the process silently as by signal `number`; its ranks notice and end, too."""
-    temp_folders.remove_all()
-    temp_folders.remove_multiprocessing_folder()
+    process_lifetime.remove_all()
+    process_lifetime.remove_multiprocessing_folder()
     os._exit(128 + number)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from svdpp.errors import OutputError
+from svdpp.cli.console import Console
+from svdpp.errors import OutputError, RankError
+from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.redaction import printable, redact
 from svdpp.worker.messages import (
@@ -31,6 +33,8 @@ from svdpp.worker.messages import (
 
 if TYPE_CHECKING:
     from loguru import Message, Record
+
+    from svdpp.driver.pipeline import Pipeline
 
 # A file of a server that runs for months: at most this size, and so many older ones beside it.
 _FILE_BYTES = 50_000_000
@@ -170,3 +174,17 @@ class EventLog:
                 log.info("{}", event.traceback)
             case _:
                 pass
+
+
+def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
+    """Works as another rank of a launcher; rank 0 logs for all ranks of its own host."""
+    log = logger.bind(rank=world.rank)
+    if not world.on_first_host:
+        pipeline.observe(EventLog(pipeline.config.layout))
+
+    def say(sentence: str, is_loud: bool) -> None:
+        log.error(sentence)
+        if is_loud and world.local_rank == 0:
+            console.error(RankError(sentence, "is its host down, or the network to it?"))
+
+    pipeline.serve(say=say)

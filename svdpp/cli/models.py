@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.talk import AnswerOptions
+from svdpp.cli.options.declare import argument
 from svdpp.config import (
     SAMPLING_CLASSES,
     ModelConfig,
@@ -20,8 +20,6 @@ from svdpp.config import (
 from svdpp.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from svdpp.models.checkpoint import Checkpoint
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
@@ -34,36 +32,50 @@ _NEVER_RAN = "the published weights; a GPU"
 _GIB = 2**30
 
 
+@dataclass(frozen=True, kw_only=True)
+class NameOptions:
+    """Which models."""
+
+    name: str | None = argument(
+        "[FAMILY|MODEL]", "A family that the list names, or a diffusers folder or hub id."
+    )
+
+
 @command(examples=("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
-def models(
-    console: Console,
-    answer: AnswerOptions,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FAMILY|MODEL]",
-            help="A family that the list names, or a diffusers folder or hub id.",
-        ),
-    ] = None,
-) -> None:
+def models(console: Console, asked: NameOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
     configs are read; the memory is that of its default clip on CUDA.
     """
+    name = asked.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
-    if answer.as_json:
+    if console.as_json:
         console.json({"schema_version": 1, "families": found})
-        return
-    width = max(map(len, SAMPLING_CLASSES))
-    for about in found if name is None else ():
-        takes = " or ".join(about["inputs"])
-        console.result(f"{about['family']:<{width}}  {about['title']}, from {takes}")
-    for line in () if name is None else _lines(found[0]):
-        console.result(line)
+    elif name is None:
+        console.table(
+            [
+                {key: each[key] for key in ("family", "title")}
+                | {"from": " or ".join(each["inputs"])}
+                for each in found
+            ]
+        )
+    else:
+        console.answer({**found[0], "parameters": _in_words(found[0]["parameters"])})
+
+
+def _in_words(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    return {
+        f"--param {name}": {
+            "default": each["default_in_words"] or str(each["default"]),
+            "range": f"{each['lowest']:g} to {each['highest']:g}",
+            "help": each["help"],
+        }
+        for name, each in parameters.items()
+    }
 
 
 def describe(family: str) -> dict[str, Any]:
@@ -71,11 +83,13 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    classes = {"text": row.text, "an image": row.image}
+    visual = "a video" if sampling.from_video else "an image"
+    classes = {"text": row.text, visual: row.image}
     return {
         "family": family,
         "title": row.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
+        "other_families": [name for name, other in ROWS.items() if row.text in other.also],
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
         "lora": row.loras,
@@ -106,7 +120,8 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     about = describe(checkpoint.family)
     sampling = _default_clip(checkpoint)
     about["defaults"] = {key: getattr(sampling, key) for key in about["defaults"]}
-    takes = {"needed": ["an image"], "optional": ["text", "an image"], "refused": ["text"]}
+    visual = "a video" if sampling.from_video else "an image"
+    takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
     of_model = {
         "model": name,
         "inputs": takes[checkpoint.image_use],
@@ -150,30 +165,3 @@ def _memory(checkpoint: Checkpoint, sampling: SamplingConfig) -> dict[str, Any]:
         if (part := getattr(found, role)) is not None
     }
     return {"memory": {"dtype": dtype, **roles}}
-
-
-def _lines(about: dict[str, Any]) -> Iterator[str]:
-    for name in ("model", "title", "pipelines", "inputs", "schedulers", "components"):
-        if name in about:
-            value = about[name]
-            yield f"{name}: {value if isinstance(value, str) else ', '.join(value)}"
-    yield f"LoRA: {'by --lora' if about['lora'] else 'none'}"
-    if about.get("experts", 1) > 1:
-        yield f"experts: {about['experts']}, each for a part of the steps"
-    yield f"defaults: {', '.join(f'{name} {value}' for name, value in about['defaults'].items())}"
-    for name, each in about["parameters"].items():
-        default = each["default_in_words"] or each["default"]
-        limits = f"{each['lowest']:g} to {each['highest']:g}, by default {default}"
-        yield f"--param {name}: {each['help']} ({limits})"
-    if "model" not in about:
-        yield "memory: svdpp models MODEL estimates that of a checkpoint"
-    elif about["memory"] is None:
-        yield f"memory: unknown, because {about['why_no_memory']}"
-    else:
-        dtype, *roles = about["memory"].items()
-        for role, size in roles:
-            weights, work = size["weights_gib"], size["work_gib"]
-            yield f"memory to {role}: {weights} GiB of weights, {work} GiB of work"
-        yield f"  of a clip with the defaults in {dtype[1]} on CUDA"
-    yield f"verified: {about['verified']}"
-    yield f"never run: {about['never_ran']}"

@@ -2,37 +2,128 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from svdpp.cli.command import command, given_options, is_given
+from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console
-from svdpp.cli.options.forecast import ForecastOptions, SecondsOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, setting, switch
+from svdpp.cli.options.inputs import ClipOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world
+from svdpp.config.limits import MAX_CLIPS
 from svdpp.errors import RequestError
+from svdpp.plan.costs import Costs
 
 if TYPE_CHECKING:
     from svdpp.cli.plan_report import Request
     from svdpp.plan.choose import Pairs
-    from svdpp.plan.costs import Costs
 
 _DEFAULT_WORLD = 4
+_CLIPS_PER_RANK = 2
+# Enough clips for the start and end of the run to matter little.
+_CLIPS_PER_RANK_TO_COMPARE = 16
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# Options of the model: without --memory only a choice of pairs reads it.
-_OF_MODEL = ("model", "revision", "local_files_only")
 # Options that only --memory uses.
-_OF_MEMORY = (
-    *("dtype", "device", "height", "width", "num_frames", "decode_chunk_size"),
-    *("memory_opt", "lora"),
+_OF_MEMORY = frozenset(
+    {
+        *("dtype", "device", "height", "width", "num_frames", "decode_chunk_size"),
+        *("memory_opt", "lora"),
+    }
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions(ClipOptions):
+    """What to forecast."""
+
+    compare: bool = switch(LAYOUT, "Show every split, auto and data parallel side by side.")
+    hosts: str | None = setting(
+        LAYOUT,
+        "HxG",
+        "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
+        shown="all ranks are on one host",
+    )
+    arrivals: str | None = setting(
+        LAYOUT,
+        "RATE",
+        "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
+        shown="all clips are present at the start",
+    )
+    expert_boundary: int | None = setting(
+        LAYOUT,
+        "N",
+        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
+        "then does steps of one expert only, and loads no other.",
+        shown="one expert",
+    )
+    memory: bool = switch(
+        MEMORY,
+        "Estimate each rank's peak memory from the configuration of --model, without "
+        "downloading weights. Takes seconds, since it imports torch.",
+    )
+    device_memory: str | None = setting(
+        MEMORY,
+        "GIB|CARDS",
+        "Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
+        "leave out layouts that need more.",
+    )
+
+    def num_clips(self, world_size: int) -> int:
+        """Clips to plan for."""
+        from svdpp.plan.split import MAX_RANKS
+
+        if world_size > MAX_RANKS:
+            raise RequestError(f"a plan has at most {MAX_RANKS} ranks, got {world_size}")
+        per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
+        return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
+
+    def limits(self, world_size: int) -> tuple[float, ...]:
+        """Memory of each device in GiB; empty without `--device-memory`."""
+        asked = self.device_memory
+        if asked is None:
+            return ()
+        cards = [gib for entry in asked.split(",") for gib in _cards(entry, world_size)]
+        if len(cards) == 1:
+            return (cards[0],) * world_size
+        if len(cards) != world_size:
+            raise RequestError(
+                f"--device-memory {asked} names {len(cards)} devices, but there are {world_size} "
+                "ranks",
+                f"use --gpus {len(cards)}, or name {world_size} devices",
+            )
+        return tuple(cards)
+
+
+def _seconds(help: str) -> Any:
+    return setting(COSTS, "SECONDS", help, shown="that of --costs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondsOptions:
+    """Costs that replace those of `--costs`; None keeps theirs."""
+
+    step_seconds: float | None = _seconds("Time of one step, above 0.")
+    encode_seconds: float | None = _seconds("Time of one clip's encode.")
+    decode_seconds: float | None = _seconds("Time of one clip's decode.")
+    transfer_seconds: float | None = _seconds("Latency of one transfer from rank to rank.")
+    inter_host_transfer_seconds: float | None = _seconds(
+        "Latency of one transfer to a rank on another host. A plan over several hosts needs it, "
+        "here or in the costs."
+    )
+
+    def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
+        """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if ranks_per_host is not None:
+            given["ranks_per_host"] = ranks_per_host
+        return replace(costs, **given)
 
 
 @command(
@@ -52,14 +143,13 @@ _OF_MEMORY = (
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
 def plan(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     forecast: ForecastOptions,
     seconds: SecondsOptions,
     sampling: SamplingOptions,
     model: ModelOptions,
     layout: LayoutOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
     ranks: RankOptions = RankOptions(device="cuda"),
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.
@@ -69,23 +159,19 @@ def plan(
     """
     from svdpp.cli.plan_report import Request
 
-    chooses_pairs = forecast.compare or layout.chooses_pairs
     if not forecast.memory:
-        _refuse_idle(context, for_pairs=chooses_pairs)
-    _check_experts(layout, forecast)
-    has_model = is_given(context, "model")
-    family = model.family if forecast.memory or has_model else "svd"
+        _refuse_idle(context)
+    family = model.family
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
-    boundary = forecast.expert_boundary
+    boundary, pairs, why_not = _of_model(model, sampling, ranks, forecast.expert_boundary)
+    _check_experts(layout, forecast, boundary)
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
     num_clips = forecast.num_clips(world_size)
     remarks = _remarks(forecast, layout, seconds, costs, ranks.device)
     limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
-    if chooses_pairs:
-        asked = model if has_model else None
-        boundary, pairs, why_not = _about_pairs(asked, sampling, boundary, ranks)
+    if forecast.compare or layout.chooses_pairs:
         limits["pairs"] = pairs
         remarks += [why_not] if why_not and layout.cfg_parallel == "auto" else []
     if forecast.compare or layout.chooses:
@@ -108,19 +194,18 @@ def plan(
         raise
 
 
-def _about_pairs(
-    model: ModelOptions | None, sampling: SamplingOptions, boundary: int | None, ranks: RankOptions
+def _of_model(
+    model: ModelOptions, sampling: SamplingOptions, ranks: RankOptions, boundary: int | None
 ) -> tuple[int | None, Pairs, str]:
-    """The boundary of a model's experts, None for the default one; if there may be pairs, why not.
+    """The boundary of the model's experts; whether there may be pairs, and why not.
 
     A model of which only the boundary between its experts is given has two calls in each step.
     """
-    if model is None:
+    if boundary is not None or model.family == "svd":
         return boundary, "unproven" if boundary is None else "exact", ""
     sampled = sampling.to_config(model, from_image=needs_image(model))
-    if boundary is None:
-        boundary = experts_of(model.to_config("cpu"), sampled).get("expert_boundary")
-    return boundary, *pairs_of(model, sampled, ranks)
+    experts = experts_of(model.to_config("cpu"), sampled)
+    return experts.get("expert_boundary"), *pairs_of(model, sampled, ranks)
 
 
 def _show_comparison(
@@ -151,21 +236,18 @@ def _show_layout(
     from svdpp.plan.choose import choose_layout
     from svdpp.plan.layout import Layout
 
-    memory, world_size = limits["memory_gib"], counts["world_size"]
     if layout.chooses:
         choice = choose_layout(
             **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
         )
-        cards = choice.cards or range(world_size)
-        unequal = {card: memory[card] for card in cards} if len(set(memory)) > 1 else {}
-        show_layout(console, request, choice.layout, choice.reason, unequal)
+        show_layout(console, request, choice.layout, choice.reason)
         return
-    if memory:
+    if limits["memory_gib"]:
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(world_size)))
+    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -184,6 +266,22 @@ def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
             "leave --world out",
         )
     return num_hosts * per_host, per_host
+
+
+def _cards(entry: str, most: int) -> list[float]:
+    """The GiB of each card of an entry such as 79 or 2x79; at most one card more than `most`."""
+    count, times, gib = entry.rpartition("x")
+    try:
+        size = float(gib)
+        number = int(count) if times else 1
+    except ValueError:
+        size = number = 0
+    if not (math.isfinite(size) and size > 0 and number > 0):
+        raise RequestError(
+            f"--device-memory must be a finite number above 0, got {entry!r}",
+            "such as --device-memory 79, or 2x79,2x47 for devices that differ",
+        )
+    return [size] * min(number, most + 1)
 
 
 def _with_memory(
@@ -211,10 +309,10 @@ def _with_memory(
     return costs, config.expert_boundary
 
 
-def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
-    if layout.share_experts and forecast.expert_boundary is None and not forecast.memory:
+def _check_experts(layout: LayoutOptions, forecast: ForecastOptions, boundary: int | None) -> None:
+    if layout.share_experts and boundary is None:
         raise RequestError(
-            "--share-experts has an effect only with --expert-boundary",
+            "--share-experts has an effect only with --expert-boundary, or a model of two experts",
             "add --expert-boundary N, or leave out --share-experts",
         )
     if forecast.expert_boundary is not None and forecast.memory:
@@ -224,11 +322,10 @@ def _check_experts(layout: LayoutOptions, forecast: ForecastOptions) -> None:
         )
 
 
-def _refuse_idle(context: typer.Context, *, for_pairs: bool) -> None:
-    """Refuses options that have no effect without --memory, or a choice of pairs for the model."""
-    idle = _OF_MEMORY if for_pairs else (*_OF_MODEL, *_OF_MEMORY)
+def _refuse_idle(context: click.Context) -> None:
+    """Refuses options that have no effect without --memory."""
     for name, option in given_options(context).items():
-        if name in idle:
+        if name in _OF_MEMORY:
             raise RequestError(
                 f"{option} has an effect only with --memory", f"add --memory, or leave out {option}"
             )

@@ -69,16 +69,10 @@ class _Timed:
         yield f"  of a long queue, one clip every {self.steady_seconds:.4g} s"
 
 
-def show_layout(
-    console: Console,
-    request: Request,
-    layout: Layout,
-    reason: str = "",
-    cards: Mapping[int, float] | None = None,
-) -> None:
+def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
-    `reason` says why `auto` chose it; `cards` are each rank's card and its GiB if they differ.
+    `reason` says why `auto` chose it.
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
     alone |= {"replicas": layout.world_size, "decode_ranks": 1}
@@ -87,9 +81,9 @@ def show_layout(
     assert ours.forecast  # it may refuse the costs: print nothing before
     console.info(*request.remarks)
     if console.as_json:
-        console.json(_layout_json(ours, theirs, reason, [*(cards or {})]))
+        console.json(_layout_json(ours, theirs, reason))
         return
-    _print_ranks(console, layout, cards or {})
+    _print_ranks(console, layout)
     _print_cuts(console, layout, request.num_clips)
     console.result()
     _print_picture(console, layout, request)
@@ -100,19 +94,19 @@ def show_layout(
         console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
 
 
-def _print_ranks(console: Console, layout: Layout, cards: Mapping[int, float]) -> None:
-    """Prints a row for each rank; if all replicas and cards are alike, only those of the first."""
-    alike = layout.replicas_are_alike and not cards
+def _print_ranks(console: Console, layout: Layout) -> None:
+    """Prints a row for each rank; if all replicas are alike, only those of the first."""
+    alike = layout.replicas_are_alike
     replicas = range(1 if alike else layout.replicas)
     shares = [share for replica in replicas for share in layout.shares(replica)]
-    console.table([_rank_row(layout, share, cards) for share in shares[:_MAX_ROWS]])
+    console.table([_rank_row(layout, share) for share in shares[:_MAX_ROWS]])
     if len(shares) > _MAX_ROWS:
         console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
 
 
-def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> dict[str, str]:
+def _rank_row(layout: Layout, share: StepShare) -> dict[str, str]:
     rank, row = share.rank, {"rank": str(share.rank)}
     if layout.costs.ranks_per_host is not None:
         row["host"] = str(layout.costs.host_of(rank))
@@ -122,9 +116,6 @@ def _rank_row(layout: Layout, share: StepShare, cards: Mapping[int, float]) -> d
         row["expert"] = "both" if len(names) > 1 else "".join(names)
     if any(peak is not None for peak in layout.peak_gib):
         row["GiB"] = gib([layout.peak_gib[rank]])
-    if cards:
-        card, memory = list(cards.items())[rank]
-        row["card"] = f"{card} ({memory:.4g} GiB)"
     return row
 
 
@@ -188,9 +179,7 @@ def _num_idle_ranks(layout: Layout) -> int:
     return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
 
 
-def _layout_json(
-    ours: _Timed, data_parallel: _Timed, reason: str, cards: Sequence[int]
-) -> dict[str, Any]:
+def _layout_json(ours: _Timed, data_parallel: _Timed, reason: str) -> dict[str, Any]:
     layout = ours.layout
     of_experts = layout.expert_boundary is not None
     return {
@@ -204,7 +193,6 @@ def _layout_json(
             | layout.roles[share.rank].parts
             | ({"experts": _expert_names(layout, share.rank)} if of_experts else {})
             | {"peak_gib": layout.peak_gib[share.rank]}
-            | ({"card": cards[share.rank]} if cards else {})
             for share in layout.all_shares
         ],
         "costs": layout.costs.to_json(),

@@ -6,19 +6,16 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.options.talk import TalkOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
@@ -30,11 +27,7 @@ from svdpp.cli.request import (
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.experts import EXPERTS
 from svdpp.redaction import redact
-
-if TYPE_CHECKING:
-    from svdpp.plan.costs import Costs, PerRank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +78,10 @@ def profile(
     sampling: SamplingOptions,
     prompts: PromptOptions,
     asked: MeasureOptions,
-    talk: TalkOptions,  # noqa: ARG001  read where every command is called
 ) -> None:
     """Measure the costs that plans are based on.
 
-    The costs are the times of encode, step, decode, transfer and write, and an estimate of the
+    The costs are the times of encode, step, decode and transfer, and an estimate of the
     memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
@@ -98,7 +90,7 @@ def profile(
     options = PipelineOptions(sampling=sampling, model=model, ranks=ranks)
     config = _measured(launched, options)
     if is_member(launched):
-        from svdpp.cli.log import open_log
+        from svdpp.cli.log import open_log, serve_member
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
@@ -150,7 +142,7 @@ def _measure(
     from svdpp.diagnostics.cost_profile import profile as measure
     from svdpp.media import output_files
 
-    costs, expert_steps = measure(
+    costs = measure(
         config,
         repeats=repeats,
         source=f"measured by: {redact(typed())}",
@@ -159,53 +151,7 @@ def _measure(
         prompt=prompt,
     )
     output_files.write_json(path, costs.to_json())
-    if console.as_json:
-        console.json(costs.to_json())
-    else:
-        _print(console, costs, expert_steps)
+    console.answer(costs.to_json())
     world = f"--world {config.world_size}"
     console.info(f"wrote {shlex.quote(str(path))}")
     console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
-
-
-def _print(console: Console, costs: Costs, expert_steps: tuple[float, ...]) -> None:
-    from svdpp.media.disk_space import size
-
-    console.result(f"{costs.name}, on {costs.device}")
-    console.result()
-    rows = [
-        ("encode", costs.encode_seconds, costs.encode_weights_gib, costs.encode_work_gib),
-        ("step", costs.step_seconds, costs.denoise_weights_gib, costs.denoise_work_gib),
-        ("decode", costs.decode_seconds, costs.decode_weights_gib, costs.decode_work_gib),
-        ("write", costs.write_seconds, None, None),
-    ]
-    console.table(
-        [
-            {
-                "part": part,
-                "ms": _ms(seconds),
-                "weights GiB": "-" if weights is None else f"{weights:.3f}",
-                "work GiB": "-" if work is None else f"{work:.3f}",
-            }
-            for part, seconds, weights, work in rows
-            if seconds
-        ]
-    )
-    if isinstance(costs.step_seconds, tuple):
-        console.result("step: one time for each rank, since they differ")
-    if expert_steps:
-        experts = zip(EXPERTS, expert_steps, strict=True)
-        times = ", ".join(f"{name} {_ms(seconds)} ms" for name, seconds in experts)
-        console.result(f"step of each expert: {times}; the file does not tell them apart")
-    if costs.packet_bytes:
-        console.result(
-            f"transfer of a packet, {size(int(costs.packet_bytes))}: "
-            f"{_ms(costs.transfer_seconds)} ms"
-        )
-    if (between := costs.inter_host_transfer_seconds) is not None:
-        console.result(f"the same between hosts: {_ms(between)} ms")
-
-
-def _ms(seconds: PerRank) -> str:
-    times = seconds if isinstance(seconds, tuple) else (seconds,)
-    return " ".join(f"{each * 1000:.1f}" for each in times)

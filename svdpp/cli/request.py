@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions
+from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -19,7 +18,7 @@ from svdpp.launch.world import World
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Use
+    from svdpp.models.checkpoint import Checkpoint, Use
     from svdpp.plan.choose import Pairs
     from svdpp.plan.costs import Costs
 
@@ -57,12 +56,12 @@ class PipelineRequest:
     options: PipelineOptions
     num_clips: int | Callable[[int], int] | None
     """Of the run, or a function of its number of ranks; None if only another process knows it."""
-    launched: World | None
+    launched: World | None = None
     """The launcher's world; None: this command starts the ranks."""
-    device: str
-    """Its name, where `auto` is decided."""
-    from_image: bool
-    """Whether clips start from an image."""
+    device: str = ""
+    """Its name, where `auto` is decided; "": decide it here."""
+    from_image: bool | None = None
+    """Whether clips start from an image; None: if the model needs one."""
     family: str | None = None
     """Of a model whose configs cannot be read; None: read them."""
     on_cpu: int = 2
@@ -74,8 +73,6 @@ class PipelineRequest:
     """Whether the clips are those of a server, whose users wait for each."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
-    memory: Memory | None = None
-    """Tells `--layout auto` what fits; None: everything fits."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
@@ -97,8 +94,8 @@ class PipelineRequest:
                 world_size=self._world_size,
                 model=self._model,
                 sampling=self._sampling,
-                device=self.device,
-                num_threads=ranks.threads_on(self.device, num_local),
+                device=self._device,
+                num_threads=ranks.threads_on(self._device, num_local),
                 timeout_seconds=ranks.timeout,
                 start_timeout_seconds=ranks.start_timeout,
                 checksum=ranks.checksum,
@@ -114,14 +111,21 @@ class PipelineRequest:
         return config, why
 
     @cached_property
+    def _device(self) -> str:
+        return self.device or self.options.ranks.device_for(self.options.model.model)
+
+    @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampled(from_image=self.from_image, family=self.family)
+        from_image = self.from_image
+        if from_image is None:
+            from_image = needs_image(self.options.model)
+        return self.options.sampled(from_image=from_image, family=self.family)
 
     @cached_property
     def _model(self) -> ModelConfig:
         sleeps = self.time_scale is not None
         family = self._sampling.family
-        return self.options.model.to_config(self.device, family, dummy_sleeps=sleeps)
+        return self.options.model.to_config(self._device, family, dummy_sleeps=sleeps)
 
     @cached_property
     def _experts(self) -> dict[str, Any]:
@@ -146,7 +150,7 @@ class PipelineRequest:
             return world_size
         steps, size = self._sampling.num_inference_steps, self._layout.pair_size
         divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
-        return default_world(self.device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+        return default_world(self._device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
 
     @property
     def _decodes(self) -> bool:
@@ -167,6 +171,13 @@ class PipelineRequest:
             plan["costs"] = plan["costs"].scaled(self.time_scale)
         return plan, why
 
+    def _memory(self, world_size: int) -> tuple[dict[str, float], tuple[float, ...]]:
+        if self._device == "cpu":
+            return {}, ()
+        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+
+        return memory_of_devices(self._model, self._sampling, self._device, world_size)
+
     def _chosen(self, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """What `auto` chooses, and why."""
         options, layout, world_size = self.options, self._layout, self._world_size
@@ -183,7 +194,7 @@ class PipelineRequest:
                 "world_size": world_size,
                 "num_clips": clips,
             },
-            self.memory,
+            None if options.model.is_dummy else self._memory,
             **plan,
             decodes=self._decodes,
             # A server without pairs also takes clips without guidance: only the user gives that up.
@@ -231,8 +242,6 @@ def auto_layout(
     chosen = {"costs": costs, **{name: getattr(choice.layout, name) for name in names}}
     if choice.layout.share_experts:  # also if the options do not say so
         chosen["share_experts"] = True
-    if choice.cards:
-        chosen["device_order"] = choice.cards
     return chosen, f"layout: {choice.reason}"
 
 
@@ -242,12 +251,9 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
         return "no", "no pairs: devices may differ"
     if model.is_dummy:
         return "exact", ""
-    from svdpp.models.checkpoint import find_checkpoint
     from svdpp.models.engine.rows import ROWS
 
-    if sampled.family != "svd":
-        checkpoint = find_checkpoint(model.to_config("cpu", sampled.family), weights=False)
-        sampled = checkpoint.resolve(sampled)
+    sampled = _resolved(model.to_config("cpu", sampled.family), sampled)[1]
     if not sampled.guided:
         return "no", "no pairs: the guidance is off"
     answers: Mapping[str | None, tuple[Pairs, str]] = {
@@ -256,6 +262,18 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
         None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
     }
     return answers[ROWS[sampled.family].branches]
+
+
+def _resolved(
+    model: ModelConfig, sampling: SamplingConfig
+) -> tuple[Checkpoint | None, SamplingConfig]:
+    """The model's checkpoint and the parameters for it; of SVD none, and as they are."""
+    if sampling.family == "svd":
+        return None, sampling
+    from svdpp.models.checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(model, weights=False)
+    return checkpoint, checkpoint.resolve(sampling)
 
 
 def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
@@ -275,12 +293,8 @@ def experts_of(
         sampling: decides at which step the model changes its expert.
         share: whether one rank may hold both.
     """
-    boundary = None
-    if sampling.family != "svd":
-        from svdpp.models.checkpoint import find_checkpoint
-
-        checkpoint = find_checkpoint(model, weights=False)
-        boundary = checkpoint.expert_boundary(checkpoint.resolve(sampling))
+    checkpoint, sampling = _resolved(model, sampling)
+    boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
     if boundary is not None:
         return {"expert_boundary": boundary, "share_experts": share}
     if share:
@@ -304,12 +318,7 @@ def needs_image(model: ModelOptions) -> bool:
     return image_use(model) == "needed"
 
 
-def joined_world(
-    launched: World | None,
-    asked: int | None,
-    option: str = "--world",
-    leave_out: str = "leave --world and --gpus out",
-) -> int | None:
+def joined_world(launched: World | None, asked: int | None) -> int | None:
     """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
@@ -317,8 +326,8 @@ def joined_world(
         return launched.size
     launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
     raise RequestError(
-        f"{option} {asked} disagrees with {launcher}'s world of {launched.size}",
-        f"{leave_out} under {launcher}",
+        f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
+        f"leave --world and --gpus out under {launcher}",
         details={"asked": asked, "found": launched.size},
     )
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from svdpp.cli.command import command
+from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.outputs import LogOptions, OutputOptions
 from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.options.talk import LogOptions
-from svdpp.cli.repeated_run import given_options
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
@@ -25,7 +22,6 @@ from svdpp.cli.run_report import (
     labels,
     print_clips,
     show_dry_run,
-    utilisation,
     warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
@@ -66,7 +62,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,
@@ -78,8 +74,7 @@ def run(
 ) -> None:
     """Animate images, or make clips from prompts.
 
-    A clip is OUT/NAME_SEED.mp4, with its parameters in NAME_SEED.mp4.json beside it. The whole
-    request is checked before weights are loaded.
+    Clips are OUT/NAME_SEED.mp4; parameters and hashes are in NAME_SEED.mp4.json.
     """
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
@@ -89,17 +84,16 @@ def run(
         launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
     asked.check()
+    found, refused = asked.clip_inputs()
     if launched is None and not output.dry_run:
         # The fork server imports torch at the same time as this process.
         fork_server.start_early(family=options.model.family, device=asked.device)
-    found, refused = asked.clip_inputs()
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
-        from svdpp.driver import hosts
+        from svdpp.cli.log import serve_member
 
-        answer = partial(hosts.answer, policy=asked.policy)
-        serve_member(asked.pipeline(config), launched, console, answer)
+        serve_member(asked.pipeline(config), launched, console)
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
@@ -109,7 +103,7 @@ def run(
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        given = given_options(context, output.place().folder)
+        given = recordable_options(context, output.place().folder)
         _Run(console, asked, traces, pipeline, clips).make(refused, given)
 
 
@@ -120,18 +114,14 @@ def _planned(
     found: Sequence[ClipInput],
     traces: TraceOptions,
 ) -> tuple[Pipeline, ClipPlan]:
-    from svdpp.driver import hosts
     from svdpp.driver.jobs import check_outputs, plan_clips
 
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy)
     announce_look(console, config, policy, num_there)
-    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), traces)
+    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), found, traces)
     assert pipeline.checkpoint is not None
-    clips = plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
-    if pipeline.spans_hosts:
-        clips = hosts.without_those_elsewhere(clips, policy, pipeline)
-    return pipeline, clips
+    return pipeline, plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -163,9 +153,7 @@ class _Run:
         if made and figures is not None:
             announce_report(console, figures, policy.manifest)
         if console.as_json:
-            speeds = utilisation(figures) if made and figures else None
-            done = ({**clip, "utilisation": speeds} for clip in made)
-            console.json([*clips.skipped, *done, *lost])
+            console.json([*clips.skipped, *made, *lost])
         else:
             print_clips(console, policy.folder, clips.skipped, made, lost)
         if lost:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
-# Seconds of a run from which on the few that it takes to count FLOPs are worth it.
-_WORTH_COUNTING = 10.0
-_MAX_NAMES = 20
 
 Metadata = Mapping[str, Any]
 
@@ -89,16 +84,6 @@ def announce_report(console: Console, figures: RunFigures, manifest: Path) -> No
         console.info(*lines, f"  svdpp report {shlex.quote(str(manifest))}")
 
 
-def utilisation(figures: RunFigures) -> dict[str, Any]:
-    """TFLOP/s and MFU of the run's ranks, as in its report."""
-    from svdpp.diagnostics.utilisation import Speeds, speeds_of
-
-    if figures.makespan < _WORTH_COUNTING:
-        note = "a short run: svdpp report counts its FLOPs, which takes seconds"
-        return asdict(Speeds(note=note))
-    return asdict(speeds_of(figures))
-
-
 def print_clips(
     console: Console,
     out: Path,
@@ -108,9 +93,9 @@ def print_clips(
 ) -> None:
     """Prints a line for each clip, and says if it was finished before or lost."""
     for metadata in skipped:
-        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}  (was finished)")
+        console.result(f"{out / metadata['output']}  (was finished)")
     for metadata in made:
-        console.result(f"{out / metadata['output']}{_elsewhere(metadata)}")
+        console.result(f"{out / metadata['output']}")
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
@@ -120,16 +105,9 @@ def print_clips(
     if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
         console.info("not called exact: pairs divide a batch of two; how far apart that is:")
         console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
-    exact = [metadata for metadata in exact if not _elsewhere(metadata)]
     if exact:
         output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
         console.info("to prove one:", f"  svdpp verify {shlex.quote(output.path)}")
-
-
-def _elsewhere(metadata: Metadata) -> str:
-    """The host of the clip if it is another one; its --out may be another folder."""
-    host = metadata.get("host", socket.gethostname())
-    return "" if host == socket.gethostname() else f"  (on {host})"
 
 
 def show_dry_run(
@@ -173,22 +151,19 @@ def show_dry_run(
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }
-    if console.as_json:
-        console.json(about)
-        return
-    for line in _dry_run_lines(policy.folder, config, about):
-        console.result(line)
-    columns = {"weights": "weight", "work": "work", "process": "process", "peak": "peak"}
-    console.table(
-        [
-            {"rank": str(one["rank"])}
-            | {
-                f"{head} GiB": f"{one[f'{name}_bytes'] / 2**30:.2f}"
-                for head, name in columns.items()
-            }
-            for one in about["ranks"]
-        ]
-    )
+    if not console.as_json:
+        about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
+        about["forecast"] = (
+            about["forecast"] or "none without --costs, which svdpp profile measures"
+        )
+        sampling = config.sampling
+        console.result(
+            f"{counted(len(clips.requests), 'clip')} to make: "
+            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
+            f"{counted(sampling.num_inference_steps, 'step')}, "
+            f"{config.model.name} {config.model.dtype}"
+        )
+    console.answer(about)
 
 
 def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
@@ -209,35 +184,3 @@ def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[
     sizes = {"height": sampling.height, "width": sampling.width}
     one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
-
-
-def _dry_run_lines(folder: Path, config: PipelineConfig, about: dict[str, Any]) -> Iterator[str]:
-    from svdpp.media.disk_space import size
-
-    names, disk, forecast = about["clips"], about["disk"], about["forecast"]
-    yield from (str(folder / clip["output"]) for clip in names[:_MAX_NAMES])
-    if len(names) > _MAX_NAMES:
-        yield f"... and {len(names) - _MAX_NAMES} more"
-    if about["finished"]:
-        yield f"already finished: {counted(len(about['finished']), 'clip')}"
-    yield ""
-    sampling, costs = config.sampling, config.costs
-    yield (
-        f"{counted(len(names), 'clip')} to make: {counted(sampling.frames, 'frame')} of "
-        f"{sampling.width}x{sampling.height}, "
-        f"{counted(sampling.num_inference_steps, 'step')}, {config.model.name} {config.model.dtype}"
-    )
-    yield f"{counted(config.world_size, f'{config.device} rank')}: {config.layout}"
-    if forecast is None:
-        yield "forecast: none without --costs, which svdpp profile measures"
-    else:
-        yield (
-            f"forecast, by {costs.name or 'the given costs'} on {costs.device or 'one device'}: "
-            f"{forecast['makespan_seconds']:.4g} s, first after "
-            f"{forecast['first_clip_seconds']:.4g} s"
-        )
-    yield (
-        f"disk: about {size(disk['needed_bytes'])} in {str(folder)!r}, which has "
-        f"{size(disk['free_bytes'])} free"
-    )
-    yield ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from svdpp.cli.command import is_given
 from svdpp.cli.command_line import to_go_on
@@ -14,8 +14,8 @@ from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.errors import InputError, RequestError, SvdppError
+from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
+from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -77,15 +77,6 @@ class RunRequest:
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
             )
-        if is_member(self.launched) or self.inputs.keep_going or not self.inputs.inputs:
-            return
-        from svdpp.media.inputs import find_images
-
-        try:
-            find_images(self.inputs.inputs, recursive=self.inputs.recursive)
-        except InputError:
-            self._images()  # its error also names unreadable images
-            raise
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them.
@@ -119,6 +110,7 @@ class RunRequest:
             self.inputs.inputs,
             recursive=self.inputs.recursive,
             max_pixels=self.inputs.max_pixels,
+            video_frames=self._sampling.video_frames,
         )
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
@@ -126,19 +118,13 @@ class RunRequest:
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none."""
-        options, device = self.options, self.device
-        weights = options.model.to_config(device)
-        config, why = PipelineRequest(
-            options=options,
+        return PipelineRequest(
+            options=self.options,
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
-            device=device,
+            device=self.device,
             from_image=bool(self.inputs.inputs),
-            memory=partial(_memory_of_devices, weights, self._sampling, device),
         ).resolve()
-        if num_clips and not why:
-            why = options.layout.remark(config.layout, num_clips, is_real=self.knows_costs)
-        return config, why
 
     @property
     def knows_costs(self) -> bool:
@@ -180,15 +166,22 @@ class RunRequest:
             )
         return remarks
 
-    def pipeline(self, config: PipelineConfig, traces: TraceOptions | None = None) -> Pipeline:
-        """The pipeline of `config`, with the folders of the request, for rank 0 with `traces`."""
+    def pipeline(
+        self,
+        config: PipelineConfig,
+        inputs: Sequence[ClipInput] = (),
+        traces: TraceOptions | None = None,
+    ) -> Pipeline:
+        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and traces."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
+        images = {each.photo.path.parent: each.photo.path for each in inputs if each.photo}
+        shared = [self.output.place().folder, *images.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
-            output_folder=str(self.output.place().folder.absolute()),
+            shared_paths=[str(path.absolute()) for path in shared],
             profile_path=None if traces is None else traces.profile_path,
             trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
         )
@@ -199,7 +192,7 @@ class RunRequest:
 
 
 def without_other_seeds(
-    context: typer.Context, inputs: InputOptions, options: PipelineOptions
+    context: click.Context, inputs: InputOptions, options: PipelineOptions
 ) -> tuple[InputOptions, PipelineOptions]:
     """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
     if is_given(context, "seed") and not is_given(context, "seeds"):
@@ -207,14 +200,3 @@ def without_other_seeds(
     if is_given(context, "seeds") and not is_given(context, "seed"):
         options = replace(options, sampling=replace(options.sampling, seed=None))
     return inputs, options
-
-
-def _memory_of_devices(
-    weights: ModelConfig, sampling: SamplingConfig, device: str, world_size: int
-) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Memory that the model needs and CUDA devices have; only `--layout auto` needs it."""
-    if device == "cpu":
-        return {}, ()
-    from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
-
-    return memory_of_devices(weights, sampling, device, world_size)

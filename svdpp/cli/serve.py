@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
 from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
@@ -42,7 +41,7 @@ _SPLIT = "dithered"
         *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
         "sizes",
     ),
-    without=("seed", "param"),
+    without=("seed",),
     defaults={
         "world": "all GPUs; on the CPU 2",
         "split": "dithered; with two experts balanced",
@@ -69,6 +68,7 @@ def serve(
     if service.new_key is not None:
         _create_key(console, service.new_key, service.api_key_file)
         return
+    from svdpp.cli.log import serve_member
     from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
@@ -136,7 +136,6 @@ def _config(
         options=options,
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
-        device=options.ranks.device_for(options.model.model),
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=image_use(options.model) != "refused",
         default_split=_SPLIT,
@@ -178,7 +177,7 @@ def _settings(
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
     """Opens the log; a service also shows warnings without being asked."""
     log.open(console, launched)
-    if log.verbose or log.quiet:
+    if log.verbose or console.quiet:
         return
     from loguru import logger
 
@@ -206,7 +205,8 @@ def _announce(
         has_prompt = sampling.family != "svd"
         fields = " -F prompt='the sea at night'" if has_prompt else ""
         if not has_prompt or getattr(sampling, "from_image", False):
-            fields += " -F input_reference=@photo.jpg"
+            name = "video.mp4" if sampling.from_video else "photo.jpg"
+            fields += f" -F input_reference=@{name}"
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
     if console.as_json:
         console.json(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import COSTS, option
+from svdpp.cli.options.declare import COSTS, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
+from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import SamplingOptions
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.plan_report import times_of
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
@@ -23,22 +23,23 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.run_recorder import RunRecorder
-    from svdpp.diagnostics.utilisation import Speeds
     from svdpp.driver.pipeline import Pipeline
     from svdpp.plan.forecast import Forecast
 
-_TimeScale = Annotated[
-    float | None,
-    option(
-        "--time-scale",
-        panel=COSTS,
-        metavar="X",
-        help="Make the dummy model sleep for the time of --costs times X, to imitate other "
-        "devices at another speed.",
-        default="no sleep",
-    ),
-]
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions(ClipOptions):
+    """Clips of a rehearsal, and their speed."""
+
+    time_scale: float | None = setting(
+        COSTS,
+        "X",
+        "Make the dummy model sleep for the time of --costs times X, to imitate other devices at "
+        "another speed.",
+        shown="no sleep",
+    )
 
 
 @command(
@@ -68,14 +69,13 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 def simulate(
     console: Console,
     launched: World | None,
-    clips: ClipOptions,
+    clips: RehearsalOptions,
     prompts: PromptOptions,
     traces: TraceOptions,
     log: LogOptions,
     options: PipelineOptions = PipelineOptions(
         ranks=RankOptions(device="cpu"), model=ModelOptions(model=DUMMY_MODEL)
     ),
-    time_scale: _TimeScale = None,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -83,7 +83,6 @@ def simulate(
     the measured times are those of the rehearsal. The forecast below them replays the same plan
     with the mean of the measured costs.
     """
-    from svdpp.cli.log import open_log
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.examples import example_requests
@@ -95,17 +94,17 @@ def simulate(
         options=options,
         num_clips=lambda world_size: clips.at_least_one(2 * world_size),
         launched=launched,
-        device=options.ranks.device_for(model.model),
-        from_image=needs_image(model),
         on_cpu=4,
-        time_scale=time_scale,
+        time_scale=clips.time_scale,
     ).resolve()
     num_clips = clips.at_least_one(2 * config.world_size)
-    open_log(verbosity=log.verbose, log_file=log.log_file, write=console.err.print)
+    log.open(console, launched)
     if why:
         console.info(why)
     pipeline = Pipeline(config, profile_path=traces.profile_path)
     if is_member(launched):
+        from svdpp.cli.log import serve_member
+
         serve_member(pipeline, launched, console)
         return
     requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
@@ -147,17 +146,15 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
-    from svdpp.diagnostics.report import overrun
-    from svdpp.diagnostics.utilisation import speeds_of
+    from svdpp.diagnostics.findings import overrun
 
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
     figures = recorder.figures()
     reason = "" if figures is None else overrun(figures, times["forecast"].makespan)
     if reason:
         console.info(f"warning: {reason}")
-    speeds = speeds_of(figures)
     if console.as_json:
-        console.json({**_to_json(pipeline, times, speeds), "overrun": reason or None})
+        console.json({**_to_json(pipeline, times), "overrun": reason or None})
         return
     _print_ranks(console, pipeline)
     for name, one in times.items():
@@ -166,14 +163,10 @@ def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
             f"{one.first_clip:.2f} s, then one every {one.seconds_per_clip:.2f} s; "
             f"bubble {one.bubble:.0%}"
         )
-    if speeds.ranks:
-        console.result(str(speeds))
 
 
-def _to_json(pipeline: Pipeline, times: dict[str, Forecast], speeds: Speeds) -> dict[str, Any]:
+def _to_json(pipeline: Pipeline, times: dict[str, Forecast]) -> dict[str, Any]:
     config, ranks = pipeline.config, pipeline.trace.to_json()
-    for each in speeds.ranks:
-        ranks[each.rank].update(tflops=each.tflops, mfu=each.mfu)
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
     fields = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"

@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.launched import serve_member
-from svdpp.cli.options.declare import DIAGNOSTICS, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.options.talk import LogOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
-from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.cli.progress import Progress
+    from svdpp.media.image import Photo
     from svdpp.plan.layout import Layout
     from svdpp.verification.clip_proof import ClipProof
     from svdpp.verification.result import VerificationResult
@@ -49,15 +48,12 @@ _CONDITIONS = (
 class ProofOptions(ClipOptions):
     """Inputs, tolerance and report of a proof."""
 
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[INPUT...|CLIP...]",
-            help="Image files, folders or globs; or finished clips to recompute: files, their "
-            "JSON, or a folder of them.",
-            show_default="an image that comes with svdpp",
-        ),
-    ] = None
+    inputs: list[str] | None = argument(
+        "[INPUT...|CLIP...]",
+        "Image files, folders or globs; or finished clips to recompute: files, their JSON, or a "
+        "folder of them.",
+        shown="an image that comes with svdpp",
+    )
     tolerance: float = setting(
         DIAGNOSTICS,
         "ATOL",
@@ -70,9 +66,6 @@ class ProofOptions(ClipOptions):
         "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
         "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
         "clip are 0.",
-    )
-    picture: Path | None = setting(
-        DIAGNOSTICS, "FILE.png", "Draw frames of both runs and their difference."
     )
     image: Path | None = setting(
         DIAGNOSTICS,
@@ -90,9 +83,9 @@ class ProofOptions(ClipOptions):
     examples=(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
-        "svdpp verify photo.jpg --gpus 4 --split dithered --picture proof.png",
+        "svdpp verify photo.jpg --gpus 4 --split dithered",
     ),
-    common=("world", "model", "clips", "steps", "split", "num_frames", "picture", "as_json"),
+    common=("world", "model", "clips", "steps", "split", "num_frames", "as_json"),
     without=("checksum",),
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU 2",
@@ -103,7 +96,7 @@ class ProofOptions(ClipOptions):
     },
 )
 def verify(
-    context: typer.Context,
+    context: click.Context,
     console: Console,
     launched: World | None,
     proof: ProofOptions,
@@ -123,9 +116,8 @@ def verify(
     from svdpp.worker.fault_injection import InjectedFault
 
     log.open(console, launched)
-    check_target("--picture", proof.picture, ".png")
     inputs = proof.inputs or []
-    if are_clips(inputs):
+    if are_clips(inputs) and options.model.as_family is None:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
             _verify_clips(console, inputs, proof.image, options)
@@ -136,8 +128,7 @@ def verify(
     from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
     requests = []
     if not is_member(launched):
-        seed = options.sampling.one_seed()
-        requests = _requests(model, inputs, prompts, proof, seed, from_image=from_image)
+        requests = _requests(options, inputs, prompts, proof, from_image=from_image)
     config, why = PipelineRequest(
         options=options,
         num_clips=None if launched else len(requests),
@@ -148,6 +139,8 @@ def verify(
     ).resolve()
     fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
+        from svdpp.cli.log import serve_member
+
         pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
         serve_member(pipeline, launched, console)
         return
@@ -157,20 +150,23 @@ def verify(
 
 
 def _requests(
-    model: ModelOptions,
+    options: PipelineOptions,
     inputs: Sequence[str],
     prompts: PromptOptions,
     proof: ProofOptions,
-    seed: int,
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
     from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
     from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 
+    model, seed = options.model, options.sampling.one_seed()
     if model.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
-    images = check_inputs(inputs or [str(example_photos()[0])]) if from_image else [None]
+    images: Sequence[Photo | None] = [None]
+    if from_image:
+        sampling = options.sampled(from_image=True)
+        images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
     example = None if model.family == "svd" else EXAMPLE_PROMPT
     texts: list[str | None] = [*prompts.all_prompts()] or [example]
@@ -190,12 +186,11 @@ def _compare(
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.verification import verify as proof
-    from svdpp.verification.picture import draw_differences
 
     if fault is not None:
         fault.check(world_size=config.world_size, num_clips=len(requests))
     names = labels(requests)
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         with _progress(console, "pipelined", names, config.layout) as progress:
             observers = (progress, EventLog(config.layout))
             conditions = proof.run_pipelined(
@@ -204,9 +199,6 @@ def _compare(
         with _progress(console, "sequential", names, _alone(config)) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
-        if asked.picture is not None:
-            draw_differences(asked.picture, verdict, config, folder)
-            console.info(f"picture: {asked.picture}")
     if console.as_json:
         console.json({**verdict.to_json(), "conditions": conditions})
     else:
@@ -254,14 +246,9 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
         console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
-def _refuse_without_effect(context: typer.Context) -> None:
+def _refuse_without_effect(context: click.Context) -> None:
     given = given_options(context)
     given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
-    if "picture" in given:
-        raise RequestError(
-            "--picture shows the frames of two runs, but a finished clip has only their hash",
-            "verify the image: svdpp verify IMAGE --picture FILE.png",
-        )
     if given:
         raise RequestError(
             f"no effect on a finished clip: {', '.join(given.values())}; its metadata says how it "

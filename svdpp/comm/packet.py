@@ -1,20 +1,32 @@
-"""The packet: what travels with a clip between two ranks, as tensors and as flat bytes.
+"""The packet: what travels with a clip between two ranks, and its header, description and payload.
 
-A packet describes itself. Its payload is the tensors on the rank's device end to end. Tensors in
-host memory, such as the state of a random generator, are in the description, which the receiver
-reads in host memory as well.
+gloo and NCCL accept a message of another size or type without an error, so a header of fixed size
+says how many bytes follow, and the receiver checks it before it reads them. The description says
+which packet it is, and which tensors the payload has end to end: those on the rank's device.
+Tensors in host memory, such as the state of a random generator, follow the description's text; the
+receiver reads them in host memory as well.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from svdpp.errors import TransportError
+
+PROTOCOL_VERSION = 6
+_MAGIC = b"SVDPPKT\0"
+_HEADER = struct.Struct("<8sHIIQI")
+HEADER_BYTES = _HEADER.size
+#: Offset of each field of the header. `crc` is of the description, `check` of the fields before.
+FIELDS = {"magic": 0, "version": 8, "description": 10, "crc": 14, "bytes": 18, "check": 26}
 
 
 @dataclass
@@ -48,17 +60,56 @@ class Packet:
         self.tensors, self.tombstone = {}, True
 
 
-def describe(tensors: Mapping[str, torch.Tensor], device: torch.device) -> bytes:
-    """The description of a packet's tensors, with the bytes of those in host memory."""
+class Header(NamedTuple):
+    """How many bytes follow: of the description, with its crc32, and of the payload."""
+
+    description_bytes: int
+    crc: int
+    num_bytes: int
+
+    def pack(self) -> bytes:
+        """The header as `HEADER_BYTES` bytes, little-endian."""
+        data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, *self, 0)
+        return data[: FIELDS["check"]] + struct.pack("<I", _check_of(data))
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        """The header that `pack` wrote; TransportError if it is not."""
+        magic, version, *sizes, check = _HEADER.unpack(data)
+        if magic != _MAGIC:
+            raise TransportError("the header does not begin as a packet's does")
+        if version != PROTOCOL_VERSION:
+            raise TransportError(
+                f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
+                "install the same svdpp version for every rank",
+            )
+        if check != _check_of(data):
+            raise TransportError("the header is damaged")
+        return Header(*sizes)
+
+
+def _check_of(header: bytes) -> int:
+    return zlib.crc32(header[: FIELDS["check"]])
+
+
+def describe(
+    packet: Packet, device: torch.device, sequence: int = 0, crc: int | None = None
+) -> bytes:
+    """The description of a packet, with the bytes of its tensors in host memory.
+
+    `sequence` counts the packets sent on this link before it; `crc` is the payload's crc32.
+    """
+    facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
-    for name, tensor in tensors.items():
+    for name, tensor in packet.tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         is_host = tensor.device.type != device.type
         entries.append([name, dtype, list(tensor.shape), is_host])
         if is_host:
             assert tensor.is_cpu, f"{name} is on {tensor.device}"
             in_host_memory.append(_bytes_of(tensor).numpy().tobytes())
-    return b"".join([json.dumps(entries).encode(), b"\n", *in_host_memory])
+    content = {"packet": facts, "tensors": entries, "sequence": sequence, "crc": crc}
+    return b"".join([json.dumps(content).encode(), b"\n", *in_host_memory])
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -67,31 +118,55 @@ def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def assemble(description: bytes, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a packet, each in memory of its own: a view could be misaligned."""
-    text, _, rest = description.partition(b"\n")
-    try:
-        entries = [
-            (name, getattr(torch, dtype), shape, is_host)
-            for name, dtype, shape, is_host in json.loads(text)
-        ]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise TransportError("a packet's description cannot be read") from error
-    host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
-    tensors: dict[str, torch.Tensor] = {}
-    taken = {False: 0, True: 0}
-    for name, dtype, shape, is_host in entries:
-        start, num_bytes = taken[is_host], math.prod(shape) * dtype.itemsize
-        taken[is_host] += num_bytes
-        part = (host if is_host else payload)[start : taken[is_host]].clone()
-        if part.numel() != num_bytes:
-            break
-        tensors[name] = part.view(dtype).view(shape)
-    if (taken[False], taken[True]) != (payload.numel(), len(rest)):
-        raise TransportError(
-            f"a packet of {payload.numel()} bytes is described as {taken[False]} bytes"
-        )
-    return tensors
+class Description:
+    """A description that has arrived; the payload follows."""
+
+    def __init__(self, data: bytes) -> None:
+        text, _, self._in_host_memory = data.partition(b"\n")
+        try:
+            content = json.loads(text)
+            self.crc: int | None = content["crc"]
+            self._sequence = content["sequence"]
+            self._packet = Packet(**content["packet"])
+            self._entries = [
+                (name, getattr(torch, dtype), shape, is_host)
+                for name, dtype, shape, is_host in content["tensors"]
+            ]
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise TransportError("a packet's description cannot be read") from error
+
+    def check(self, *, clip: int, next_step: int, sequence: int) -> None:
+        """Compares the packet with what the receiver's action list expects."""
+        pairs = {
+            "sequence number": (self._sequence, sequence),
+            "clip": (self._packet.clip, clip),
+            "next step": (self._packet.next_step, next_step),
+        }
+        for name, (sent, expected) in pairs.items():
+            if sent != expected:
+                raise TransportError(
+                    f"{name}: sent {sent}, expected {expected}",
+                    details={"what": name, "got": sent, "expected": expected},
+                )
+
+    def packet(self, payload: torch.Tensor) -> Packet:
+        """The packet; each tensor has memory of its own, as a view could be misaligned."""
+        rest = self._in_host_memory
+        host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
+        tensors: dict[str, torch.Tensor] = {}
+        taken = {False: 0, True: 0}
+        for name, dtype, shape, is_host in self._entries:
+            start, num_bytes = taken[is_host], math.prod(shape) * dtype.itemsize
+            taken[is_host] += num_bytes
+            part = (host if is_host else payload)[start : taken[is_host]].clone()
+            if part.numel() != num_bytes:
+                break
+            tensors[name] = part.view(dtype).view(shape)
+        if (taken[False], taken[True]) != (payload.numel(), len(rest)):
+            raise TransportError(
+                f"a packet of {payload.numel()} bytes is described as {taken[False]} bytes"
+            )
+        return replace(self._packet, tensors=tensors)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

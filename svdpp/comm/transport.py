@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from svdpp.comm import backend_errors, streams
-from svdpp.comm.header import HEADER_BYTES, Header
-from svdpp.comm.packet import Packet, assemble, describe, flatten
+from svdpp.comm.packet import HEADER_BYTES, Description, Header, Packet, describe, flatten
 from svdpp.errors import BrokenLinkError, TransportError
 
 _Result = TypeVar("_Result")
@@ -42,7 +42,7 @@ Channel = Literal["clips", "predictions", "decode"]
 class Transfer(NamedTuple):
     """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
 
-    kind: Literal["recv", "send"]
+    direction: Literal["recv", "send"]
     clip: int
     next_step: int
     peer: int
@@ -184,29 +184,18 @@ class Transport:
         with backend_errors.named(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self._checksum and not packet.tombstone
-            description = describe(packet.tensors, self._device)
-            header = Header(
-                *(clip, step, link.next_sequence(), packet.begun_at - self._wall_ahead),
-                *(len(description), payload.numel()),
-                tombstone=packet.tombstone,
-                memory_pressure=packet.memory_pressure,
-                compute_seconds=packet.compute_seconds,
-                crc=_crc32(link.stream.to_host(staged, after)) if checked else None,
-            )
+            crc = _crc32(link.stream.to_host(staged, after)) if checked else None
+            packet = replace(packet, begun_at=packet.begun_at - self._wall_ahead)
+            description = describe(packet, self._device, link.next_sequence(), crc)
+            header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
             begun = time.monotonic()
-            self._send_header(header, description, link)
+            for message in (self._tamper(clip, header) if self._tamper else header, description):
+                content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+                dist.send(content, link.peer, group=link.group)
             reached = time.monotonic()
-            if header.num_bytes:
+            if payload.numel():
                 self._send_payload(link, staged, after)
-        self._report("send", header, link, reached, waited=reached - begun)
-
-    def _send_header(self, header: Header, description: bytes, link: _Link) -> None:
-        data = header.pack()
-        if self._tamper is not None:
-            data = self._tamper(header.clip, data)
-        for message in (data, description):
-            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            dist.send(content, link.peer, group=link.group)
+        self._report("send", clip, step, payload, link, reached, waited=reached - begun)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:
@@ -216,32 +205,33 @@ class Transport:
         with link.stream.beside(after):
             self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
 
-    def _receive(
-        self, link: _Link, clip: int, next_step: int
-    ) -> tuple[Header, bytes, torch.Tensor]:
+    def _receive(self, link: _Link, clip: int, next_step: int) -> tuple[Description, torch.Tensor]:
         with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
-            header.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
-            description = _receive_bytes(header.description_bytes, link)
-            payload = self._receive_payload(link, header)
-        self._report("recv", header, link, begun)
-        return header, description, payload
+            data = _receive_bytes(header.description_bytes, link)
+            if zlib.crc32(data) != header.crc:
+                raise TransportError("a packet's description is damaged")
+            description = Description(data)
+            description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
+            payload = self._receive_payload(link, header.num_bytes, description.crc)
+        self._report("recv", clip, next_step, payload, link, begun)
+        return description, payload
 
-    def _receive_payload(self, link: _Link, header: Header) -> torch.Tensor:
-        stream, num_bytes = link.stream, header.num_bytes
+    def _receive_payload(self, link: _Link, num_bytes: int, crc: int | None) -> torch.Tensor:
+        stream = link.stream
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if self._direct:
             with stream.beside():
                 payload = stream.empty(num_bytes)
                 self._run_nccl(lambda: dist.irecv(payload, link.peer, group=link.group))
-            _check_crc32(header, lambda: stream.to_host(payload))
+            _check_crc32(crc, lambda: stream.to_host(payload))
             return payload
         host = stream.host_buffer((num_bytes,), torch.uint8)
         dist.recv(host, link.peer, group=link.group)
-        _check_crc32(header, lambda: host)
+        _check_crc32(crc, lambda: host)
         return stream.to_device(host)
 
     def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
@@ -252,40 +242,36 @@ class Transport:
 
     def _report(
         self,
-        kind: Literal["recv", "send"],
-        header: Header,
+        direction: Literal["recv", "send"],
+        clip: int,
+        next_step: int,
+        payload: torch.Tensor,
         link: _Link,
         begun: float,
         waited: float = 0.0,
     ) -> None:
-        if header.clip != _HELLO_CLIP:
+        if clip != _HELLO_CLIP:
             end = time.monotonic()
-            packet = header.clip, header.next_step, link.peer, header.num_bytes
-            self._on_transfer(Transfer(kind, *packet, end - begun, waited, end, link.channel))
+            packet = clip, next_step, link.peer, payload.numel()
+            self._on_transfer(Transfer(direction, *packet, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:
     """A packet that is being received, or is there."""
 
     def __init__(
-        self, future: Future[tuple[Header, bytes, torch.Tensor]], wall_ahead: float = 0.0
+        self, future: Future[tuple[Description, torch.Tensor]], wall_ahead: float = 0.0
     ) -> None:
         self._future = future
         self._wall_ahead = wall_ahead
 
     def wait(self) -> Packet:
         """Waits for the packet and returns it, ready for the current stream; once."""
-        header, description, payload = self._future.result()
+        description, payload = self._future.result()
         streams.lend(payload)
-        return Packet(
-            header.clip,
-            header.next_step,
-            header.begun_at + self._wall_ahead,
-            assemble(description, payload),
-            header.tombstone,
-            header.memory_pressure,
-            header.compute_seconds,
-        )
+        packet = description.packet(payload)
+        packet.begun_at += self._wall_ahead
+        return packet
 
 
 class _Link:
@@ -345,6 +331,6 @@ def _crc32(on_host: torch.Tensor) -> int:
     return zlib.crc32(on_host.numpy().data)
 
 
-def _check_crc32(header: Header, on_host: Callable[[], torch.Tensor]) -> None:
-    if header.crc is not None and header.crc != (crc := _crc32(on_host())):
-        raise TransportError(f"crc32 of the payload: sent {header.crc:08x}, got {crc:08x}")
+def _check_crc32(sent: int | None, on_host: Callable[[], torch.Tensor]) -> None:
+    if sent is not None and sent != (crc := _crc32(on_host())):
+        raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")

@@ -6,6 +6,7 @@ Options, benchmark YAML, clip metadata and the Python API all create these datac
 
 from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat
 from svdpp.config.families import SAMPLING_CLASSES, SamplingConfig, sampling_from
+from svdpp.config.limits import Param, params_of
 from svdpp.config.model import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -16,7 +17,6 @@ from svdpp.config.model import (
     Lora,
     ModelConfig,
 )
-from svdpp.config.params import Param, params_of
 from svdpp.config.pipeline import PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import field, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
-from svdpp.config.limits import require, shown
-from svdpp.config.params import Param
+from svdpp.config.limits import Param, require, shown
 from svdpp.config.sampling import (
+    STRENGTH,
     LtxSampling,
     PromptedSampling,
     SvdSampling,
     VaceSampling,
+    WanControlSampling,
     WanSampling,
+    WanVideoSampling,
 )
 
 _GUIDANCE = 100.0
@@ -77,13 +79,23 @@ _ROWS = (
     _row("framepack", 720, 1280, 145, 30, 10.0, 256, steps=120, **_FRAMEPACK),
     _row("hunyuan_video_15", 480, 848, 121, 24, 6.0, 1000),
     _row("cogvideox", 480, 720, 49, 8, 6.0, 226, latent_axes="BFCHW"),
+    _row(
+        *("cogvideox_v2v", 480, 720, 49, 8, 6.0, 226),
+        steps=40,
+        own={"strength": replace(STRENGTH, default=0.8)},
+        latent_axes="BFCHW",
+        from_video=True,
+    ),
     _row("skyreels_v2", 544, 960, 97, 24, 6.0, 512),
     _row("skyreels_v2_df", 544, 960, 97, 24, 6.0, 512),
     _row("kandinsky5", 512, 768, 121, 24, 5.0, 512, latent_axes="BFHWC"),
     _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (SvdSampling, WanSampling, VaceSampling, LtxSampling, *_ROWS)
+_CLASSES = (
+    *(SvdSampling, WanSampling, VaceSampling, WanControlSampling, WanVideoSampling, LtxSampling),
+    *_ROWS,
+)
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}

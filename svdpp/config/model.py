@@ -89,6 +89,8 @@ class ModelConfig:
 
     name: str = DEFAULT_MODEL
     """A hub id, a diffusers folder, `demo` (built in), or `dummy` (a small random Conv3d)."""
+    family: str | None = None
+    """How to run a checkpoint that several families run; None: as its own pipeline says."""
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False
@@ -110,11 +112,12 @@ class ModelConfig:
         _check_dtype(self.dtype)
         check_type("--model", self.name, str)
         require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")
-        for name in ("revision", "variant"):
+        for name in ("family", "revision", "variant"):
             check_type(f"--{name}", getattr(self, name), str, type(None))
         for name in ("local_files_only", "memory_opt", "channels_last", "dummy_sleeps"):
             check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
-        require(not (self.loras and self.is_dummy), "the dummy model takes no --lora")
+        for name, given in (("--lora", self.loras), ("--family", self.family)):
+            require(not (given and self.is_dummy), f"the dummy model takes no {name}")
         self.dummy_latent  # noqa: B018  checks the shape
 
     @property

@@ -34,9 +34,6 @@ class PipelineConfig:
     sampling: SamplingConfig = field(default_factory=SvdSampling)
     device: str = "cpu"
     """`cpu`, `cuda` (rank r on cuda:r), or one device such as `cuda:0` shared by all ranks."""
-    device_order: tuple[int, ...] = ()
-    """The index of each rank's CUDA device, by rank, for `cuda` on one host; empty: rank r on
-    cuda:r."""
     num_threads: int = 1
     """Intra-op threads of each CPU rank; the bits depend on it, so the reference uses the same."""
     timeout_seconds: float = 600.0
@@ -82,7 +79,6 @@ class PipelineConfig:
             "on from the same bits",
         )
         _check_device(self.device)
-        self._check_device_order()
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
@@ -101,16 +97,6 @@ class PipelineConfig:
             f"--max-guidance-scale {self.sampling.max_guidance_scale} rounds to 1 in "
             f"{self.model.dtype}: diffusers cannot run that",
             "use --max-guidance-scale 1 to run without guidance",
-        )
-
-    def _check_device_order(self) -> None:
-        check_type("device_order", self.device_order, tuple)
-        has_all = set(self.device_order) == set(range(self.world_size))
-        require(
-            not self.device_order
-            or (self.device == "cuda" and has_all and len(self.device_order) == self.world_size),
-            f"device_order must name each of {self.world_size} devices of --device cuda once, "
-            f"got {shown(self.device_order)}",
         )
 
     @cached_property
@@ -145,7 +131,7 @@ class PipelineConfig:
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
-        plain: dict[str, Any] = {"split": "uniform", "costs": Costs(), "device_order": ()}
+        plain: dict[str, Any] = {"split": "uniform", "costs": Costs()}
         plain |= {"replicas": 1, "decoders": 1, "cfg_parallel": 1, "decode_ranks": 1}
         return replace(self, world_size=1, **plain)
 

@@ -17,11 +17,14 @@ from svdpp.config.limits import (
     MAX_PROMPT_TOKENS,
     MAX_SIDE,
     MAX_STEPS,
+    Param,
+    params_of,
     require,
+    shared,
     shown,
+    within,
 )
 from svdpp.config.model import DEMO_MODEL
-from svdpp.config.params import Param, params_of, shared, within
 from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -55,6 +58,7 @@ Motion = Annotated[int, shared(0, MAX_MOTION_BUCKET_ID, "Amount of motion, 0 to 
 Noise = Annotated[float, shared(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the image.")]
 FirstScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, "Guidance of the first frame.")]
 _LAST_HELP = "Guidance of the last frame; 1 or less turns guidance off."
+STRENGTH = within(0, 1, "How much of the video is replaced: all of it by 1.", above=True)
 LastScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, _LAST_HELP)]
 
 
@@ -68,6 +72,8 @@ class CommonSampling:
     frames_unit: ClassVar[int] = 1
     #: The latent's axes, one letter each: B, F (frames), C (channels), H, W; N: all positions.
     latent_axes: ClassVar[str] = "BCFHW"
+    #: Whether what a clip starts from is the frames of a video.
+    from_video: ClassVar[bool] = False
 
     family: str
     num_inference_steps: Steps
@@ -110,6 +116,11 @@ class CommonSampling:
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
         return self.num_frames
+
+    @property
+    def video_frames(self) -> int | None:
+        """Frames that a clip takes of a video; None: it starts from no video."""
+        return self.frames if self.from_video else None
 
     def resolved(self, *, model_frames: int) -> Self:
         """A copy with numbers in place of the model's defaults, as diffusers sets them."""
@@ -237,6 +248,27 @@ class VaceSampling(WanSampling):
 
     family: Literal["wan_vace"] = "wan_vace"  # type: ignore[assignment]
     conditioning_scale: Annotated[float, within(0, 10, "Weight of the reference image.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanControlSampling(VaceSampling):
+    """The same for a clip that is controlled by a video."""
+
+    from_video: ClassVar[bool] = True
+
+    family: Literal["wan_vace_control"] = "wan_vace_control"  # type: ignore[assignment]
+    conditioning_scale: Annotated[float, within(0, 10, "Weight of the video.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVideoSampling(WanSampling):
+    """The parameters of diffusers' `WanVideoToVideoPipeline`, with the steps that it runs."""
+
+    from_video: ClassVar[bool] = True
+
+    family: Literal["wan_v2v"] = "wan_v2v"  # type: ignore[assignment]
+    num_inference_steps: Steps = 40
+    strength: Annotated[float, STRENGTH] = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)

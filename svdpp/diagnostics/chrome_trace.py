@@ -114,7 +114,7 @@ class TraceFile:
             case StepSpan(rank, clip, step, start, end):
                 place = (rank, _COMPUTE, f"step {step}", "step", start, end)
                 yield self._slice(*place, clip=clip, step=step)
-            case WaitSpan(rank, start, end):
+            case WaitSpan(rank, _, start, end):
                 yield self._slice(rank, _COMPUTE, "wait", "wait", start, end)
             case TransferSpan():
                 yield from self._transfer(placed)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
+from svdpp.config import PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.environment import cpu_model
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
-from svdpp.driver.trace import StepSpan, Trace
+from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.world import World
-from svdpp.media import image as photos
-from svdpp.media import video
-from svdpp.media.examples import example_photos, example_requests
-from svdpp.models.base import Frames
+from svdpp.media.examples import example_requests
 from svdpp.models.memory import estimate
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
@@ -42,20 +34,15 @@ def profile(
     log: Callable[[str], None],
     open_observer: OpenObserver = no_observer,
     prompt: str | None = None,
-) -> tuple[Costs, tuple[float, ...]]:
+) -> Costs:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
     CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
     Memory is estimated from the model's configs.
 
     Args:
-        config: of the run; its number of steps does not matter, and it need not be resolved.
         repeats: measured clips through each rank, after one that warms up.
-        source: of the costs, to be recorded in them.
         prompt: of the clips; None: an example, if the model takes prompts.
-
-    Returns:
-        The costs, and the median step of each expert of a model with two.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
     pipeline = Pipeline(config)
@@ -63,10 +50,13 @@ def profile(
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
-    trace = _measure_times(pipeline, requests, open_observer)
+    trace = Trace(config.world_size)
+    pipeline.observe(trace.add)
+    with open_observer("profile", pipeline.schedule(requests)) as progress:
+        pipeline.observe(progress)
+        with pipeline:
+            pipeline.run(requests)
     costs = median_costs(config, pipeline.world, [trace], source=source, first_clip=1)
-    if config.decodes:
-        costs = replace(costs, write_seconds=_measure_write(config, repeats))
     log("estimate of the memory of each part")
     memory: dict[str, Any] = estimate(
         checkpoint,
@@ -75,7 +65,7 @@ def profile(
         device=config.device,
         num_threads=config.num_threads,
     ).as_costs()
-    return replace(costs, **memory), _expert_steps(config, trace)
+    return replace(costs, **memory)
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
@@ -104,29 +94,40 @@ def median_costs(
         elsewhere: of other layouts, with the steps of ranks that do none in the pipeline; without
             them such a rank counts as fast as the others.
     """
-    own = _steps_by_rank(traces, first_clip)
-    steps_by_rank = {**_steps_by_rank(elsewhere, first_clip), **own}
-    usual = median([median(seconds) for seconds in steps_by_rank.values()])
-    steps = [
-        median(steps_by_rank[rank]) if rank in steps_by_rank else usual
-        for rank in range(config.world_size)
-    ]
+
+    def seconds_by_rank(traces: Sequence[Trace]) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for step in (step for trace in traces for step in trace.steps if step.clip >= first_clip):
+            found.setdefault(step.rank, []).append(step.end - step.start)
+        return found
+
+    def of(kind: Kind) -> float:
+        spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
+        return median([s.end - s.start for s in spans if s.action.clip >= first_clip])
+
+    by_rank = {**seconds_by_rank(elsewhere), **seconds_by_rank(traces)}
+    steps = {rank: median(seconds) for rank, seconds in by_rank.items()}
+    usual = median([*steps.values()])
     ranks_per_host = None if world is None else world.ranks_per_host
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
+    transfers: dict[bool, list[float]] = {True: [], False: []}
     packets = [
         packet
         for trace in traces
         for packet in trace.transfers
         if packet.direction == "recv" and packet.clip >= first_clip
     ]
-    transfers: dict[bool, list[float]] = {True: [], False: []}
     for packet in packets:
         crosses_hosts = host_of(packet.rank) != host_of(packet.peer)
         transfers[crosses_hosts].append(packet.end - packet.start)
     return Costs(
-        step_seconds=_step_costs(config, steps, spans_hosts=ranks_per_host is not None),
-        encode_seconds=_action_seconds(traces, Kind.ENCODE, first_clip),
-        decode_seconds=_action_seconds(traces, Kind.DECODE, first_clip),
+        step_seconds=_step_costs(
+            config,
+            [steps.get(rank, usual) for rank in range(config.world_size)],
+            spans_hosts=ranks_per_host is not None,
+        ),
+        encode_seconds=of(Kind.ENCODE),
+        decode_seconds=of(Kind.DECODE),
         transfer_seconds=median(transfers[False]),
         packet_bytes=float(max((packet.num_bytes for packet in packets), default=0)),
         ranks_per_host=ranks_per_host,
@@ -142,20 +143,6 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _steps_by_rank(traces: Sequence[Trace], first_clip: int) -> dict[int, list[float]]:
-    steps: dict[int, list[float]] = {}
-    for trace in traces:
-        for step in trace.steps:
-            if step.clip >= first_clip:
-                steps.setdefault(step.rank, []).append(step.end - step.start)
-    return steps
-
-
-def _action_seconds(traces: Sequence[Trace], kind: Kind, first_clip: int) -> float:
-    spans = (span for trace in traces for span in trace.spans if span.action.clip >= first_clip)
-    return median([span.end - span.start for span in spans if span.action.kind is kind])
-
-
 def _step_costs(
     config: PipelineConfig, steps: Sequence[float], *, spans_hosts: bool
 ) -> float | tuple[float, ...]:
@@ -163,19 +150,6 @@ def _step_costs(
     if (config.device == "cuda" or spans_hosts) and max(steps) > _SAME_SPEED * min(steps):
         return tuple(steps)
     return statistics.median(steps)
-
-
-def _expert_steps(config: PipelineConfig, trace: Trace) -> tuple[float, ...]:
-    if (boundary := config.expert_boundary) is None:
-        return ()
-
-    def seconds(steps: Iterator[StepSpan]) -> float:
-        return median([step.end - step.start for step in steps])
-
-    steps = [step for step in trace.steps if step.clip > 0]
-    return tuple(
-        seconds(step for step in steps if (step.step >= boundary) is late) for late in (False, True)
-    )
 
 
 def _name(config: PipelineConfig) -> str:
@@ -203,35 +177,3 @@ def _devices(config: PipelineConfig, world: World | None) -> str:
     used = visible[:size] if config.device == "cuda" else visible[index : index + 1]
     names = [gpu.name for gpu in used]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _measure_times(
-    pipeline: Pipeline, requests: list[ClipRequest], open_observer: OpenObserver
-) -> Trace:
-    trace = Trace(pipeline.config.world_size)
-    pipeline.observe(trace.add)
-    with open_observer("profile", pipeline.schedule(requests)) as progress:
-        pipeline.observe(progress)
-        with pipeline:
-            pipeline.run(requests)
-    return trace
-
-
-def _measure_write(config: PipelineConfig, repeats: int) -> float:
-    frames, seconds = _moving_image(config), []
-    with tempfile.TemporaryDirectory(prefix="svdpp-profile-") as folder:
-        output = OutputConfig(path=str(Path(folder) / "clip.mp4"))
-        for _ in range(repeats + 1):
-            begun = time.monotonic()
-            video.write_clip(frames, output, fps=config.sampling.fps, metadata={})
-            seconds.append(time.monotonic() - begun)
-    return median(seconds[1:])
-
-
-def _moving_image(config: PipelineConfig) -> Frames:
-    """An image that moves to the right, which is about as hard to encode as a clip."""
-    sampling = config.sampling
-    image, _ = photos.read_photo(example_photos()[0])
-    fitted = photos.fit_photo(image, sampling.width, sampling.height, "crop")
-    still = np.asarray(fitted.resize((sampling.width, sampling.height)))
-    return np.stack([np.roll(still, frame, axis=1) for frame in range(sampling.frames)])

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
-from svdpp.comm.packet import assemble, describe, flatten
+from svdpp.comm.packet import Description, Packet, describe, flatten
 from svdpp.comm.streams import SideStream, mark
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.driver.rank_task import run_rank_task
+from svdpp.config import ModelConfig, PipelineConfig
+from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.source import Source, read_source
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
@@ -42,12 +41,10 @@ class Found(NamedTuple):
 
 
 def differences(config: PipelineConfig, checkpoint: Checkpoint) -> Found:
-    """Compares a tiny copy's clip in parts with the whole one.
-
-    It is computed in a process of its own, on the first device of `config`.
+    """Compares a tiny copy's clip in parts with the whole one, in a process of its own.
 
     Args:
-        config: of one rank; its dtype, device and threads apply.
+        config: of one rank; its device, dtype and threads apply.
     """
     found: list[Found] = []
 
@@ -70,15 +67,14 @@ def _report(
     asked: tuple[Checkpoint, str],
 ) -> None:
     reporter.send(Joined(device=device, load_seconds=0.0))
-    original, folder = asked
-    found = compare(original, Path(folder), config, device)
+    found = compare(asked[0], Path(asked[1]), config, device)
     reporter.send(ClipDone(clip=0, metadata=found._asdict()))
 
 
 def compare(original: Checkpoint, folder: Path, config: PipelineConfig, device: str) -> Found:
     """See `differences`; writes the tiny copy to the empty `folder`."""
     write_tiny_copy(original, folder)
-    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    model = ModelConfig(name=str(folder), family=original.family, dtype=config.model.dtype)
     sampling = tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
     config, checkpoint = resolve(replace(config, model=model, sampling=sampling))
     assert checkpoint is not None
@@ -97,14 +93,19 @@ class _CutTest:
         self._config, self._checkpoint, self._device = config, checkpoint, device
         self._copies = SideStream(device)
         (self._request,) = example_requests(config, 1)
-        self._image = _fitted(self._request, config)
+        self._source: Source | None = None
+        if self._request.image is not None:
+            self._source = read_source(self._request.image, config.sampling)
         self._models: dict[tuple[int, Roles], VideoModel] = {}
         self._latents: list[str] = []
 
     def run(self) -> None:
-        frames = self._whole_call()
+        def after_step(_: int, tensors: Tensors) -> None:
+            self._latents.append(self._sha256(tensors[LATENTS]))
+
+        frames = tensor_sha256(torch.from_numpy(self._whole_call(after_step)[1]))
         encoder = self._model(0, encode=True)
-        prepared = {} if self._image is None else encoder.prepare(self._image)
+        prepared = {} if self._source is None else encoder.prepare(self._source)
         first = self._sent(encoder.encode(prepared, self._request))
         for cut in range(1, NUM_STEPS):
             packet = first
@@ -116,28 +117,20 @@ class _CutTest:
 
     def divided(self) -> str:
         """See `Found`."""
-        whole, halves = (self._final_latent(divided=divided) for divided in (False, True))
+        whole, halves = (
+            self._copies.to_host(latent, mark(self._device))
+            for latent, _ in (self._whole_call(divided=divided) for divided in (False, True))
+        )
         check = compare_latents(halves, whole, Place(clip=0, step=NUM_STEPS, rank=0))
         return "bitwise equal" if check.bitwise else f"{check.psnr_db or 0:.1f} dB apart"
 
-    def _final_latent(self, *, divided: bool) -> torch.Tensor:
-        latent, _ = self._reference_clip(lambda *_: None, divided=divided)
-        return self._copies.to_host(latent, mark(self._device))
-
-    def _whole_call(self) -> str:
-        """Keeps the hash of the latent after each step; returns that of the frames."""
-        _, frames = self._reference_clip(
-            lambda _, tensors: self._latents.append(self._sha256(tensors[LATENTS]))
-        )
-        return tensor_sha256(torch.from_numpy(frames))
-
-    def _reference_clip(
-        self, after_step: Callable[[int, Tensors], None], *, divided: bool = False
+    def _whole_call(
+        self, after_step: Callable[[int, Tensors], None] = lambda *_: None, *, divided: bool = False
     ) -> tuple[torch.Tensor, Frames]:
         reference = Reference(self._checkpoint, self._config.model, str(self._device))
         return reference.run(
             self._request,
-            self._image,
+            self._source,
             self._config.sampling,
             before_steps=lambda: None,
             after_step=after_step,
@@ -166,15 +159,8 @@ class _CutTest:
 
     def _sent(self, tensors: Tensors) -> Tensors:
         """The tensors as bytes, and back, as a transfer does it."""
-        return assemble(describe(tensors, self._device), flatten(tensors, self._device))
+        description = Description(describe(Packet(0, 0, 0.0, tensors), self._device))
+        return description.packet(flatten(tensors, self._device)).tensors
 
     def _sha256(self, tensor: torch.Tensor) -> str:
         return tensor_sha256(self._copies.to_host(tensor.detach(), mark(self._device)))
-
-
-def _fitted(request: ClipRequest, config: PipelineConfig) -> Image.Image | None:
-    if request.image is None:
-        return None
-    sampling = config.sampling
-    image, _ = read_photo(Path(request.image))
-    return fit_photo(image, sampling.width, sampling.height, sampling.fit)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,16 +21,15 @@ from svdpp.config import (
     sampling_defaults,
 )
 from svdpp.diagnostics import cut_test
-from svdpp.diagnostics.memory_estimate import estimate_ranks
+from svdpp.diagnostics.memory_estimate import estimate_ranks, free_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
-from svdpp.launch import gpus, process_group
+from svdpp.launch import process_group
 from svdpp.media import disk_space, output_files, video
 from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import available_bytes
 from svdpp.models.tiny_copy import NUM_STEPS
 
 _GIB = 2**30
@@ -61,19 +60,38 @@ class Examination:
     checkpoint: Checkpoint | None = None
     divided: str = ""
     """What the cut test has found of divided batches."""
-    healthy: set[str] = field(default_factory=set)
-    """Names of the passed checks, for checks that depend on them."""
+
+    @property
+    def model(self) -> Checkpoint:
+        """The checkpoint, for checks of it."""
+        if self.config.model.is_dummy:
+            raise _Skipped("the dummy model has no files")
+        if self.checkpoint is None:
+            raise _Skipped("needs model")
+        return self.checkpoint
 
 
 class _Skipped(Exception):
     """The check does not apply, or depends on a failed one; the text says which."""
 
 
+class _Attempt(NamedTuple):
+    run: Callable[[Examination], str]
+    fix: str = ""
+    """A hint, for errors without one."""
+    needs: tuple[str, ...] = ()
+    """The checks that must have passed."""
+
+
 def examine(examination: Examination) -> Iterator[Check]:
     """Runs the checks one after the other, and yields each result."""
+    passed = set()
     for name, attempt in _CHECKS.items():
         try:
-            detail = attempt(examination)
+            for need in attempt.needs:
+                if need not in passed:
+                    raise _Skipped(f"needs {need}")
+            detail = attempt.run(examination)
         except _Skipped as reason:
             yield Check(name=name, verdict="skipped", detail=str(reason))
         except SvdppError as error:
@@ -81,17 +99,12 @@ def examine(examination: Examination) -> Iterator[Check]:
                 name=name,
                 verdict="failed",
                 detail=error.message,
-                fix=error.hint or _FIXES[name],
+                fix=error.hint or attempt.fix,
                 exit_code=error.exit_code,
             )
         else:
-            examination.healthy.add(name)
+            passed.add(name)
             yield Check(name=name, verdict="ok", detail=detail)
-
-
-def _needs(examination: Examination, name: str) -> None:
-    if name not in examination.healthy:
-        raise _Skipped(f"needs {name}")
 
 
 def _devices(examination: Examination) -> str:
@@ -125,8 +138,6 @@ def _temporary_folder(examination: Examination) -> str:  # noqa: ARG001
 
 
 def _transfers(examination: Examination) -> str:
-    _needs(examination, "devices")
-    _needs(examination, "temporary folder")
     if examination.config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     config = _dummy_run(examination.config)
@@ -197,37 +208,28 @@ def _model(examination: Examination) -> str:
 
 def _memory(examination: Examination) -> str:
     """The plan's estimate for each rank, against the free memory of its device."""
-    _needs(examination, "devices")
-    if not examination.config.model.is_dummy:
-        _needs(examination, "model")
     config = examination.config
+    if not config.model.is_dummy:
+        _ = examination.model
     needed = [rank.total_bytes for rank in estimate_ranks(config)]
-    if config.device == "cpu":
-        return _enough("the CPU", sum(needed), available_bytes())
-    if config.device != "cuda":
-        return _enough(config.device, sum(needed), gpus.free_bytes(config.device))
-    verdicts = [
-        _enough(f"cuda:{rank}", size, gpus.free_bytes(f"cuda:{rank}"))
-        for rank, size in enumerate(needed)
-    ]
-    return verdicts[max(range(len(needed)), key=needed.__getitem__)]
-
-
-def _enough(device: str, needed: int, free: int) -> str:
-    text = f"{needed / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
-    if needed > free:
-        raise OutOfMemoryError(
-            text,
-            "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
-            details={"asked": needed, "free": free},
-        )
+    if config.device == "cuda":
+        devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
+    else:
+        devices = {config.device: sum(needed)}
+    for device, size in sorted(devices.items(), key=lambda item: item[1]):
+        free = free_memory(device)
+        text = f"{size / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
+        if size > free:
+            raise OutOfMemoryError(
+                text,
+                "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
+                details={"asked": size, "free": free},
+            )
     return text
 
 
 def _determinism(examination: Examination) -> str:
     """Uses the demo model, which loads quickly, with the run's device, dtype and threads."""
-    _needs(examination, "devices")
-    _needs(examination, "temporary folder")
     config = examination.config
     if not config.model.is_dummy:
         demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
@@ -245,15 +247,9 @@ def _determinism(examination: Examination) -> str:
 
 def _cut_test(examination: Examination) -> str:
     """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
-    _needs(examination, "devices")
-    _needs(examination, "temporary folder")
-    config = examination.config
-    if config.model.is_dummy:
-        raise _Skipped("the dummy model is no pipeline of diffusers")
-    _needs(examination, "model")
-    assert examination.checkpoint is not None
+    config, checkpoint = examination.config, examination.model
     device = "cuda:0" if config.device == "cuda" else config.device
-    result = cut_test.differences(replace(config.alone(), device=device), examination.checkpoint)
+    result = cut_test.differences(replace(config.alone(), device=device), checkpoint)
     examination.divided, found = result.divided, result.differences
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -266,43 +262,32 @@ def _cut_test(examination: Examination) -> str:
 
 def _pairs(examination: Examination) -> str:
     """Whether a batch of two has the same bits when a pair of ranks divides it."""
-    config = examination.config
-    _needs(examination, "cut test")
-    assert examination.checkpoint is not None
-    branches = examination.checkpoint.row.branches
+    branches = examination.model.row.branches
     if branches == "calls":
         return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
     if branches is None:
         raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
     return (
         f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
-        f"latents are {examination.divided} ({config.model.dtype}); svdpp verify --cfg-parallel 2 "
-        "tries the model itself"
+        f"latents are {examination.divided} ({examination.config.model.dtype}); svdpp verify "
+        "--cfg-parallel 2 tries the model itself"
     )
 
 
-#: Hints by check, for errors without one.
-_FIXES = {
-    "devices": "svdpp env shows the devices; --device cpu --model demo needs none",
-    "temporary folder": _TMPDIR_FIX,
-    "ffmpeg": "pip install --force-reinstall imageio-ffmpeg",
-    "output folder": "name another folder with --out",
-    "model": "copy or download the model again, or --model demo",
-    "memory": "fewer ranks, or a smaller clip",
-    "transfers": "on GPUs try PIPELINE_BACKEND=gloo; report it with the output of svdpp env",
-    "determinism": "report it with the output of svdpp env",
-    "cut test": "report it with the output of svdpp env",
-}
+_REPORT = "report it with the output of svdpp env"
+_RANKS = ("devices", "temporary folder")
 
-_CHECKS: dict[str, Callable[[Examination], str]] = {
-    "devices": _devices,
-    "temporary folder": _temporary_folder,
-    "ffmpeg": _ffmpeg,
-    "output folder": _output,
-    "model": _model,
-    "memory": _memory,
-    "transfers": _transfers,
-    "determinism": _determinism,
-    "cut test": _cut_test,
-    "pairs": _pairs,
+_CHECKS: dict[str, _Attempt] = {
+    "devices": _Attempt(
+        _devices, "svdpp env shows the devices; --device cpu --model demo needs none"
+    ),
+    "temporary folder": _Attempt(_temporary_folder, _TMPDIR_FIX),
+    "ffmpeg": _Attempt(_ffmpeg, "pip install --force-reinstall imageio-ffmpeg"),
+    "output folder": _Attempt(_output, "name another folder with --out"),
+    "model": _Attempt(_model, "copy or download the model again, or --model demo"),
+    "memory": _Attempt(_memory, "fewer ranks, or a smaller clip", ("devices",)),
+    "transfers": _Attempt(_transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", _RANKS),
+    "determinism": _Attempt(_determinism, _REPORT, _RANKS),
+    "cut test": _Attempt(_cut_test, _REPORT, _RANKS),
+    "pairs": _Attempt(_pairs, "", ("cut test",)),
 }

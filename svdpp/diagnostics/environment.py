@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 
 import svdpp
 from svdpp.errors import OutputError
@@ -52,10 +53,9 @@ def environment() -> dict[str, Any]:
         "git": _git(),
         "host": _host(),
         "devices": _devices(),
-        "determinism": _determinism(),
         "ffmpeg": _ffmpeg(),
-        "hub_cache": _hub_cache(),
-        "variables": _variables(os.environ),
+        "hub_cache": {"path": HF_HUB_CACHE},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     redacted: dict[str, Any] = redact_all(facts)
     return redacted
@@ -63,10 +63,11 @@ def environment() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """The processor's name."""
-    for line in _read("/proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -77,7 +78,7 @@ def _versions() -> dict[str, str | None]:
         **{name: _installed(name) for name in _LIBRARIES},
         "cuda": torch.version.cuda,
         "cudnn": _dotted(torch.backends.cudnn.version()),
-        "nccl": _nccl(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "driver": gpus.driver_version(),
     }
 
@@ -95,12 +96,6 @@ def _dotted(version: int | None) -> str | None:
         return None
     major, rest = divmod(version, 10_000 if version >= 10_000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _nccl() -> str | None:
-    if torch.version.cuda is None:
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _git() -> dict[str, Any] | None:
@@ -139,49 +134,13 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _determinism() -> dict[str, bool]:
-    """torch's switches in this process; ranks set their own."""
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-    }
-
-
 def _ffmpeg() -> dict[str, Any] | None:
     try:
         path = find_ffmpeg()
     except OutputError:
         return None
-    first = (_output(path, "-version") or "").split("\n")[0]
-    words = first.split()
+    words = (_output(path, "-version") or "").split()
     return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
-
-
-def _hub_cache() -> dict[str, Any]:
-    """The hub cache's path, and the SVD models in it."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/model_index.json")
-    models = {
-        path.parents[2].name.removeprefix("models--").replace("--", "/")
-        for path in found
-        if "StableVideoDiffusionPipeline" in _read(path)
-    }
-    return {"path": str(HF_HUB_CACHE), "svd_models": sorted(models)}
-
-
-def _variables(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: variables[name] for name in _VARIABLES if name in variables}
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _output(*command: str) -> str | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.costs import Costs, PerRank, step_from_pair
-from svdpp.plan.layout import Layout, Split, frame_chunks
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -36,48 +34,11 @@ class WorkFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuFigures:
-    """What NVML said of a rank's GPU, once a second from its start to its end; None: nothing.
-
-    Clocks are those of samples in which the GPU had work: an idle GPU lowers its clock.
-    """
-
-    samples: Count
-    mean_utilisation: Amount | None = None
-    peak_utilisation: Amount | None = None
-    """Part of the time in which a kernel ran, 0 to 1."""
-    peak_memory_bytes: Count | None = None
-    mean_watts: Amount | None = None
-    peak_watts: Amount | None = None
-    peak_celsius: Amount | None = None
-    mean_sm_mhz: Amount | None = None
-    peak_sm_mhz: Amount | None = None
-    joules: Amount | None = None
-    """Energy of the whole GPU, whatever else ran on it."""
-    throttled: Mapping[str, Amount] = field(default_factory=dict)
-    """For each reason, the part of the samples in which it lowered the clock."""
-
-    def __str__(self) -> str:
-        patterns = {
-            "load {:.0%}": self.mean_utilisation,
-            "{:.0f} W": self.mean_watts,
-            "at most {:.0f} C": self.peak_celsius,
-            "{:.0f} MHz": self.mean_sm_mhz,
-        }
-        known = [text.format(value) for text, value in patterns.items() if value is not None]
-        return ", ".join(
-            [*known, *(f"{why} in {part:.0%}" for why, part in self.throttled.items())]
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """One rank's part of a run, in seconds and bytes; None where it is not known."""
 
     rank: Count
     device: str = ""
-    device_name: str = ""
-    """Of the product; empty on the CPU."""
     start: Count = 0
     end: Count = 0
     """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
@@ -100,19 +61,11 @@ class RankFigures:
     decode: WorkFigures = WorkFigures()
     write: WorkFigures = WorkFigures()
     """Writing clips, in a thread beside the other work."""
-    p95_step_seconds: Amount = 0.0
     load_seconds: Amount = 0.0
-    cpu_seconds: Amount | None = None
-    """Of the process while it computed, all threads together."""
     allocated_bytes: Count | None = None
     """Peak of tensors; None on the CPU."""
     peak_bytes: Count | None = None
     """Peak memory on its device; for a CPU rank, of the process."""
-    device_bytes: Count | None = None
-    """Memory of its device; for a CPU rank, of the host."""
-    memory_id: str = ""
-    """Ranks with the same one share `device_bytes`."""
-    gpu: GpuFigures | None = None
 
     @property
     def unaccounted(self) -> float:
@@ -129,19 +82,8 @@ class RunFigures:
     clips: AtLeastOne
     """Clips that the ranks worked on in this run."""
     num_steps: AtLeastOne
-    split: Split = "uniform"
-    replicas: AtLeastOne = 1
-    decoders: AtLeastOne = 1
     cfg_parallel: AtLeastOne = 1
-    decode_ranks: AtLeastOne = 1
     decodes: bool = True
-    device: str = "cpu"
-    num_threads: AtLeastOne = 1
-    usable_cores: AtLeastOne = 1
-    num_devices: Count = 0
-    """GPUs that the run could use; 0 without."""
-    frames: Count = 0
-    decode_chunk_size: Count = 0
     start_seconds: Amount = 0.0
     """From the start of the ranks until the last of them was ready."""
     makespan: Annotated[Amount, Field(gt=0)]
@@ -154,21 +96,11 @@ class RunFigures:
     """Mean of one transfer, at its receiver."""
     forecast_seconds: Amount | None = None
     """What the same actions take at each rank's own mean costs; None if that is unknown."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of `ModelConfig` and `SamplingConfig`, to count FLOPs."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
-
-    @property
-    def joules_per_clip(self) -> float | None:
-        """Energy of all GPUs for each clip; None if that of one is not known."""
-        by_gpu = {rank.memory_id: rank.gpu.joules if rank.gpu else None for rank in self.ranks}
-        known = [joules for joules in by_gpu.values() if joules is not None]
-        return sum(known) / self.clips if len(known) == len(by_gpu) else None
 
     @property
     def costs(self) -> Costs:
@@ -193,22 +125,6 @@ class RunFigures:
         if self.cfg_parallel == 1:
             return step
         return replace(step, mean_seconds=step_from_pair(step.mean_seconds, self.transfer_seconds))
-
-    @property
-    def layout(self) -> Layout:
-        """How the ranks shared the work, at the measured costs."""
-        return Layout(
-            num_steps=self.num_steps,
-            world_size=self.world_size,
-            split=self.split,
-            replicas=self.replicas,
-            decoders=self.decoders,
-            cfg_parallel=self.cfg_parallel,
-            decode_ranks=self.decode_ranks,
-            chunks=frame_chunks(self.frames, self.decode_chunk_size or self.frames or 1),
-            costs=self.costs,
-            decodes=self.decodes,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values, with the costs as in a costs file."""
@@ -262,33 +178,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadRoom:
-    """Peak memory of the ranks that share one memory, and its size, in bytes."""
-
-    ranks: tuple[int, ...]
-    peak_bytes: int
-    total_bytes: int
-
-    @property
-    def free_share(self) -> float:
-        """The part of the memory that was never used."""
-        return 1 - self.peak_bytes / self.total_bytes
-
-
-def head_rooms(figures: RunFigures) -> list[HeadRoom]:
-    """The head-room of each memory whose size and users' peaks are known."""
-    sharing: dict[str, list[RankFigures]] = defaultdict(list)
-    for rank in figures.ranks:
-        sharing[rank.memory_id or f"rank {rank.rank}"].append(rank)
-    return [
-        HeadRoom(
-            ranks=tuple(rank.rank for rank in ranks),
-            peak_bytes=sum(rank.peak_bytes or 0 for rank in ranks),
-            total_bytes=ranks[0].device_bytes,
-        )
-        for ranks in sharing.values()
-        if ranks[0].device_bytes and all(rank.peak_bytes for rank in ranks)
-    ]

@@ -10,8 +10,8 @@ from svdpp.driver.resolve import Weights, resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import process_group
 from svdpp.launch.gpus import free_bytes
-from svdpp.models.free_memory import available_bytes, gib_text
-from svdpp.models.memory import bare_process_bytes, estimate
+from svdpp.models.free_memory import available_bytes, bare_process_bytes, gib_text
+from svdpp.models.memory import estimate
 
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
@@ -39,13 +39,10 @@ class RankMemory:
 
 
 def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[RankMemory]:
-    """The memory that each rank needs, from the model's configs.
+    """The memory that each rank needs, from the model's configs; `weights` must be present.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
     the files already have the requested dtype.
-
-    Args:
-        weights: those that must be present; the model's configs are enough for the estimate.
     """
     config, checkpoint = resolve(config, weights=weights)
     estimate_of_parts = estimate(
@@ -55,18 +52,21 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
         device=config.device,
         num_threads=config.num_threads,
     )
-    result = []
-    for rank, roles in enumerate(config.layout.roles):
-        memory = estimate_of_parts.of_rank(roles)
-        result.append(
-            RankMemory(
-                rank=rank,
-                weight_bytes=memory.weight_bytes,
-                activation_bytes=memory.activation_bytes,
-                process_bytes=_process_bytes(config, rank),
-            )
+    memories = map(estimate_of_parts.of_rank, config.layout.roles)
+    return [
+        RankMemory(
+            rank=rank,
+            weight_bytes=memory.weight_bytes,
+            activation_bytes=memory.activation_bytes,
+            process_bytes=_process_bytes(config, rank),
         )
-    return result
+        for rank, memory in enumerate(memories)
+    ]
+
+
+def free_memory(device: str) -> int:
+    """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
+    return available_bytes() if device == "cpu" else free_bytes(device)
 
 
 def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
@@ -79,7 +79,7 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
     frames = resolve(config, weights="none")[0].sampling.frames
     last = config.layout.replica_ranks[-1][-1]  # it decodes
     device = f"cuda:{last}" if config.device == "cuda" else config.device
-    free = available_bytes() if device == "cpu" else free_bytes(device)
+    free = free_memory(device)
 
     def needed(chunk: int) -> int:
         sampling = replace(config.sampling, decode_chunk_size=chunk)
@@ -108,16 +108,10 @@ def memory_of_devices(
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """The memory figures for the choice of a layout: the parts' needs, and each device's memory.
+    """For the choice of a layout: the parts' needs as fields of `Costs`, and each rank's GiB.
 
-    Both are empty for CPU ranks, which share the host's memory and the weights in it.
-
-    Args:
-        device: as the user named it; ranks on one device get equal shares of it.
-        free_bytes: returns the free bytes of a device.
-
-    Returns:
-        Fields of `plan.costs.Costs` in GiB, and the usable GiB of each rank.
+    Both are empty for CPU ranks, which share the host's memory and the weights in it; ranks on one
+    `device` get equal shares of it.
     """
     if device == "cpu":
         return {}, ()

@@ -1,54 +1,38 @@
-"""The report on a run: its clips, its times, what limits it, and what would help."""
+"""The report on a run: its clips, its times, what limits it, and a layout that is faster."""
 
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from svdpp.diagnostics.figures import RunFigures, figures_of, head_rooms
+from svdpp.diagnostics.figures import RunFigures, figures_of
 from svdpp.diagnostics.findings import Finding, find_limits
-from svdpp.diagnostics.utilisation import Speeds, speeds_of
 from svdpp.driver.run_manifest import NAME, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.layout import Layout
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
 # A smaller gain is within the noise of a forecast.
 _WORTH_A_CHANGE = 1.05
 # A forecast of more clips takes longer, and says no more.
 _CLIPS_PER_RANK = 16
-# A run that takes this many times its forecast, and a second longer, gets an explanation.
-_OVERRUN, _OVERRUN_SECONDS = 1.2, 1.0
 
 
-class Again(NamedTuple):
-    """How to do the same work again with other settings."""
-
-    costs: Path
-    """The measured costs."""
-    command: Callable[[Mapping[str, object]], str]
-    """Makes the command, from settings by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """One thing that would help."""
+class Advice(NamedTuple):
+    """The layout that finishes the same clips first on the same ranks, by forecast."""
 
     text: str
-    note: str = ""
-    """What else to know of it."""
-    command: str = ""
-    """To type; empty if no command of svdpp does it."""
-    times_as_fast: float | None = None
-    """By forecast or measurement; None if there is none."""
-    answers: str | None = None
-    """The finding that it answers; None: any."""
+    note: str
+    command: str
+    """To type."""
+    times_as_fast: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +41,26 @@ class Diagnosis:
 
     figures: RunFigures
     findings: tuple[Finding, ...]
-    advice: tuple[Advice, ...]
-    """The layout that a forecast prefers comes first, then what answers the findings, in order."""
-    speeds: Speeds = field(default_factory=Speeds)
-
-    @property
-    def best(self) -> Advice | None:
-        """The layout that a forecast prefers, or else what answers the costliest finding."""
-        answers = (None, self.findings[0].kind)
-        return next((advice for advice in self.advice if advice.answers in answers), None)
+    advice: Advice | None
+    """None if no layout is faster by more than noise."""
 
     @property
     def headline(self) -> str:
-        """The most useful line: the costliest finding, and the best advice."""
-        helps = [f"What helps: {self.best.text}"] if self.best else []
+        """The most useful line: the costliest finding, and the advice."""
+        helps = [f"What helps: {self.advice.text}"] if self.advice else []
         return ". ".join([self.findings[0].text, *helps])
 
     @property
     def lines(self) -> list[str]:
-        """What limits the ranks and what to try, for a terminal; commands have their own lines.
+        """What limits the ranks and what to try, for a terminal; a command has its own line.
 
         None for fewer clips than fill the ranks once and leave one to compare.
         """
         if not self._is_measured:
             return []
         lines = [f"limited by: {self.findings[0].short}"]
-        if (best := self.best) is not None:
-            lines.append(textwrap.shorten(f"try: {best.text}", 80, placeholder="..."))
-            lines += [f"  {best.command}"] if best.command else []
+        if self.advice is not None:
+            lines += [f"try: {self.advice.text}", f"  {self.advice.command}"]
         return lines
 
     @property
@@ -104,23 +80,6 @@ class Diagnosis:
         )
 
     @property
-    def device_lines(self) -> list[str]:
-        """One line for each GPU that was sampled, the energy, and the head-room of each memory."""
-        figures = self.figures
-        sampled = [rank for rank in figures.ranks if rank.gpu is not None]
-        lines = [f"GPU of rank {rank.rank}: {rank.gpu}" for rank in sampled]
-        if figures.device != "cpu" and not sampled:
-            lines.append("no figures of the GPUs: NVML gave none")
-        if figures.joules_per_clip is not None:
-            lines.append(f"energy: {figures.joules_per_clip:.0f} J a clip, all GPUs together")
-        return lines + [
-            f"memory of rank {', '.join(map(str, room.ranks))}: peak "
-            f"{room.peak_bytes / 2**30:.1f} of {room.total_bytes / 2**30:.1f} GiB, "
-            f"{room.free_share:.0%} left"
-            for room in head_rooms(figures)
-        ]
-
-    @property
     def forecast_error(self) -> float | None:
         """0.1 if the run took a tenth longer than forecast by all measured costs.
 
@@ -131,51 +90,32 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as plain values."""
-        rooms = head_rooms(self.figures)
         return {
             "headline": self.headline,
-            "findings": [finding.to_json() for finding in self.findings],
-            "advice": [asdict(advice) for advice in self.advice],
-            "memory": [{**asdict(room), "free_share": room.free_share} for room in rooms],
-            "utilisation": asdict(self.speeds),
-            "joules_per_clip": self.figures.joules_per_clip,
+            "findings": [finding._asdict() for finding in self.findings],
+            "advice": self.advice and self.advice._asdict(),
             "forecast_error": self.forecast_error,
             "measured": self.figures.to_json(),
         }
 
 
-def diagnose(figures: RunFigures, again: Again, without: Collection[str] = ()) -> Diagnosis:
-    """The diagnosis of `figures`, without utilisation."""
-    findings = find_limits(figures, without)
-    advice = list(_best_layout(figures, again))
-    for finding in findings:
-        if (remedy := finding.remedy) is not None:
-            command = remedy.command.format(costs=shlex.quote(str(again.costs)))
-            if remedy.changes:
-                command = again.command(remedy.changes)
-            text, note, kind = remedy.text, remedy.note, finding.kind
-            advice.append(Advice(text=text, note=note, command=command, answers=kind))
-    return Diagnosis(figures=figures, findings=tuple(findings), advice=tuple(advice))
+def diagnose(
+    figures: RunFigures, command: Callable[[Layout], str], without: Collection[str] = ()
+) -> Diagnosis:
+    """The diagnosis of `figures`.
 
-
-def overrun(figures: RunFigures, forecast_seconds: float) -> str:
-    """Why a run took much longer than its forecast; empty if it did not."""
-    took = figures.makespan
-    if took <= max(_OVERRUN * forecast_seconds, forecast_seconds + _OVERRUN_SECONDS):
-        return ""
-    return (
-        f"the run took {took:.2f} s, {took / forecast_seconds:.1f} times the forecast: "
-        + find_limits(figures)[0].text
-    )
-
-
-def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
-    """The layout that finishes the same clips first on the same ranks.
-
-    Both sides are forecasts, so that what no forecast knows of is in neither.
+    Args:
+        command: does the same work again in another layout, at the measured costs.
+        without: kinds of findings to leave out.
     """
+    findings = tuple(find_limits(figures, without))
+    return Diagnosis(figures=figures, findings=findings, advice=_best_layout(figures, command))
+
+
+def _best_layout(figures: RunFigures, command: Callable[[Layout], str]) -> Advice | None:
+    """Both sides are forecasts, so that what no forecast knows of is in neither."""
     if not figures.forecast_seconds:
-        return
+        return None
     clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
     try:
         layout = choose_layout(
@@ -189,22 +129,12 @@ def _best_layout(figures: RunFigures, again: Again) -> Iterator[Advice]:
         now = figures.forecast_seconds * clips / figures.clips
         times = now / forecast_layout(layout, clips).makespan
     except (RequestError, ZeroDivisionError):
-        return
+        return None
     if times < _WORTH_A_CHANGE:
-        return
-    changes: dict[str, object] = {
-        "split": layout.split,
-        "replicas": layout.replicas,
-        "decoders": layout.decoders,
-    }
-    if layout.split != "uniform":
-        changes["costs"] = again.costs
-    yield Advice(
-        text=f"{layout}, {times:.2f} times as fast at the measured costs",
-        note="each device needs room for the whole model" if layout.replica_size == 1 else "",
-        command=again.command(changes),
-        times_as_fast=times,
-    )
+        return None
+    text = f"{layout}, {times:.2f} times as fast at the measured costs"
+    note = "each device needs room for the whole model" if layout.replica_size == 1 else ""
+    return Advice(text, note, command(layout), times)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,22 +152,17 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        nothing = {"headline": "the run has left no figures", "findings": [], "advice": []}
         return {
             "schema_version": SCHEMA_VERSION,
             "manifest": str(self.path),
             "clips": dict(self.states),
             "lost": list(self.lost),
-            **(nothing if self.diagnosis is None else self.diagnosis.to_json()),
+            **(_NOTHING if self.diagnosis is None else self.diagnosis.to_json()),
         }
 
 
-def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
-    """The report on the run whose manifest is at `path`, or in that folder.
-
-    Args:
-        counts_flops: whether to build the model without weights, for TFLOP/s; takes seconds.
-    """
+def read_report(path: Path) -> RunReport:
+    """The report on the run whose manifest is at `path`, or in that folder."""
     manifest = _find_manifest(path)
     content = read_manifest(manifest)
     try:
@@ -252,21 +177,21 @@ def read_report(path: Path, *, counts_flops: bool = False) -> RunReport:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
     diagnosis = None if figures is None else diagnose(figures, run_again(manifest))
-    if diagnosis is not None and counts_flops:
-        diagnosis = replace(diagnosis, speeds=speeds_of(diagnosis.figures))
     return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
 
 
-def run_again(manifest: Path) -> Again:
-    """How to do the run again that left `manifest`."""
+def run_again(manifest: Path) -> Callable[[Layout], str]:
+    """Makes the command that does the run of `manifest` again in another layout."""
+    source = shlex.quote(str(manifest))
 
-    def command(changes: Mapping[str, object]) -> str:
-        words = {"layout": "pipeline", **changes} if "split" in changes else changes
-        options = (f"--{name.replace('_', '-')} {shlex.quote(str(words[name]))}" for name in words)
-        source = shlex.quote(str(manifest))
-        return f"svdpp run --from {source} {' '.join(options)} --out out-again"
+    def command(layout: Layout) -> str:
+        costs = "" if layout.split == "uniform" else f" --costs {source}"
+        return (
+            f"svdpp run --from {source} --layout pipeline --split {layout.split} --replicas "
+            f"{layout.replicas} --decoders {layout.decoders}{costs} --out out-again"
+        )
 
-    return Again(manifest, command)
+    return command
 
 
 def _find_manifest(path: Path) -> Path:
@@ -286,5 +211,5 @@ def _find_manifest(path: Path) -> Path:
         )
     raise InputError(
         f"{str(path)!r} is not the folder of a run: it has no {NAME}",
-        "name the folder that svdpp run wrote with --out, or results/EXPERIMENT/RUN of a bench",
+        "name the folder that svdpp run wrote with --out; a bench prints what limits it",
     )

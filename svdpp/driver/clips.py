@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest
-from svdpp.driver.leftover_files import LeftoverFiles
-from svdpp.errors import InputError, SvdppError, error_from_dict, reraisable
-from svdpp.launch.connections import FILE
-from svdpp.media.image import read_bytes
+from svdpp.errors import SvdppError, error_from_dict, reraisable
+from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
+from svdpp.worker.latent_checkpoints import prune
 from svdpp.worker.messages import (
     Cancel,
     ClipDone,
@@ -24,7 +23,6 @@ from svdpp.worker.messages import (
     ClipFailed,
     Event,
     Heartbeat,
-    PhotoWanted,
     StepDone,
     StoredTensor,
 )
@@ -133,7 +131,7 @@ class OpenClips:
     Args:
         world_size: number of ranks, which are all told to skip a cancelled clip.
         send: sends a message to a rank.
-        files: what clips leave behind.
+        latents_folder: where ranks keep latent checkpoints.
         tensor_folder: where tensors go that ranks send, for verification.
         max_failures: how many of the latest losses `failures` keeps; None: all.
     """
@@ -142,17 +140,20 @@ class OpenClips:
         self,
         world_size: int,
         send: Callable[[int, bytes], None],
-        files: LeftoverFiles,
         *,
+        latents_folder: str | None = None,
         tensor_folder: str | None = None,
         max_failures: int | None = None,
     ) -> None:
         self._world_size = world_size
         self._send = send
-        self._files = files
+        self._files = LeftoverFiles(latents_folder)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
-        self._num_added = 0
+        self.num_added = 0
+        """How many clips have been added, which is the index of the next one."""
+        self.finisher: threading.Thread | None = None
+        """The thread that finishes clips; waiting for a clip in it raises RuntimeError."""
         self._open: dict[int, ClipHandle] = {}
         # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
@@ -161,13 +162,7 @@ class OpenClips:
         self._cancelled: dict[int, ClipRequest] = {}
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
-        self._finisher: threading.Thread | None = None
         self._failures: deque[ClipFailure] = deque(maxlen=max_failures)
-
-    @property
-    def num_added(self) -> int:
-        """How many clips have been added, which is the index of the next one."""
-        return self._num_added
 
     @property
     def is_idle(self) -> bool:
@@ -180,13 +175,9 @@ class OpenClips:
         with self._changed:
             return list(self._failures)
 
-    def finished_by(self, thread: threading.Thread) -> None:
-        """Sets the thread that finishes clips; waiting for a clip in it raises RuntimeError."""
-        self._finisher = thread
-
     def check_may_wait(self) -> None:
         """Raises RuntimeError in the thread that finishes clips, which would wait for itself."""
-        if threading.current_thread() is self._finisher:
+        if threading.current_thread() is self.finisher:
             raise RuntimeError(
                 "observers and callbacks must not wait for the pipeline: they run in its thread"
             )
@@ -198,13 +189,9 @@ class OpenClips:
         with self._changed:
             if self._end is not None:
                 raise reraisable(self._end)
-            handles = [
-                ClipHandle(clip, request, steps, self)
-                for clip, request, steps in zip(
-                    itertools.count(self._num_added), requests, num_steps, strict=False
-                )
-            ]
-            self._num_added += len(handles)
+            pairs = enumerate(zip(requests, num_steps, strict=True), self.num_added)
+            handles = [ClipHandle(clip, request, steps, self) for clip, (request, steps) in pairs]
+            self.num_added += len(handles)
             self._open.update((handle.clip, handle) for handle in handles)
             if for_results:
                 self._awaited.update(handle.clip for handle in handles)
@@ -216,8 +203,6 @@ class OpenClips:
             case StoredTensor():
                 assert self._tensor_folder is not None
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
-            case PhotoWanted():
-                self._send(rank, FILE + self._image_bytes(event.clip))
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
                 self._advance(clip, rank)
             case StepDone():
@@ -235,16 +220,6 @@ class OpenClips:
                     handle.set_exception(error)
             case _:
                 pass
-
-    def _image_bytes(self, clip: int) -> bytes:
-        """Of a clip's image, for a rank on another host; empty if it can no longer be read."""
-        handle = self._open.get(clip)
-        if handle is None or handle.request.image is None:
-            return b""
-        try:
-            return read_bytes(Path(handle.request.image))
-        except InputError:
-            return b""
 
     def _advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
         handle = self._open.get(clip)
@@ -338,3 +313,40 @@ class OpenClips:
         handle = self._settle(clip)
         if handle is not None:
             handle._end_cancelled()
+
+
+# At most three checkpoints of a rank are queued, so older clips get no more of them.
+_NUM_RECENT = 1000
+
+
+class LeftoverFiles:
+    """Removes the leftover files of a pipeline's clips; uses bounded memory."""
+
+    def __init__(self, latents_folder: str | None) -> None:
+        self._latents_folder = None if latents_folder is None else Path(latents_folder)
+        # Of the latest clips: the request, and whether the clip was finished.
+        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
+
+    def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
+        """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
+        if request.output is not None or request.latents_key is not None:
+            self._recent.append((request, is_finished))
+        if is_finished:
+            self._prune(request)
+
+    def remove(self, unfinished: Iterable[ClipRequest]) -> None:
+        """Removes partly written and late files, after all ranks have ended."""
+        for request, is_finished in self._recent:
+            if is_finished:
+                self._prune(request)
+        requests = [*(request for request, _ in self._recent), *unfinished]
+        folders = {Path(request.output.path).parent for request in requests if request.output}
+        if self._latents_folder is not None:
+            folders.add(self._latents_folder)
+        for folder in folders:
+            with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
+                output_files.remove_abandoned(folder)
+
+    def _prune(self, request: ClipRequest) -> None:
+        if self._latents_folder is not None and request.latents_key is not None:
+            prune(self._latents_folder, request.latents_key)

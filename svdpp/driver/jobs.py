@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
-from svdpp.config.limits import check_num_clips
+from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
 from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, RequestError
@@ -127,7 +127,7 @@ def plan_clips(
     checkpoint: Checkpoint,
 ) -> ClipPlan:
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
-    plan = ClipPlan()
+    plan, are_large = ClipPlan(), []
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
     weights = None if folder is None else weights_identity(checkpoint)
@@ -149,6 +149,10 @@ def plan_clips(
         steps = []
         if folder is not None and policy.keeps_finished and key in saved:
             steps = latent_checkpoints.saved_steps(folder, key)
+        photo = made_from.photo
+        are_large.append(
+            photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
+        )
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
@@ -160,6 +164,7 @@ def plan_clips(
         )
     if folder is not None and policy.keeps_finished:
         plan.other_threads = _other_threads(plan, saved, weights)
+    _put_small_first(plan, are_large, config.replicas)
     sampling = config.sampling
     disk_space.check_space(
         policy.folder,
@@ -171,6 +176,17 @@ def plan_clips(
         width=sampling.width,
     )
     return plan
+
+
+def _put_small_first(plan: ClipPlan, are_large: Sequence[bool], count: int) -> None:
+    """Moves `count` clips without large images to the front.
+
+    All ranks wait for the first images; the others are prepared while the ranks work.
+    """
+    small = [index for index, is_large in enumerate(are_large) if not is_large][:count]
+    order = small + sorted(set(range(len(are_large))) - set(small))
+    plan.requests = [plan.requests[index] for index in order]
+    plan.metadata = [plan.metadata[index] for index in order]
 
 
 def open_manifest(

@@ -9,16 +9,16 @@ from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import available_bytes, gib_text
-from svdpp.models.memory_bound import activation_bound, weight_bytes
+from svdpp.models.free_memory import activation_bound, available_bytes, gib_text, weight_bytes
 from svdpp.plan.layout import Roles
 
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
 #: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
 _RANK_BYTES = 128 * 2**20
-#: What a rank that encodes takes to read and prepare an image (measured: its peak rises by 597 MiB
-#: with the largest image, 50 megapixels).
-_IMAGE_BYTES = 640 * 2**20
+#: What a rank that encodes takes to read and prepare images (measured: its peak rises by 597 MiB
+#: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
+#: beside it).
+_IMAGE_BYTES = 768 * 2**20
 _KNOBS = {
     "encode": "a smaller --height and --width lower it",
     "denoise": "fewer --frames, a smaller --height and --width, or --memory-opt lower it",

@@ -10,28 +10,25 @@ from typing import Any, overload
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
-from svdpp.driver.leftover_files import LeftoverFiles
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.rank_session import RankSession
-from svdpp.driver.ranks import DeviceCheck, PipelineRanks
+from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Supervisor
+from svdpp.driver.supervisor import RankSession, Supervisor
 from svdpp.driver.trace import Trace
 from svdpp.driver.work import ClipWork, check_metadata
-from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
+from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
-from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.messages import Event
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
+from svdpp.worker.messages import ClipJob, Event, Work
 from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
 Metadata = Sequence[Mapping[str, Any]]
-_NOT_ENTERED = "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
 
 
 class Pipeline(PipelineRanks):
@@ -54,8 +51,8 @@ class Pipeline(PipelineRanks):
         latents_folder: keeps the latent checkpoints of requests with a `latents_key` until their
             clip is finished; requests with `done_steps` resume from it.
         profile_path: of the torch.profiler trace of one clip on rank 0.
-        output_folder: where this host writes its clips, whatever their requests say; only for
-            ranks that a launcher has started.
+        shared_paths: images and output folders of requests: ranks on several hosts start only if
+            every host has them, and `latents_folder`, under the same path.
         history_clips: how many of the latest clips `trace` keeps, and how many of the latest
             losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
         trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
@@ -83,7 +80,7 @@ class Pipeline(PipelineRanks):
         tensor_folder: str | None = None,
         latents_folder: str | None = None,
         profile_path: str | None = None,
-        output_folder: str | None = None,
+        shared_paths: Sequence[str] = (),
         history_clips: int | None = None,
         trace_clips: int | None = None,
         ranks_ignore_signals: bool = False,
@@ -96,23 +93,20 @@ class Pipeline(PipelineRanks):
         self._num_local = config.world_size if world is None else world.local_size
         process_group.check_devices(config.device, self._num_local, launched=world is not None)
         for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
-            if limit is not None and limit < 1:
-                raise RequestError(f"{name} must be 1 or more, got {limit}")
+            require(limit is None or limit >= 1, f"{name} must be 1 or more, got {limit}")
         self.config, self.checkpoint = resolve(config, world=world)
         setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
-            roles=self.config.layout.roles,
-            links=self.config.layout.links,
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
-            output_folder=None if world is None else output_folder,
-            fault=fault,
+            fault=fault or NO_FAULT,
         )
-        super().__init__(setup, backend, world, ignores_signals=ranks_ignore_signals)
-        self._devices = DeviceCheck(
-            config.world_size, backend, allow_mixed=config.allow_mixed_devices
+        super().__init__(
+            *(setup, backend, world),
+            ignores_signals=ranks_ignore_signals,
+            shared_paths=shared_paths,
         )
         self._history_clips = history_clips
         self._work = ClipWork(
@@ -120,8 +114,8 @@ class Pipeline(PipelineRanks):
         )
         self._clips = OpenClips(
             config.world_size,
-            lambda rank, message: self._entered.send(rank, message),
-            LeftoverFiles(latents_folder),
+            lambda rank, message: self._entered.supervisor.send(rank, message),
+            latents_folder=latents_folder,
             tensor_folder=tensor_folder,
             max_failures=history_clips,
         )
@@ -132,7 +126,6 @@ class Pipeline(PipelineRanks):
         self._submitting = threading.RLock()
         self._trace_clips = history_clips if trace_clips is None else trace_clips
         self._is_entered = False
-        self._supervisor: Supervisor | None = None
         self._session: RankSession | None = None
 
     @property
@@ -148,7 +141,7 @@ class Pipeline(PipelineRanks):
     @property
     def trace(self) -> Trace:
         """The measurements so far, inside the block or after it."""
-        return self._entered.trace
+        return self._entered.supervisor.trace
 
     # --- clips ----------------------------------------------------------------------------------
 
@@ -222,10 +215,22 @@ class Pipeline(PipelineRanks):
                 handles = self._clips.add(checked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
-                    self._entered.send(rank, message)
+                    session.supervisor.send(rank, message)
             if self._history_clips is None:
                 self._requests += checked
         return handles
+
+    def prepare_image(self, request: ClipRequest) -> None:
+        """Has the image of a clip that is submitted later prepared beside others; does not wait.
+
+        Each rank that encodes then sends `ImageReady`.
+        """
+        session = self._check_open()
+        job = ClipJob(clip=-1, request=self._work.resolved(request))
+        message = Work(actions=(), jobs=(job,)).to_bytes()
+        for rank, roles in enumerate(self.config.layout.roles):
+            if roles.encode:
+                session.supervisor.send(rank, message)
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
         is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)
@@ -255,7 +260,8 @@ class Pipeline(PipelineRanks):
 
     def check_memory(self) -> None:
         """Checks, as entering the block does, that this host's ranks fit into its free memory."""
-        check_memory(self.config, self.checkpoint, self._setup.roles[: self._num_local])
+        roles = self.config.layout.roles[: self._num_local]
+        check_memory(self.config, self.checkpoint, roles)
 
     def __enter__(self) -> Pipeline:
         if self.is_member:
@@ -265,12 +271,8 @@ class Pipeline(PipelineRanks):
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
         self.check_memory()
-        supervisor = self._supervisor = Supervisor(
-            self._open(),
-            self.config,
-            self._take_event,
-            trace=Trace(self.config.world_size, self._trace_clips),
-        )
+        trace = Trace(self.config.world_size, self._trace_clips)
+        supervisor = Supervisor(self._open(), self.config, self._take_event, trace=trace)
         is_launched = self.world is not None
         self._session = RankSession(supervisor, self._clips, is_launched=is_launched)
         try:
@@ -323,17 +325,18 @@ class Pipeline(PipelineRanks):
 
     def _check_open(self) -> RankSession:
         """The session, if it takes work."""
-        if self._session is None:
-            raise ClosedError(*_NOT_ENTERED)
-        if self._session.is_closing:
+        session = self._entered
+        if session.is_closing:
             raise ClosedError("the pipeline is closed: it takes no more clips")
-        return self._session
+        return session
 
     @property
-    def _entered(self) -> Supervisor:
-        if self._supervisor is None:
-            raise ClosedError(*_NOT_ENTERED)
-        return self._supervisor
+    def _entered(self) -> RankSession:
+        if self._session is None:
+            raise ClosedError(
+                "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
+            )
+        return self._session
 
     def _take_event(self, rank: int, event: Event) -> None:
         try:

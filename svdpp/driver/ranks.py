@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.liveness import silence_limit
-from svdpp.driver.supervisor import Observer
+from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import ClosedError, RequestError
-from svdpp.launch import fork_server
+from svdpp.launch import fork_server, process_group
 from svdpp.launch.connections import Terms
-from svdpp.launch.group import Group
+from svdpp.launch.group import Group, RankContext
 from svdpp.launch.joined import JoinedGroup
 from svdpp.launch.started import StartedGroup
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.device import device_of
+from svdpp.worker.device import peak_bytes, take_device
 from svdpp.worker.joined_rank import serve_joined
-from svdpp.worker.messages import Event, Started
+from svdpp.worker.messages import Event, Finished, Started
 from svdpp.worker.rank import RankSetup, rank_main
+from svdpp.worker.reporter import Reporter
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
 _SHARED_FIELDS = frozenset(
@@ -37,20 +38,31 @@ _SHARED_FIELDS = frozenset(
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
-    Without a launcher, `serve`, `ask`, `gather` and `check_gathered` raise `ClosedError`.
+    Without a launcher, `serve` raises `ClosedError`.
 
     A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
     """
 
     def __init__(
-        self, setup: RankSetup, backend: str, world: World | None, *, ignores_signals: bool = False
+        self,
+        setup: RankSetup,
+        backend: str,
+        world: World | None,
+        *,
+        ignores_signals: bool = False,
+        shared_paths: Sequence[str] = (),
     ) -> None:
         self.world = world
         """What the launcher says of this process; None if it starts the ranks itself."""
         self.backend = backend
         self._setup = setup
         self._ignores_signals = ignores_signals
-        self._joined: JoinedGroup | None = None
+        config = setup.config
+        self._devices = DeviceCheck(
+            config.world_size, backend, allow_mixed=config.allow_mixed_devices
+        )
+        folders = [setup.latents_folder] if setup.latents_folder else []
+        self._shared_paths = (*folders, *shared_paths)
         self._observers: tuple[Observer, ...] = ()
 
     @property
@@ -71,61 +83,33 @@ class PipelineRanks:
         """
         self._observers = (*self._observers, observer)
 
-    def serve(
-        self,
-        *,
-        say: Callable[[str, bool], None],
-        answer: Callable[[bytes], bytes] = lambda _: b"",
-    ) -> None:
+    def serve(self, *, say: Callable[[str, bool], None]) -> None:
         """Works as a rank other than 0 until rank 0 ends the work.
 
         Observers get the events of this rank only. If the run fails, the process ends here.
 
-        `say` takes the last message of a process that ends, and whether no other process
-        reports it. `answer` answers rank 0's question about this host before the work
-        begins.
+        `say` takes the last message of a process that ends, and whether no other process reports
+        it.
         """
         world = self._launched_world()
         serve_joined(
             rank_main,
             self._setup,
             self._terms(),
-            device=device_of(self._setup.config, world),
+            device=process_group.device_of_rank(self._setup.config.device, world),
             observers=self._observers,
-            answer=answer,
             say=say,
             ignores_signals=self._ignores_signals and world.on_first_host,
         )
 
-    def ask(self, question: bytes) -> dict[str, bytes]:
-        """Asks one rank of each other host, before the block; returns the answers, by host."""
-        return self._join().ask(question)
-
-    def gather(self) -> None:
-        """Joins the other launched ranks, which then wait for work. Call it before the block.
-
-        From then on they end when rank 0 ends, and learn why.
-        """
-        self._join()
-
-    def check_gathered(self) -> None:
-        """Checks that the ranks that `gather` joined are still alive. Call it before the block."""
-        self._join().check_connected()
-
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """Ends the other launched ranks. Call it instead of the block.
-
-        After an error, ranks that have not joined yet are left alone: they notice that rank 0 is
-        gone.
-
-        `error` is the reason; None: there is no work.
-        """
-        if self._joined is not None or (self.world is not None and error is None):
-            self._join().kill(error)
+    def dismiss(self) -> None:
+        """Ends the other launched ranks, which have no work. Call it instead of the block."""
+        if self.world is not None:
+            JoinedGroup(self._terms()).kill()
 
     def _open(self) -> Group:
         if self.world is not None:
-            group = self._join()
+            group = JoinedGroup(self._terms())
             group.begin(rank_main, self._setup)
             return group
         checkpoint = self._setup.checkpoint
@@ -140,18 +124,13 @@ class PipelineRanks:
             ignores_signals=self._ignores_signals,
         )
 
-    def _join(self) -> JoinedGroup:
-        """The launched ranks, waiting for work. Rank 0 calls it, once or more often."""
-        if self._joined is None:
-            self._joined = JoinedGroup(self._terms())
-        return self._joined
-
     def _terms(self) -> Terms:
         config = self._setup.config
         return Terms(
             world=self._launched_world(),
             backend=self.backend,
             shared_settings=shared_settings(config, self._setup.checkpoint),
+            shared_paths=self._shared_paths,
             start_timeout=config.start_timeout_seconds,
             peer_timeout=silence_limit(config),
         )
@@ -224,3 +203,57 @@ class DeviceCheck:
                 "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
                 "unproven",
             )
+
+
+#: Runs in a rank, under a run's settings. It takes the rank's context, device and reporter, the
+#: configuration, and an argument. It reports `Joined` when it is ready.
+RankTask = Callable[[RankContext, str, Reporter, PipelineConfig, Any], None]
+
+
+def run_rank_task(
+    task: RankTask,
+    config: PipelineConfig,
+    argument: Any,
+    *,
+    until: Callable[[], bool],
+    observers: Sequence[Observer] = (),
+    preload: Sequence[str] = (),
+) -> None:
+    """Starts the ranks of `config`, has each perform the task, and ends them.
+
+    The task is a module-level function, so that another process can import it. `until` says,
+    after each report, whether it is complete. The fork server imports `preload` once for all
+    ranks.
+    """
+    process_group.check_devices(config.device, config.world_size)
+    group = StartedGroup(
+        _main,
+        (task, config, argument),
+        world_size=config.world_size,
+        backend=process_group.choose_backend(config.device, config.world_size),
+        device=config.device,
+        preload=preload,
+    )
+    supervisor = Supervisor(group, config, *observers)
+    try:
+        supervisor.supervise(until)
+    finally:
+        supervisor.kill()
+
+
+def _main(context: RankContext, call: tuple[RankTask, PipelineConfig, Any]) -> None:
+    task, config, argument = call
+    reporter = Reporter(context.channel)
+    reporter.start()
+    try:
+        device = str(take_device(config, context.world))
+        task(context, device, reporter, config, argument)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    while context.channel.receive(1.0) is None:
+        pass  # waits for the parent's Stop; if the parent dies, this process ends with it
+    allocated, reserved = peak_bytes(device)
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
+    reporter.stop()
+    context.leave()

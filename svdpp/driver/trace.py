@@ -7,8 +7,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs, step_from_pair
+from svdpp.plan.costs import Costs, measured_costs
 from svdpp.plan.forecast import Forecast, Span, percentile, summarise
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
@@ -42,6 +43,7 @@ class WaitSpan(NamedTuple):
     """When one rank waited for a packet or a slow neighbour before an action."""
 
     rank: int
+    clip: int
     start: float
     end: float
 
@@ -91,48 +93,16 @@ class MeanCosts:
         """Whether a step has been measured."""
         return self._counts["step"] > 0
 
-    @property
-    def transfer_seconds(self) -> float:
-        """Mean seconds of a transfer; 0 if there was none."""
-        return self._mean("transfer")
-
-    def costs(self) -> Costs:
-        """The costs for a forecast of this run."""
-        return Costs(
-            step_seconds=self._step_seconds,
-            encode_seconds=self._mean(Kind.ENCODE),
-            decode_seconds=self._mean(Kind.DECODE),
-            transfer_seconds=self.transfer_seconds,
-        )
-
     def costs_like(self, assumed: Costs) -> Costs:
         """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
         if not self.has_stepped:
             return assumed
-        scale = self._step_seconds / assumed.step_on(0)
-
-        def known(name: str, seconds: float) -> float:
-            return self._mean(name) if self._counts[name] else scale * seconds
-
-        transfer = self._mean("transfer") if self._counts["transfer"] else 0.0
-        return Costs(
-            step_seconds=self._step_seconds,
-            encode_seconds=known(Kind.ENCODE, assumed.encode_on(0)),
-            decode_seconds=known(Kind.DECODE, assumed.decode_on(0)),
-            transfer_seconds=transfer,
-        )
-
-    @property
-    def _step_seconds(self) -> float:
-        mean = self._mean("step")
-        return step_from_pair(mean, self.transfer_seconds) if self._has_pairs else mean
+        means = {name: self._sums[name] / count for name, count in self._counts.items() if count}
+        return measured_costs(means, assumed, in_pairs=self._has_pairs)
 
     def _count(self, name: str, seconds: float) -> None:
         self._sums[name] += seconds
         self._counts[name] += 1
-
-    def _mean(self, name: str) -> float:
-        return self._sums[name] / max(1, self._counts[name])
 
 
 #: Anything with a start and an end.
@@ -173,7 +143,7 @@ class Placement:
         steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
         start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
         # It may be two waits, for a send and then a receive, with almost nothing between.
-        waits = [WaitSpan(rank, start - done.waited, start)] if done.waited > 0 else []
+        waits = [WaitSpan(rank, action.clip, start - done.waited, start)] if done.waited > 0 else []
         return [Span(rank, action, start, end), *_placed(rank, steps, start, end), *waits]
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
@@ -219,7 +189,7 @@ class Trace:
         if isinstance(event, Joined):
             self.devices[rank] = event.device
         placed = self._placement.place(rank, event)
-        if not placed or not self._keeps(_clip_of(placed[0])):
+        if not placed or not self._keeps(placed[0].clip):
             return
         for span in placed:
             match span:
@@ -242,11 +212,10 @@ class Trace:
 
     def _drop_before(self, first: int) -> None:
         """Drops all clips before `first`, by new lists: another thread may be reading the old."""
-        self.spans = [span for span in self.spans if span.action.clip >= first]
+        self.spans = [span for span in self.spans if span.clip >= first]
         self.steps = [step for step in self.steps if step.clip >= first]
+        self.waits = [wait for wait in self.waits if wait.clip >= first]
         self.transfers = [transfer for transfer in self.transfers if transfer.clip >= first]
-        starts = {(span.rank, span.start) for span in self.spans}
-        self.waits = [wait for wait in self.waits if (wait.rank, wait.end) in starts]
 
     def summary(self) -> Forecast:
         """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
@@ -254,7 +223,9 @@ class Trace:
 
     def costs(self) -> Costs:
         """Mean seconds of each kind of work over all ranks, for a forecast of this run."""
-        return self._means.costs()
+        if not self._means.has_stepped:
+            raise RequestError("no step was measured")
+        return self._means.costs_like(Costs())
 
     def rank_stats(self) -> list[RankStats]:
         """Each rank's sums."""
@@ -284,16 +255,6 @@ class Trace:
     def to_json(self) -> list[dict[str, Any]]:
         """The rank statistics as plain values."""
         return [asdict(stats) for stats in self.rank_stats()]
-
-
-def _clip_of(placed: Placed) -> int:
-    match placed:
-        case Span():
-            return placed.action.clip
-        case StepSpan() | TransferSpan():
-            return placed.clip
-        case WaitSpan():
-            raise AssertionError("a wait follows its action")
 
 
 def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:

@@ -166,23 +166,13 @@ class ClipWork:
         }
 
     def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
-        # Only these ranks need the requests, and the metadata of many clips would slow the start.
-        needed = {action.clip for action in actions if action.kind in (Kind.ENCODE, Kind.FINISH)}
-        requests = {clip: jobs[clip].request for clip in sorted({a.clip for a in actions})}
-        return Work(
-            actions=tuple(actions),
-            jobs=tuple(jobs[clip] for clip in sorted(needed)),
-            latents_keys={
-                clip: request.latents_key
-                for clip, request in requests.items()
-                if self._keeps_latents and request.latents_key is not None
-            },
-            samplings={
-                clip: request.sampling
-                for clip, request in requests.items()
-                if request.sampling is not None
-            },
-        )
+        finished = {action.clip for action in actions if action.kind is Kind.FINISH}
+        own = [
+            # The metadata of many clips would slow the start of ranks that do not write them.
+            jobs[clip] if clip in finished else jobs[clip].model_copy(update={"metadata": {}})
+            for clip in sorted({action.clip for action in actions})
+        ]
+        return Work(actions=tuple(actions), jobs=tuple(own))
 
 
 def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:

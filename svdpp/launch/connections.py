@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 #: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
-ASK, BEGIN, FILE, END = b"?", b"!", b"#", b"."
+BEGIN, END = b"!", b"."
 
 _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
@@ -45,7 +45,6 @@ class RankHello:
     rank: int
     local_rank: int
     host: str
-    host_index: int
     shared_settings: dict[str, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None
 
@@ -54,13 +53,15 @@ class RankHello:
 class Terms:
     """How the ranks of a launcher's world join.
 
-    `shared_settings` must be equal on all ranks. All ranks must connect, and a rank answer a query,
-    within `start_timeout`. A host counts as lost after `peer_timeout` without an acknowledgement.
+    `shared_settings` must be equal on all ranks, and rank 0's `shared_paths` be there on all hosts.
+    All ranks must connect within `start_timeout`. A host counts as lost after `peer_timeout`
+    without an acknowledgement.
     """
 
     world: World
     backend: str = "gloo"
     shared_settings: dict[str, str] = field(default_factory=dict)
+    shared_paths: tuple[str, ...] = ()
     start_timeout: float
     peer_timeout: float
 
@@ -70,7 +71,6 @@ class Terms:
             rank=self.world.rank,
             local_rank=self.world.local_rank,
             host=socket.gethostname(),
-            host_index=self.world.host,
             shared_settings=self.shared_settings,
             error=error,
         )

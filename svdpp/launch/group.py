@@ -112,7 +112,6 @@ class RankContext:
         leave: leaves the process group, before the process starts other work.
         host: this host's name if a launcher started the ranks; otherwise empty.
         clock: this host's clocks relative to rank 0's.
-        fetch: waits for the file that this rank requested from rank 0; None on rank 0's host.
     """
 
     world: World
@@ -122,7 +121,6 @@ class RankContext:
     leave: Callable[[], None]
     host: str = ""
     clock: Clock = field(default_factory=Clock)
-    fetch: Callable[[], bytes] | None = None
 
 
 class RankLocation(NamedTuple):

@@ -1,8 +1,8 @@
 """Rank 0's view of ranks that torchrun or srun started.
 
-Each rank has one connection to rank 0 (`connections`). Before the work begins, rank 0 may query one
-rank of each host. Then all ranks begin, and each connection carries the messages of a `Channel`. At
-the end, or after a failure, rank 0 sends an END message to each rank: no rank outlives the run.
+Each rank has one connection to rank 0 (`connections`), over which both first check what they share.
+When the work begins, each connection carries the messages of a `Channel`. At the end, or after a
+failure, rank 0 sends an END message to each rank: no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from svdpp.errors import RankError, RequestError, error_from_dict, exit_code_of
+from svdpp.errors import OutputError, RankError, RequestError, error_from_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import ASK, BEGIN, END, RankHello, RankListener, Terms, receive
+from svdpp.launch.connections import BEGIN, END, RankHello, RankListener, Terms, receive
 from svdpp.launch.group import Entry, Group, PipeChannel, QueuedChannel, RankContext, RankLocation
 
 
@@ -36,7 +40,8 @@ class JoinedGroup(Group):
         self._thread: threading.Thread | None = None
         self._failed = False
         try:
-            self._accept_all(time.monotonic() + terms.start_timeout, terms.peer_timeout)
+            with _probes(terms.shared_paths if terms.world.spans_hosts else ()) as self._probes:
+                self._accept_all(time.monotonic() + terms.start_timeout, terms.peer_timeout)
             self._check_shared_settings()
         except BaseException as error:
             self.kill(error)
@@ -63,10 +68,11 @@ class JoinedGroup(Group):
             error = error_from_dict(hello.error)
             error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
             raise error
-        welcome = {"token": self._token, "host": self._hellos[0].host}
+        welcome = {"token": self._token, "host": self._hellos[0].host, "probes": self._probes}
         try:
             connection.send_bytes(json.dumps(welcome).encode())
             connections.answer_clock(connection, deadline)
+            missing = json.loads(receive(connection, deadline))
         except TimeoutError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) connected, but does not respond",
@@ -76,6 +82,12 @@ class JoinedGroup(Group):
             connection.close()  # the rank has ended, or connects again
             return
         self._hellos[hello.rank], self._channels[hello.rank] = hello, PipeChannel(connection)
+        if missing:
+            raise RequestError(
+                f"{hello.host} cannot use {str(Path(missing[0]).parent)!r} of rank 0's host",
+                "images, --out and --latents-dir must be in folders that all hosts share, under "
+                "one path",
+            )
 
     def _check_shared_settings(self) -> None:
         ours = self._hellos[0].shared_settings
@@ -92,44 +104,6 @@ class JoinedGroup(Group):
         """See `Group`."""
         hello = self._hellos[rank]
         return RankLocation(hello.host, hello.local_rank)
-
-    @property
-    def hosts(self) -> list[int]:
-        """The index of each rank's host, by rank."""
-        return [self._hellos[rank].host_index for rank in range(self.world_size)]
-
-    def ask(self, question: bytes) -> dict[str, bytes]:
-        """Queries one rank on each other host, before `begin`; answers by the host's name."""
-        answers = {}
-        for rank in self._first_ranks_of_other_hosts():
-            connection, host = self._channels[rank].connection, self._hellos[rank].host
-            try:
-                connection.send_bytes(ASK + question)
-                answers[host] = receive(connection, time.monotonic() + self._start_timeout)
-            except TimeoutError as error:
-                raise RankError(
-                    f"rank {rank} ({host}) does not report the contents of its folders",
-                    f"check whether the process is stopped or a file system hangs on {host}",
-                ) from error
-            except (OSError, EOFError) as error:
-                raise RankError(f"rank {rank} ({host}) ended before the work began") from error
-        return answers
-
-    def check_connected(self) -> None:
-        """Checks that all ranks are still connected, before `begin`."""
-        self.poll(0)
-        for rank, channel in self._channels.items():
-            if channel.connection.closed:
-                host = self._hellos[rank].host
-                how = "ended" if rank in self._exit_codes else "became unreachable"
-                raise RankError(
-                    f"rank {rank} ({host}) {how} while it waited for work",
-                    f"see the launcher's output on {host}",
-                )
-
-    def _first_ranks_of_other_hosts(self) -> list[int]:
-        first = {host: rank for rank, host in reversed(list(enumerate(self.hosts)))}
-        return sorted(rank for host, rank in first.items() if host != self._world.host)
 
     def begin(self, entry: Entry, argument: Any) -> None:
         """Starts the work on all ranks; on rank 0 in a thread."""
@@ -186,3 +160,21 @@ class JoinedGroup(Group):
                 if not channel.connection.closed:
                     channel.send(END + json.dumps({"code": code, "error": record}).encode())
                     channel.close()
+
+
+@contextlib.contextmanager
+def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Files that other hosts must see: those of `paths`, and a new one in each of its folders."""
+    probes = []
+    with contextlib.ExitStack() as made:
+        for path in paths:
+            if os.path.isfile(path):
+                probes.append(path)
+                continue
+            try:
+                os.makedirs(path, exist_ok=True)
+                probe = made.enter_context(NamedTemporaryFile(prefix=".svdpp-probe-", dir=path))
+            except OSError as error:
+                raise OutputError(f"{path!r} cannot be written: {error.strerror}") from error
+            probes.append(probe.name)
+        yield probes

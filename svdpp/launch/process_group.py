@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,17 +50,16 @@ def choose_backend(
     return backend
 
 
-def device_of_rank(device: str, local_rank: int, local_size: int, order: Sequence[int] = ()) -> str:
-    """The device of one rank: `cuda` becomes `cuda:N`; any other device is returned unchanged.
+def device_of_rank(device: str, world: World) -> str:
+    """The device of a rank: `cuda` becomes `cuda:N`; any other device is returned unchanged.
 
-    N is the local rank, or its entry in `order` if that is not empty. It is 0 if this process sees
-    only one GPU: Slurm with `--gpus-per-task=1` shows each task its own GPU as cuda:0.
+    N is the local rank. It is 0 if this process sees only one GPU: Slurm with `--gpus-per-task=1`
+    shows each task its own GPU as cuda:0.
     """
     if device != "cuda":
         return device
-    sees_own_gpu_only = local_size > 1 and torch.cuda.device_count() == 1
-    index = order[local_rank] if order else local_rank
-    return "cuda:0" if sees_own_gpu_only else f"cuda:{index}"
+    sees_own_gpu_only = world.local_size > 1 and torch.cuda.device_count() == 1
+    return "cuda:0" if sees_own_gpu_only else f"cuda:{world.local_rank}"
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:

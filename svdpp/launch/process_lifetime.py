@@ -1,19 +1,20 @@
-"""The end of processes: with their parent, by a signal, and together with their children."""
+"""The end of processes: with their parent, by a signal, with their children and temporary files."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
-
-from svdpp.launch import temp_folders
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
@@ -124,8 +125,8 @@ def exit_process(code: int) -> NoReturn:
 
     A normal exit would wait for threads that wait for another rank.
     """
-    temp_folders.remove_all()
-    temp_folders.remove_multiprocessing_folder()
+    remove_all()
+    remove_multiprocessing_folder()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,3 +164,51 @@ def _children(pids: Collection[int]) -> list[int]:
             if parent in pids:
                 children.append(int(stat.parent.name))
     return children
+
+
+# With the id of the process that created each: a forked child inherits this dictionary, but must
+# not remove the folders.
+_folders: dict[Path, int] = {}
+
+
+def make_folder(prefix: str, within: str | None = None) -> Path:
+    """Creates a folder that only this user can open (mkdtemp sets its mode to 0700)."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=within))
+    _folders[folder] = os.getpid()
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder that `make_folder` created; does nothing if it is already removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _folders.pop(folder, None)
+
+
+@contextlib.contextmanager
+def temp_folder(prefix: str) -> Iterator[Path]:
+    """Creates a folder and removes it at the end of the block."""
+    made = make_folder(prefix)
+    try:
+        yield made
+    finally:
+        remove_folder(made)
+
+
+def remove_all() -> None:
+    """Removes every folder that this process created and has not removed."""
+    for made, pid in list(_folders.items()):
+        if pid == os.getpid():
+            remove_folder(made)
+
+
+def remove_multiprocessing_folder() -> None:
+    """Removes the folder of multiprocessing's sockets, which Python removes only at a normal exit.
+
+    For a process that exits by `os._exit`, or whose starter has been killed.
+    """
+    if "multiprocessing.util" in sys.modules:
+        with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
+            shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
+
+
+atexit.register(remove_all)

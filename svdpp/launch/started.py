@@ -22,7 +22,7 @@ from typing import Any
 import torch.multiprocessing as torch_mp
 
 from svdpp.errors import RequestError
-from svdpp.launch import environment, fork_server, process_group, process_lifetime, temp_folders
+from svdpp.launch import environment, fork_server, process_group, process_lifetime
 from svdpp.launch.group import (
     GUARD,
     Entry,
@@ -69,7 +69,7 @@ class StartedGroup(Group):
         # Only this user can open the folder, so no other user can join the store in it. The fork
         # server removes what is in multiprocessing's folder if this process is killed.
         within = util.get_temp_dir() if start_method == "forkserver" else None
-        self._folder = temp_folders.make_folder("svdpp-", within)
+        self._folder = process_lifetime.make_folder("svdpp-", within)
         pipes = [context.Pipe(duplex=True) for _ in range(world_size)]
         self._channels = {rank: QueuedChannel(ours) for rank, (ours, _) in enumerate(pipes)}
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -91,7 +91,7 @@ class StartedGroup(Group):
                     process.start()
         except BaseException:  # usually a signal
             process_lifetime.kill_with_children(self.pids)
-            temp_folders.remove_folder(self._folder)
+            process_lifetime.remove_folder(self._folder)
             raise
         for connection in theirs:
             connection.close()
@@ -139,7 +139,7 @@ class StartedGroup(Group):
             process.join(max(0.0, deadline - time.monotonic()))
         for channel in self._channels.values():
             channel.close()
-        temp_folders.remove_folder(self._folder)
+        process_lifetime.remove_folder(self._folder)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _end_with_starter(parent: Any, folder: Path) -> None:
     def wait_for_end() -> None:
         multiprocessing.connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
-        temp_folders.remove_multiprocessing_folder()
+        process_lifetime.remove_multiprocessing_folder()
         process_lifetime.kill_children()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -29,10 +29,7 @@ def example_requests(
 ) -> list[ClipRequest]:
     """Clips with all that the model needs: the first photograph, a prompt, or both.
 
-    Args:
-        config: its sampling parameters say what clips start from.
-        num_clips: each has its own seed and, if the model takes prompts, its own prompt.
-        prompt: instead of the example; None for a model that takes none.
+    Each has its own seed and, if the model takes prompts, its own prompt: `prompt` or an example.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from svdpp.config import Fit
 from svdpp.config.limits import MAX_MEGAPIXELS
@@ -26,6 +26,11 @@ from svdpp.errors import InputError
 
 #: The only decoders that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
+_DEMUXERS = (
+    *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    (0, b"\x1aE\xdf\xa3", "matroska"),
+)
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 MIN_SIDE = 16
@@ -36,21 +41,10 @@ _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
 _SMALLER = f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most"
 _BAND_ROWS = 64
+_ORIENTATION = ExifTags.Base.Orientation
 
 #: Guards the redirection of the process's stderr; two threads at once could not restore it.
 _STDERR = threading.Lock()
-
-# EXIF 2.32, tag 0x0112. ImageOps.exif_transpose also rewrites the EXIF block, which raises on tags
-# of a wrong type that do not affect the pixels.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,9 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
     except UnidentifiedImageError:
         raise InputError(
             f"{_name(path)} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
-            "convert it to PNG or JPEG first",
+            "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
+            if demuxer_of(data)
+            else "convert it to PNG or JPEG first",
         ) from None
     except Image.DecompressionBombError:
         limit = max_pixels // 10**6
@@ -100,6 +96,12 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
         reason = reason or type(error).__name__
         raise InputError(f"{_name(path)} is damaged or truncated: {reason}") from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+
+
+def demuxer_of(data: bytes) -> str | None:
+    """ffmpeg's name of the format of a video; None if the bytes are no video that is taken."""
+    known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
+    return next(known, None)
 
 
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
@@ -163,17 +165,18 @@ def read_bytes(path: Path) -> bytes:
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        _check_size(*image.size, max_pixels)
+        check_size(*image.size, max_pixels)
         if image.format == "PNG":
             # load() does not check the checksums of chunks: a flipped byte could change pixels.
             with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
                 copy.verify()
         image.load()
         # After load(), because there Pillow turns a TIFF upright and drops the tag.
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        orientation = image.getexif().get(_ORIENTATION)
         rgb = _to_rgb(image)
-    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return rgb if turn is None else rgb.transpose(turn)
+    rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
+    rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
+    return ImageOps.exif_transpose(rgb)
 
 
 @contextlib.contextmanager
@@ -199,7 +202,8 @@ def _libtiff_silenced(data: bytes) -> Iterator[None]:
         yield
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuses a picture that is too large, too small or too narrow."""
     if width * height > max_pixels:
         raise InputError(
             f"is too large: {width}x{height} pixels, the limit is {max_pixels // 10**6} million",

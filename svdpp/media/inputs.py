@@ -1,17 +1,18 @@
-"""What clips are made from: finding and checking photographs, and naming prompts."""
+"""What clips are made from: finding and checking images and videos, and naming prompts."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from svdpp.config import ClipRequest
 from svdpp.errors import InputError
 from svdpp.media.image import MAX_PIXELS, Photo, file_problem, read_photo
+from svdpp.media.source import VIDEO_SUFFIXES, read_video
 
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -22,7 +23,7 @@ _NAME_CHARACTERS = 48
 
 @dataclass(frozen=True)
 class ClipInput:
-    """What a clip is made from, besides its seed: a photograph, a prompt, or both."""
+    """What a clip is made from, besides its seed: an image or a video, a prompt, or both."""
 
     photo: Photo | None = None
     prompt: str | None = None
@@ -61,7 +62,9 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
     ]
 
 
-def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]:
+def find_images(
+    inputs: Sequence[str], *, recursive: bool = False, videos: bool = False
+) -> list[Path]:
     """The image files that `inputs` name, in their order, each once.
 
     Args:
@@ -69,29 +72,41 @@ def find_images(inputs: Sequence[str], *, recursive: bool = False) -> list[Path]
             name, without hidden ones) or, if no file has that literal name, a glob pattern with
             `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
         recursive: whether to search subfolders, except hidden ones and links.
+        videos: whether to find files with one of `VIDEO_SUFFIXES` instead.
     """
     problems: list[InputError] = []
-    found = _find(inputs, problems, recursive=recursive)
+    found = _find(inputs, problems, recursive=recursive, videos=videos)
     raise_all(problems)
     return found
 
 
-def check_inputs(inputs: Sequence[str]) -> list[Photo]:
+def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
     """The photographs that `inputs` name, decoded completely; one error lists all problems."""
-    photos, problems = sift_inputs(inputs)
+    photos, problems = sift_inputs(inputs, video_frames=video_frames)
     raise_all(problems)
     return photos
 
 
 def sift_inputs(
-    inputs: Sequence[str], *, recursive: bool = False, max_pixels: int = MAX_PIXELS
+    inputs: Sequence[str],
+    *,
+    recursive: bool = False,
+    max_pixels: int = MAX_PIXELS,
+    video_frames: int | None = None,
 ) -> tuple[list[Photo], list[InputError]]:
-    """The photographs that can be used, and an error for each input that cannot."""
+    """The photographs that can be used, and an error for each input that cannot.
+
+    With `video_frames` they are videos that have as many frames.
+    """
     photos: list[Photo] = []
     problems: list[InputError] = []
-    for path in _find(inputs, problems, recursive=recursive):
+    videos = video_frames is not None
+    for path in _find(inputs, problems, recursive=recursive, videos=videos):
         try:
-            photos.append(read_photo(path, max_pixels)[1])
+            if video_frames is None:
+                photos.append(read_photo(path, max_pixels)[1])
+            else:
+                photos.append(read_video(path, video_frames, max_pixels))
         except InputError as error:
             problems.append(error)
     if not photos:
@@ -112,7 +127,7 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
         raise InputError("\n  ".join(lines), hint)
 
 
-def _expand(text: str, *, recursive: bool) -> Iterator[Path]:
+def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
     """The files that one input names, unchecked; InputError if it names none."""
     path = Path(text)
     if not text:
@@ -124,13 +139,15 @@ def _expand(text: str, *, recursive: bool) -> Iterator[Path]:
     else:
         yield path
         return
-    images = list(filter(_is_image, files))
-    if not images:
+    suffixes, kind = (VIDEO_SUFFIXES, "videos") if videos else (SUFFIXES, "images")
+    fitting = [file for file in files if _has(file, suffixes)]
+    if not fitting:
         what = "is a folder without" if os.path.isdir(text) else "matches no"
-        deeper = os.path.isdir(text) and any(map(_is_image, _files_in(path, recursive=True)))
-        hint = "use --recursive: its subfolders have images" if deeper else ""
-        raise InputError(f"{text!r} {what} images ({' '.join(SUFFIXES)})", hint)
-    yield from images
+        within = _files_in(path, recursive=True) if os.path.isdir(text) else iter(())
+        deeper = any(_has(file, suffixes) for file in within)
+        hint = f"use --recursive: its subfolders have {kind}" if deeper else ""
+        raise InputError(f"{text!r} {what} {kind} ({' '.join(suffixes)})", hint)
+    yield from fitting
 
 
 def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
@@ -147,15 +164,17 @@ def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
                 yield from _files_in(path, recursive=True)
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+def _has(path: Path, suffixes: Collection[str]) -> bool:
+    return path.suffix.lower() in suffixes and not path.is_dir()
 
 
-def _find(inputs: Sequence[str], problems: list[InputError], *, recursive: bool) -> list[Path]:
+def _find(
+    inputs: Sequence[str], problems: list[InputError], *, recursive: bool, videos: bool
+) -> list[Path]:
     found: dict[str, Path] = {}
     for text in inputs:
         try:
-            for path in _expand(text, recursive=recursive):
+            for path in _expand(text, recursive=recursive, videos=videos):
                 if problem := file_problem(path):
                     problems.append(InputError(f"{str(path)!r} {problem}"))
                 else:

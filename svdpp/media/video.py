@@ -20,7 +20,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +46,8 @@ _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 # Exact rounding; without it swscale changes colours by one or two levels.
-_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
@@ -232,36 +232,33 @@ def _ffmpeg(
     """
     # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
     # terminal's Ctrl-C, so the run can end it in order.
-    process = subprocess.Popen(
-        [find_ffmpeg(), "-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=files,
-    )
-    data: Any = None if frames is None else frames.data.cast("B")  # a view: no copy of the clip
-    with process:
-        try:
-            stdout, stderr = process.communicate(data, timeout=seconds)
-        except BaseException as error:
-            process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
-            raise
-    if process.returncode < 0:
-        raise _MediaFailure(f"ffmpeg was ended by {signal.Signals(-process.returncode).name}")
+    try:
+        done = subprocess.run(
+            [find_ffmpeg(), *QUIET, *arguments],
+            input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
+            capture_output=True,
+            timeout=seconds,
+            start_new_session=True,
+            pass_fds=files,
+        )
+    except subprocess.TimeoutExpired:
+        raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+    if done.returncode:
+        raise _MediaFailure(_why_ended(done.returncode, done.stderr))
+    return done.stdout
+
+
+def _why_ended(code: int, stderr: bytes) -> str:
+    if code < 0:
+        return f"ffmpeg was ended by {signal.Signals(-code).name}"
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
     # 65 on). The errno is better than the last line of stderr, which is often a consequence.
-    if process.returncode > 256 - ord("A"):
-        raise _MediaFailure(f"ffmpeg failed: {os.strerror(256 - process.returncode)}")
-    if process.returncode:
-        lines = stderr[-4096:].decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "no reason given")
-        # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
-        reason = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
-        raise _MediaFailure(f"ffmpeg ended with {process.returncode}: {reason}")
-    return bytes(stdout)
+    if code > 256 - ord("A"):
+        return f"ffmpeg failed: {os.strerror(256 - code)}"
+    last = stderr[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
+    # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
+    last = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
+    return f"ffmpeg ended with {code}: {last or 'no reason given'}"
 
 
 def _source(path: Path) -> list[str]:
@@ -278,7 +275,7 @@ def _encode_mp4(
         raise _MediaFailure(f"mp4 needs even sides, not {width}x{height}")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
-    filters = f"{_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
+    filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
     target = [*codec, *tags, "-f", "mp4", f"file:{path}"]
@@ -314,7 +311,7 @@ def _check_sound(path: Path, sound: Sound) -> None:
 
 def _decode_mp4(path: Path) -> Frames:
     # As PPM, because its header gives the size of each frame.
-    output = ["-map", "0:v:0", "-vf", _SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
+    output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
     # One frame more than the limit, and a few bytes of header for each frame.
     bounds = ["-frames:v", str(MAX_FRAMES + 1), "-fs", str(3 * MAX_CLIP_PIXELS + 32 * MAX_FRAMES)]
     output += [*bounds, "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]

@@ -1,17 +1,18 @@
-"""The interface between the engine and a model family: what one rank's model can do."""
+"""What a rank and its model exchange: tensors by name, frames, sound, and calls between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.plan.actions import FrameRange
+if TYPE_CHECKING:
+    from svdpp.models.dummy import DummyModel
+    from svdpp.models.engine.model import EngineModel
 
 #: Name of the latent in a packet.
 LATENTS = "latents"
@@ -27,6 +28,9 @@ GENERATOR = "generator"
 
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
+
+#: What a clip starts from besides a prompt: an image, or the frames of a video.
+Source = Image.Image | list[Image.Image]
 
 #: torch's dtypes by the names of options and configs.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,70 +63,8 @@ class Partner(Protocol):
         ...
 
 
-class VideoModel(Protocol):
-    """The model of one rank: the components that its actions need, on its device."""
-
-    device: torch.device
-    audio: Audio | None
-    """Of the clip that was decoded last; None: the model makes no sound."""
-
-    def with_sampling(self, sampling: SamplingConfig) -> VideoModel:
-        """Returns the same loaded components with other sampling parameters."""
-        ...
-
-    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
-        """A made-up packet with a real one's shapes, dtypes and devices, to measure without encode.
-
-        With `has_stepped` it is one to decode, otherwise one before the first step.
-        """
-        ...
-
-    def prepare(self, image: Image.Image) -> Tensors:
-        """Runs the part of the encode that needs no device, on an upright RGB image.
-
-        Returns CPU tensors. It may run in a thread while the rank denoises another clip.
-        """
-        ...
-
-    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Returns the tensors of the packet before the first step, of the result of `prepare`.
-
-        A packet carries everything that later steps and the decode need: the latent, what the steps
-        are conditioned on, and the scheduler's state if it has any.
-        """
-        ...
-
-    def removed_text(self, prompt: str) -> str:
-        """Returns the end of `prompt` that the model does not read; only on the encoding rank."""
-        ...
-
-    def denoise(
-        self,
-        tensors: Tensors,
-        start: int,
-        end: int,
-        after_step: AfterStep,
-        partner: Partner | None = None,
-    ) -> Tensors:
-        """Runs steps `start` to `end` (exclusive); returns the tensors of the packet after them.
-
-        With a partner each step evaluates one branch, and both get the same result.
-
-        Does not change `tensors`, the packet after `start` steps.
-        """
-        ...
-
-    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Returns the frames of the packet after the last step: (F, H, W, 3), uint8 RGB.
-
-        The frames are on the device; those of `frames` only, whole chunks, if it is given.
-        """
-        ...
-
-    @property
-    def frames_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the decoded frames: F, H, W, 3."""
-        ...
+#: The model of one rank: the components that its actions need, on its device.
+VideoModel: TypeAlias = "EngineModel | DummyModel"
 
 
 def solver_history(tensors: Tensors) -> Tensors:

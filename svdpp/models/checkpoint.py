@@ -134,8 +134,9 @@ class Checkpoint:
         negative_prompt: str | None,
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
+        visual = "a video" if sampling.from_video else "an image"
         inputs = (
-            ("an image", image, self.image_use, "name an image"),
+            (visual, image, self.image_use, f"name {visual}"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
         )
         for what, is_given, use, hint in inputs:
@@ -239,7 +240,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
     folder = local or hub.download(model)
     with _model_named(model, local):
-        checkpoint = _check_configs(model, folder, None if local else hub.commit_of(folder))
+        checkpoint = _check_configs(model, folder, local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -257,7 +258,7 @@ def with_weights(
         folder = hub.download(pinned, components)
     with _model_named(model, local):
         if local is None:  # the default model's configs have not been downloaded before
-            checkpoint = _check_configs(model, folder, hub.commit_of(folder))
+            checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
         files = [path for part in checked for path in checkpoint.weight_files(part)]
         changes = local is not None and model.name != DEMO_MODEL
@@ -270,12 +271,12 @@ def with_weights(
 
 def family_of_model(model: ModelConfig) -> str:
     """The family of a model, from its `model_index.json`; downloads at most the configs."""
-    if model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+    if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     local = _local_folder(model.name)
     folder = local or hub.download(model)
     with _model_named(model, local):
-        return _read_index(folder)[1]
+        return _read_index(folder, model.family)[1]
 
 
 # 1. Find the folder.
@@ -285,17 +286,17 @@ def _local_folder(name: str) -> Path | None:
     """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
-    path = os.path.expanduser(name)
+    path, shown, hint = os.path.expanduser(name), hub.show_name(name), hub.MODEL_HINT
     if name.lower() in (DEMO_MODEL, DUMMY_MODEL) and not os.path.exists(path):
-        raise ModelError(f"there is no model {hub.show_name(name)}", f"--model {name.lower()}")
+        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
     if os.path.isdir(path):
         return Path(path).resolve()
     if os.path.isfile(path):
-        raise ModelError(f"{hub.show_name(name)} is a file, not a diffusers folder", hub.MODEL_HINT)
+        raise ModelError(f"{shown} is a file, not a diffusers folder", hint)
     if "://" in name:
-        raise ModelError(f"{hub.show_name(name)} is a URL, not a hub id", hub.MODEL_HINT)
+        raise ModelError(f"{shown} is a URL, not a hub id", hint)
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
-        raise ModelError(f"there is no folder {hub.show_name(name)}", hub.MODEL_HINT)
+        raise ModelError(f"there is no folder {shown}", hint)
     return None
 
 
@@ -317,8 +318,8 @@ def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
 # 2. Check its contents.
 
 
-def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Checkpoint:
-    index, family = _read_index(folder)
+def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
+    index, family = _read_index(folder, model.family)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
     check_no_code(folder)
     classes = classes_of(index, row.parts, row.denoiser)
@@ -327,7 +328,7 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     configs = Configs(folder, index, row.schedulers)
     for part in filter(has_weights, classes):
         configs.of(part)
-    from_image = index.values["_class_name"] == row.image
+    from_image = index.values["_class_name"] in (row.image, *row.also)
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
@@ -337,7 +338,7 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
-        revision=revision,
+        revision=None if local else hub.commit_of(folder),
         variant=model.variant,
         family=family,
         classes=tuple(classes.items()),
@@ -348,8 +349,8 @@ def _check_configs(model: ModelConfig, folder: Path, revision: str | None) -> Ch
     return checkpoint
 
 
-def _read_index(folder: Path) -> tuple[JsonFile, str]:
-    """`model_index.json`, and the family of the pipeline that it names."""
+def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
+    """`model_index.json`, and the family of the pipeline that it names, or the one asked for."""
     if not (folder / _INDEX_FILE).is_file():
         raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
     index = read_json(folder, _INDEX_FILE)
@@ -360,7 +361,14 @@ def _read_index(folder: Path) -> tuple[JsonFile, str]:
             f"the pipeline is {short_repr(name)}, which {reason}",
             "svdpp models lists those that it runs",
         )
-    return index, FAMILIES[name]
+    family = FAMILIES[name]
+    if asked in (None, family) or (asked in ROWS and name in ROWS[asked].also):
+        return index, asked or family
+    others = [each for each, row in ROWS.items() if name in row.also]
+    raise RequestError(
+        f"{_INDEX_FILE} names a {name}, which --family {short_repr(asked)} does not run",
+        f"--family {' or '.join((family, *others))}",
+    )
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"

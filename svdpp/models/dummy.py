@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from PIL import Image
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Source, Tensors
 from svdpp.plan.actions import FrameRange
 
 _WEIGHT_SEED = 20231121
@@ -55,7 +54,7 @@ class SleepTimes:
 
 
 class DummyModel:
-    """A `VideoModel` around the dummy network. It encodes a seed and decodes black frames."""
+    """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class DummyModel:
         """Only the latent."""
         return {LATENTS: torch.zeros(self._spec.shape, dtype=self._dtype, device=self.device)}
 
-    def prepare(self, image: Image.Image) -> Tensors:  # noqa: ARG002
+    def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
         """Returns nothing, because the dummy uses no image."""
         return {}
 

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,17 +51,17 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
     """Refuses LoRAs that a model cannot load, before any file is looked for."""
     if not model.loras:
         return
-    label, num_experts = checkpoint.label, checkpoint.num_experts
+    label, two_experts = checkpoint.label, checkpoint.num_experts == 2
     if not checkpoint.row.loras:
         raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
     if importlib.util.find_spec("peft") is None:
         raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
     for lora in model.loras:
         name = hub.show_name(lora.name)
-        if num_experts == 2 and lora.expert is None:
+        if two_experts and lora.expert is None:
             message = f"{label} has two experts, and --lora {name} does not say which"
             raise RequestError(message, "end it with :high or :low; each has its own file")
-        if num_experts == 1 and lora.expert is not None:
+        if lora.expert and not two_experts:
             message = f"{label} has one expert, and --lora {name} is for {lora.expert} noise"
             raise RequestError(message, f"leave out :{lora.expert}")
 
@@ -95,9 +96,9 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
 
 def lora_bytes(model: ModelConfig) -> int:
     """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
-    files = [find_lora(each, local_files_only=model.local_files_only) for each in model.loras]
-    sizes = dict.fromkeys((file.part for file in files), 0)
-    for file in files:
+    sizes: Counter[str] = Counter()
+    for each in model.loras:
+        file = find_lora(each, local_files_only=model.local_files_only)
         sizes[file.part] += file.path.stat().st_size
     return max(sizes.values(), default=0)
 

@@ -1,55 +1,48 @@
-"""The estimate of a model's memory and FLOPs from its configs; reads no weight.
+"""The estimate of a model's memory from its configs; reads no weight.
 
 It runs the real encode, step and decode of a rank, with components made of fake tensors, which
 have a shape but no data. A component's call runs on fake tensors too, and the pipeline gets zeros
-of the shapes of its result. Meanwhile every storage that is created and freed is counted, and the
-FLOPs of every kernel. Of the kernels' workspaces, only those of CPU convolutions are counted,
-because torch reports only which convolution kernel it chooses.
+of the shapes of its result. Meanwhile every storage that is created and freed is counted. Of the
+kernels' workspaces, only those of CPU convolutions are counted, because torch reports only which
+convolution kernel it chooses.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from pathlib import Path
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as functional
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from PIL import Image
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.base import DTYPES, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
-from svdpp.models.engine.call import component_methods, replaced
 from svdpp.models.engine.configs import first_line
 from svdpp.models.engine.load import (
     apply_memory_options,
     component_class,
     dtype_of,
-    new_pipeline,
-    unused_parts,
-)
-from svdpp.models.engine.model import EngineModel
-from svdpp.models.engine.values import Node, describe, zeros
-from svdpp.models.hub import show_name
-from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.loading import (
     fp32_parameters,
     load_processor,
     new_module,
+    new_pipeline,
     silence_libraries,
+    unused_parts,
 )
+from svdpp.models.engine.model import EngineModel, blank_source
+from svdpp.models.engine.patches import component_methods, replaced
+from svdpp.models.hub import show_name
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
 
@@ -59,8 +52,6 @@ class PartMemory(NamedTuple):
 
     weight_bytes: int
     activation_bytes: int
-    flops: int = 0
-    """Of one run: a clip's encode or decode, or one step. A multiply-add counts as two."""
 
     @property
     def peak_bytes(self) -> int:
@@ -87,7 +78,6 @@ class MemoryEstimate:
         return PartMemory(
             sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
             max((part.activation_bytes for part in loaded), default=0),
-            sum(part.flops for part in loaded),
         )
 
     def as_costs(self) -> dict[str, float]:
@@ -142,37 +132,31 @@ def estimate(
 def probe_packet(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, has_stepped: bool
 ) -> Tensors:
-    """A packet of zeros in host memory; see `VideoModel.probe_packet`."""
+    """A packet of zeros in host memory; see `EngineModel.probe_packet`."""
     hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
     packet, _ = hollow.encode()
     return hollow.denoise(packet)[0] if has_stepped else packet
 
 
-@torch.no_grad()
-def bare_process_bytes() -> int:
-    """Resident bytes of a rank's process without a model.
+def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Bytes of the parameters and buffers of `modules`."""
+    return sum(tensor.nbytes for module in modules for tensor in _weights(module))
 
-    It measures this process, which must already have imported what a rank imports. It runs each
-    kind of kernel once, because the libraries' code becomes resident only then (about 20 MiB).
-    """
-    DummyUNet()(torch.zeros(1, 4, 2, 8, 8), 0)
-    batch = functional.conv2d(torch.zeros(16, 32, 8, 8), torch.zeros(32, 32, 3, 3))
-    batch = functional.group_norm(batch, 4).flatten(2)
-    functional.gelu(functional.linear(batch, torch.zeros(36, 36)))
-    functional.scaled_dot_product_attention(batch, batch, batch)
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident * os.sysconf("SC_PAGE_SIZE")
+
+def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
+    """The parameters and buffers of a module; `without` are names of submodules."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return [tensor for name, tensor in named if name.split(".")[0] not in without]
 
 
 @torch.no_grad()
 def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
     latent = torch.zeros(model.dummy_latent.shape, dtype=DTYPES[model.dtype])
     unet = DummyUNet(latent.shape[1]).to(latent.dtype)
-    counter = FlopCounterMode(display=False)
-    live = LiveBytes([*_tensors(unet), latent], count_workspace=on_cpu)
-    with FakeTensorMode(allow_non_fake_inputs=True), counter, live:
+    live = LiveBytes([*_weights(unet), latent], count_workspace=on_cpu)
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
         unet(latent, 0)
-    return PartMemory(num_bytes([unet]), live.above, counter.get_total_flops())
+    return PartMemory(num_bytes([unet]), live.above)
 
 
 class _Hollow:
@@ -193,10 +177,11 @@ class _Hollow:
         silence_libraries()
         self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._inside, self._flops = False, 0
-        # Peak, FLOPs and result of nested calls, by name and sizes.
-        self._known: dict[tuple[Any, ...], tuple[int, int, Node]] = {}
-        cpu, parts = torch.device("cpu"), {}
+        self._live = LiveBytes((), count_workspace=on_cpu)
+        self._inside = False
+        # Peak and result of equal calls, such as the two branches of the guidance.
+        self._known: dict[Any, tuple[int, Any]] = {}
+        parts = {}
         for part, name in checkpoint.classes:
             cls = component_class(part, name)
             if has_weights(part):
@@ -205,29 +190,29 @@ class _Hollow:
             else:
                 parts[part] = load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
-        self._pipe = new_pipeline(checkpoint, sampling.from_image, parts, cpu)
+        self._pipe = new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
         self._model = EngineModel(self._pipe, checkpoint, model.dtype, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         """A packet before the first step, and the memory of an encode."""
-        size = self._sampling.width, self._sampling.height
-        image = Image.new("RGB", size) if self._sampling.from_image else None
-        prepared = {} if image is None else self._model.prepare(image)
+        source = blank_source(self._sampling, self._sampling.frames)
+        prepared = {} if source is None else self._model.prepare(source)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
         roles = Roles(encode=True, denoise=False, decode=False)
-        return self._measured(roles, lambda: self._model.encode(prepared, request))
+        return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """The packet after the first step, and the memory of a step."""
+        """The packet after two steps, and the memory of the second, which holds more."""
         roles = Roles(encode=False, denoise=True, decode=False)
-        step = partial(self._model.denoise, packet, 0, 1, lambda _, __: None)
-        return self._measured(roles, step, packet)
+        end = min(2, self._sampling.num_inference_steps)
+        steps = partial(self._model.denoise, packet, 0, end, lambda _, __: None)
+        return self._measured(roles, packet, steps)
 
     def decode(self, packet: Tensors) -> PartMemory:
         """The memory of a decode; `packet` is one after a step."""
         roles = Roles(encode=False, denoise=False, decode=True)
         decode = partial(self._model.decode_by, packet, lambda video, **_: video[:, :, :1])
-        return self._measured(roles, decode, packet)[1]
+        return self._measured(roles, packet, decode)[1]
 
     def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
         default = torch.get_default_dtype()
@@ -243,107 +228,177 @@ class _Hollow:
         return module.eval()
 
     def _measured(
-        self, roles: Roles, work: Callable[[], Any], packet: Tensors | None = None
+        self, roles: Roles, received: Tensors, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """The result and the memory of `work`, on a rank with these roles."""
-        removed = [
-            (module, name, module._modules.pop(name))
+        """The result and the memory of `work` on what a rank with these roles has received."""
+        held = {
+            part: _weights(module, unused_parts(self._checkpoint, part, roles, self._sampling))
             for part, module in self._modules.items()
-            for name in module._modules.keys()
-            & unused_parts(self._checkpoint, part, roles, self._sampling)
-        ]
+        }
         loaded = self._checkpoint.components_of(roles, self._sampling)
-        weights = num_bytes(self._modules[part] for part in loaded)
-        tensors = [tensor for module in self._modules.values() for tensor in _tensors(module)]
-        self._live, self._flops = LiveBytes(tensors, count_workspace=self._on_cpu), 0
-        del tensors
+        weights = sum(tensor.nbytes for part in loaded for tensor in held[part])
+        self._live = LiveBytes(chain(*held.values()), count_workspace=self._on_cpu)
+        for tensor in received.values():
+            self._live.add(tensor)
         with ExitStack() as patches:
-            for module in self._modules.values():
-                patches.enter_context(self._replaced(module, component_methods(module)))
-                patches.enter_context(replaced(module, to=partial(self._cast, module)))
-            if (decode := getattr(self._pipe, "decode_latents", None)) is not None:
-                patches.enter_context(self._replaced(self._pipe, {"decode_latents": decode}))
+            for part, module in self._modules.items():
+                # Pipelines inspect signatures.
+                methods = {
+                    name: update_wrapper(partial(self._call, part, method), method)
+                    for name, method in component_methods(module).items()
+                }
+                to = partial(self._cast, held[part], module)
+                patches.enter_context(replaced(module, **methods, to=to))
             with self._live:
                 result = work()
-        for module, name, child in removed:
-            module._modules[name] = child
-        received = sum(tensor.nbytes for tensor in (packet or {}).values())
-        return result, PartMemory(weights, self._live.above + received, self._flops)
+        return result, PartMemory(weights, self._live.above)
 
-    def _replaced(self, target: Any, methods: Any) -> Any:
-        # Pipelines inspect signatures.
-        calls = {
-            name: update_wrapper(partial(self._call, method), method)
-            for name, method in methods.items()
-        }
-        return replaced(target, **calls)
-
-    def _call(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+        """Zeros in real memory, in place of the result of a component's method."""
         if self._inside:
-            return self._nested(real, args, kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
-        self._counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+            return real(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = (each.shape if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+        key = part, real.__name__, str(spec), *inputs
+        if key not in self._known:
+            self._known[key] = self._run(self._modules[part], real, args, kwargs)
+        peak, result = self._known[key]
+        self._live.peak = max(self._live.peak, self._live.now + peak)
+        return tree_map(partial(_on, "cpu"), result)
+
+    def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, Any]:
+        """The peak of a call on fake tensors, and its result on the meta device."""
         self._inside = True
         try:
-            # Without `live` below the fake mode, where it would see temporary tensors by which fake
-            # kernels find out shapes.
-            with _disable_current_modes(), self._fake, self._counter, self._live:
-                result = real(*args, **kwargs)
+            with _disable_current_modes(), self._fake:
+                args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
+                known = *_weights(module), *_tensors_in((args, kwargs))
+                # Above the fake mode: below it are temporary tensors by which fake kernels find out
+                # shapes.
+                with LiveBytes(known, count_workspace=self._on_cpu) as live:
+                    result = real(*args, **kwargs)
+                return live.above, tree_map(partial(_on, "meta"), result)
         finally:
             self._inside = False
-        self._flops += self._counter.get_total_flops()
-        return tree_map(_zeros_like, result)
 
-    def _nested(self, real: Any, args: Any, kwargs: Any) -> Any:
-        """A call inside another one, such as the decode of a chunk: equal ones are run once."""
-        live, counter = self._live, self._counter
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        key = (real.__name__, *(each.shape for each in tensors))
-        if key in self._known:
-            peak, flops, result = self._known[key]
-            live.peak = max(live.peak, live.now + peak)
-            self._flops += flops
-            return zeros(result, torch.device("cpu"))
-        before, flops = live.peak, counter.get_total_flops()
-        live.peak = start = live.now
-        result = real(*args, **kwargs)
-        peak, live.peak = live.peak - start, max(before, live.peak)
-        self._known[key] = peak, counter.get_total_flops() - flops, describe(result)
-        return result
-
-    def _cast(self, module: Any, *, dtype: torch.dtype) -> Any:
+    def _cast(self, held: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
         """`module.to`, which cannot swap fake weights."""
         with self._fake, self._live:
-            for tensor in filter(torch.is_floating_point, _tensors(module)):
+            for tensor in filter(torch.is_floating_point, held):
                 tensor.data = tensor.data.to(dtype)
         return module
 
 
-def _zeros_like(value: Any) -> Any:
-    """A tensor, or a distribution of latents, in real memory; other values as they are."""
+def _on(device: str, value: Any) -> Any:
+    """Zeros on a device in place of a result's tensors; other objects, such as caches, are None."""
     if isinstance(value, DiagonalGaussianDistribution):
-        return DiagonalGaussianDistribution(_zeros_like(value.parameters), value.deterministic)
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.zeros(value.shape, dtype=value.dtype)
+        return DiagonalGaussianDistribution(_on(device, value.parameters), value.deterministic)
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+class LiveBytes(TorchDispatchMode):
+    """Tracks the storages of `known` tensors and of those created in its context.
+
+    `peak` is their highest sum in bytes.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self._count_workspace = count_workspace
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self.add(tensor)
+        self._before = self.peak = self.now
+
+    @property
+    def above(self) -> int:
+        """The peak above what was known."""
+        return self.peak - self._before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = None
+        if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
+            result = _WITHOUT_DATA[func](*args)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in(result):
+            self.add(tensor)
+        workspace = 0
+        if self._count_workspace and func is torch.ops.aten.convolution.default:
+            workspace = _convolution_workspace(args, result)
+        self.peak = max(self.peak, self.now + workspace)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Counts the storage of a tensor until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._storages[key]
+            self.now -= num_bytes
+
+        self.now += num_bytes
+        self._storages[key] = weakref.ref(storage, forget)
 
 
-# torch registers its GPU kernels only; the sizes of the arguments are the same.
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_attention_math: _attention_flops,
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+# Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
+# a condition holds and a length is longer than any tensor.
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    first = indices[0]
+    if first is None or first.dtype != torch.bool:
+        return None
+    return tensor.new_empty((first.numel(), *tensor.shape[first.dim() :]))
+
+
+def _number(tensor: Any) -> bool | int | None:
+    if tensor.dtype == torch.bool:
+        return True
+    is_known = tensor.is_floating_point() or tensor.constant is not None
+    return None if is_known else torch.iinfo(torch.int32).max
+
+
+_WITHOUT_DATA: Mapping[Any, Any] = {
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten._local_scalar_dense.default: _number,
 }
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
+    """Temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
-
-def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """Bytes of the parameters and buffers of `modules`."""
-    return sum(tensor.nbytes for module in modules for tensor in _tensors(module))
+    oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
+    result from blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy every patch of the
+    input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    """
+    tensor, weight = args[0], args[1]
+    backend = torch._C._select_conv_backend(*args).name
+    if backend == "Mkldnn":
+        return int(max(tensor.nbytes + weight.nbytes, result.nbytes))
+    is_pointwise = all(size == 1 for size in weight.shape[2:])
+    if backend in ("Slow2d", "Slow3d") and not is_pointwise:
+        return int(weight[0].numel() * result.nbytes // result.shape[1])
+    return 0

@@ -16,17 +16,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
-from svdpp.models.engine.configs import JsonFile, check_start, read_json, short_repr
+from svdpp.models.engine.configs import CHECKED_BYTES, check_start, read_json, short_repr
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
-
-#: Beginning of the names of each component's weight files.
-WEIGHT_STEMS: Mapping[str, str] = {
-    **dict.fromkeys(("unet", "transformer", "transformer_2", "vae"), "diffusion_pytorch_model"),
-    **dict.fromkeys(("audio_vae", "connectors", "vocoder"), "diffusion_pytorch_model"),
-    **dict.fromkeys(("image_encoder", "text_encoder", "text_encoder_2"), "model"),
-}
 
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
@@ -37,23 +30,22 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 
     `variant` is such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None: plain names.
     """
-    paths = filter(Path.is_file, (folder / component).glob("*"))  # a pipe would never end
-    names = [f"{component}/{path.name}" for path in paths]
-    files = choose_weight_files(names, component, variant)
+    files = choose_weight_files(names_in(folder, component), component, variant)
     if files[-1].endswith(".json"):
-        _check_index(read_json(folder, files.pop()), files)
+        index = read_json(folder, files.pop())
+        listed = index.values.get("weight_map")
+        if not isinstance(listed, dict):
+            raise index.error("not an index of shards (weight_map is missing)")
+        for name in listed.values():  # a pickle, or a file outside the folder
+            if f"{component}/{name}" not in files:
+                raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
     return {folder / name: read_safetensors_header(folder / name) for name in files}
 
 
-def _check_index(index: JsonFile, shards: Collection[str]) -> None:
-    """Refuses an index that lists other files: such as a pickle, or one outside the folder."""
-    weight_map = index.values.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise index.error("not an index of shards (weight_map is missing)")
-    names = {path.rpartition("/")[2] for path in shards}
-    for name in weight_map.values():
-        if not (isinstance(name, str) and name in names):
-            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
+def names_in(folder: Path, component: str) -> list[str]:
+    """The files of a component, as `vae/config.json`; no pipe, whose reading would never end."""
+    paths = filter(Path.is_file, (folder / component).glob("*"))
+    return [f"{component}/{path.name}" for path in paths]
 
 
 def num_elements(headers: Mapping[Path, Header]) -> int:
@@ -69,7 +61,9 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
     """
     start = f"{component}/"
     there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
-    stem, tag = WEIGHT_STEMS[component], f".{variant}" if variant else ""
+    # Encoders of text and images are of transformers, the others of diffusers.
+    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
+    tag = f".{variant}" if variant else ""
     single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
     shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-(\d{{5}})\.safetensors", re.A)
     shards = [match for name in there if (match := shard.fullmatch(name))]
@@ -114,7 +108,7 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             start = file.read(8)
-            check_start(start + file.read(_CHECKED_BYTES), label)
+            check_start(start + file.read(CHECKED_BYTES), label)
             # The library checks that the tensors fill the file without gaps.
             with safe_open(path, framework="np"):
                 file.seek(8)
@@ -133,9 +127,9 @@ def _missing_weights(
     label: str, stem: str, variant: str | None, names: Collection[str]
 ) -> ModelError:
     """The error for a missing file; names other variants or pickles of the component."""
-    pattern = rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
-    matches = [match for name in names if (match := re.fullmatch(pattern, name, re.A))]
-    variants = sorted({match[1] or "" for match in matches} - {variant or ""}, reverse=True)
+    pattern = re.compile(rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors", re.A)
+    found = {match[1] or "" for match in map(pattern.fullmatch, names) if match}
+    variants = sorted(found - {variant or ""}, reverse=True)
     if variants:
         available = ", ".join(each or "(no variant)" for each in variants)
         hint = f"use --variant {variants[0]}" if variants[0] else "omit --variant"
@@ -149,6 +143,3 @@ def _missing_weights(
             "save_pretrained(..., safe_serialization=True)",
         )
     return ModelError(f"{label} is missing (svdpp loads safetensors only)")
-
-
-_CHECKED_BYTES = 512

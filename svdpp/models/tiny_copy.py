@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,36 +21,31 @@ import torch
 from svdpp.config import SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.load import component_class
-from svdpp.models.loading import silence_libraries
+from svdpp.models.engine.load import component_class, silence_libraries
 
 #: Steps of the tiny copy's clips.
 NUM_STEPS = 4
 _SIDE, _FRAMES = 64, 16
 
 _WIDTH = 64
-_LIMITS: Mapping[str, Any] = {
-    **dict.fromkeys(("num_layers", "n_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_single_layers", "num_refiner_layers", "num_res_blocks"), 1),
-    **dict.fromkeys(("video_connector_num_layers", "audio_connector_num_layers"), 1),
-    # Encoders of prompts give the third last of their hidden states, or all of them at once.
-    "num_hidden_layers": 3,
-    "text_proj_in_factor": 4,
-    **dict.fromkeys(("num_attention_heads", "num_heads", "audio_num_attention_heads"), 2),
-    **{f"{name}_connector_num_attention_heads": 2 for name in ("video", "audio")},
-    **{f"{name}_connector_attention_head_dim": _WIDTH // 2 for name in ("video", "audio")},
-    **{"num_key_value_heads": 1, "head_dim": _WIDTH // 2, "mrope_section": [4, 6, 6]},
-    **dict.fromkeys(("hidden_size", "d_model", "text_dim", "caption_channels"), _WIDTH),
-    **dict.fromkeys(("text_embed_dim", "text_embed_2_dim", "pooled_projection_dim"), _WIDTH),
-    **dict.fromkeys(("projection_dim", "image_dim", "cross_attention_dim"), _WIDTH),
-    **dict.fromkeys(("in_text_dim", "in_text_dim2", "out_hidden_size"), _WIDTH),
-    **{"model_dim": 2 * _WIDTH, "num_text_blocks": 1, "num_visual_blocks": 2, "depth": 1},
-    **dict.fromkeys(("ff_dim", "d_ff", "intermediate_size", "ffn_dim"), _WIDTH),
-    **{"base_dim": 8, "decoder_base_dim": 8, "hidden_channels": _WIDTH},
-    **{"sample_height": _SIDE // 8, "sample_width": _SIDE // 8, "sample_frames": 9},
-    "target_size": _SIDE,
-}
+#: The largest values of sizes, by the pattern of their names.
+_LIMITS = (
+    (1, r"num_(single_layers|refiner_layers|res_blocks|key_value_heads|text_blocks)|depth"),
+    (1, r"(video|audio)_connector_num_layers|(decoder_)?layers_per_block|ch_mult"),
+    (2, r"(num|n|num_decoder)_layers|num_(heads|visual_blocks|attention_heads)"),
+    (2, r"(audio|(video|audio)_connector)_num_attention_heads"),
+    (3, "num_hidden_layers"),  # encoders of prompts give the third last of their hidden states,
+    (4, "text_proj_in_factor"),  # or all of them at once
+    (_SIDE // 8, "(decoder_)?base_dim|sample_(height|width)"),
+    (9, "sample_frames"),
+    (_WIDTH // 2, "((video|audio)_connector_attention_)?head_dim"),
+    (_WIDTH, r"hidden_(size|channels)|d_model|caption_channels|(pooled_)?projection_dim"),
+    (_WIDTH, r"(text|image|cross_attention|text_embed|text_embed_2)_dim|in_text_dim2?"),
+    (_WIDTH, r"out_hidden_size|d_ff|(ff|ffn)_dim|intermediate_size|target_size"),
+    (2 * _WIDTH, "model_dim"),
+)
 _ALL_ONE = ("layers_per_block", "decoder_layers_per_block", "ch_mult")
+_ROTARY_SECTIONS = [4, 6, 6]
 # Most normalise groups of channels, of which there are 32.
 _WITHOUT_GROUPS = ("AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video")
 _WIDTHS_OF_HEADS = ("cross_attention_dim", "added_kv_proj_dim")
@@ -113,20 +109,13 @@ def _limited(key: str, value: Any) -> Any:
     if isinstance(value, dict):
         return tiny(value)
     if isinstance(value, list):
-        return _limited_list(key, value)
-    limit = _LIMITS.get(key, 1 if key in _ALL_ONE else None)
-    return min(value, limit) if isinstance(limit, int) and isinstance(value, int) else value
-
-
-def _limited_list(key: str, value: list[Any]) -> list[Any]:
-    if key in _ALL_ONE:
-        return [1] * len(value)
-    if key == "num_attention_heads":
-        return _with_smallest(1, value)
-    limits = _LIMITS.get(key)
-    if isinstance(limits, list):
-        return [min(pair) for pair in zip(value, limits, strict=True)]
-    return value
+        if key == "num_attention_heads":
+            return _with_smallest(1, value)
+        if key == "mrope_section":
+            return [min(pair) for pair in zip(value, _ROTARY_SECTIONS, strict=True)]
+        return [1] * len(value) if key in _ALL_ONE else value
+    limits = (limit for limit, names in _LIMITS if re.fullmatch(names, key))
+    return min(value, next(limits, value)) if isinstance(value, int) else value
 
 
 def _with_smallest(unit: int, value: list[int]) -> list[int]:

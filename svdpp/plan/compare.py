@@ -62,41 +62,42 @@ def compare_layouts(
         "share_experts": share_experts,
     }
 
-    def build(**options: Any) -> Choice:
-        layout = Layout(**counts, **options)
-        return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
+    def choose(options: dict[str, Any] | None) -> Choice:
+        if options is not None:
+            layout = Layout(**counts, **options)
+            return Choice(layout=layout, reason=_needs_more(layout, memory_gib))
+        known = pairs if pairs == "exact" else "no"  # else the last row says it
+        limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": known, "sooner": sooner}
+        return choose_layout(**counts, **limits, num_clips=num_clips)
 
-    def row(name: str, choose: Callable[[], Choice]) -> Row:
-        try:
-            choice = choose()
-            forecast = forecast_layout(choice.layout, num_clips, arrivals)
-        except RequestError as error:
-            return Row(name=name, note=error.message)
-        return Row(
-            name=name,
-            layout=choice.layout,
-            forecast=forecast,
-            seconds_per_clip=steady_seconds_per_clip(choice.layout),
-            peak_gib=choice.layout.peak_gib,
-            note=choice.reason,
-        )
-
-    of_pairs = partial(build, replicas=world_size // 2, cfg_parallel=2)
-    auto = partial(
-        choose_layout,
-        **counts,
-        num_clips=num_clips,
-        memory_gib=memory_gib,
-        pairs=pairs if pairs == "exact" else "no",  # else the last row says it
-        sooner=sooner,
-    )
+    rows: dict[str, dict[str, Any] | None] = {
+        **{split: {"split": split} for split in SPLITS},
+        f"{decoders} decoders": {"split": "dithered", "decoders": decoders},
+        "auto": None,
+        "data parallel": {"replicas": world_size},
+        "pairs": {"replicas": world_size // 2, "cfg_parallel": 2},
+    }
+    if world_size % 2:
+        del rows["pairs"]
     return [
-        *(row(split, partial(build, split=split)) for split in SPLITS),
-        row(f"{decoders} decoders", partial(build, split="dithered", decoders=decoders)),
-        row("auto", auto),
-        row("data parallel", partial(build, replicas=world_size)),
-        *([] if world_size % 2 else [row("pairs", of_pairs)]),
+        _row(name, partial(choose, options), num_clips, arrivals) for name, options in rows.items()
     ]
+
+
+def _row(name: str, choose: Callable[[], Choice], num_clips: int, arrivals: Sequence[float]) -> Row:
+    try:
+        choice = choose()
+        forecast = forecast_layout(choice.layout, num_clips, arrivals)
+    except RequestError as error:
+        return Row(name=name, note=error.message)
+    return Row(
+        name=name,
+        layout=choice.layout,
+        forecast=forecast,
+        seconds_per_clip=steady_seconds_per_clip(choice.layout),
+        peak_gib=choice.layout.peak_gib,
+        note=choice.reason,
+    )
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:

@@ -53,8 +53,6 @@ class Costs:
     """As `transfer_seconds`, to a rank on another host; None: unknown."""
     inter_host_bytes_per_second: float | None = None
     """As `transfer_bytes_per_second`, to a rank on another host."""
-    write_seconds: float = 0.0
-    """Writing one clip's file. It overlaps with the next clip, so no forecast counts it."""
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
@@ -173,7 +171,6 @@ class Costs:
             transfer_bytes_per_second=None,
             inter_host_transfer_seconds=0.0,
             inter_host_bytes_per_second=None,
-            write_seconds=0.0,
         )
 
     def check_world(self, world_size: int) -> None:
@@ -207,7 +204,8 @@ class Costs:
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
-        values.pop("offload_gib_per_second", None)  # of earlier versions
+        for name in ("offload_gib_per_second", "write_seconds"):  # of earlier versions
+            values.pop(name, None)
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
@@ -223,6 +221,22 @@ class Costs:
 def step_from_pair(seconds: float, transfer: float) -> float:
     """Seconds of a step on one rank, from those on a pair; see `Costs.pair_step`."""
     return 2 * max(seconds - transfer, seconds / 2)
+
+
+def measured_costs(seconds: Mapping[str, float], assumed: Costs, *, in_pairs: bool) -> Costs:
+    """Costs by the measured seconds of a "step", of `ENCODE`, of `DECODE` and of a "transfer".
+
+    A transfer that was not measured takes none; all else is scaled from `assumed` by the step.
+    """
+    step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
+    step = step_from_pair(step, transfer) if in_pairs else step
+    scale = step / assumed.step_on(0)
+    return Costs(
+        step_seconds=step,
+        encode_seconds=seconds.get(Kind.ENCODE, scale * assumed.encode_on(0)),
+        decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
+        transfer_seconds=transfer,
+    )
 
 
 def _on(value: PerRank, rank: int) -> float:

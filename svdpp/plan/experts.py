@@ -1,4 +1,4 @@
-"""The division of a replica's stages between the two experts of a model, and its cuts."""
+"""The division of ranks into replicas, and of a replica's stages between two experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from itertools import product
 
 from svdpp.errors import RequestError
-from svdpp.plan.replicas import divisors
 from svdpp.plan.split import (
     Cuts,
     DitheredCuts,
@@ -22,6 +21,36 @@ from svdpp.plan.split import (
 
 #: Names of the experts: the first does the steps before the boundary, the second the others.
 EXPERTS = ("high-noise", "low-noise")
+
+
+def assign_replicas(
+    world_size: int, replica_size: int, ranks_per_host: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each replica; as many replicas as possible are within one host.
+
+    Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
+    replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
+    so on.
+
+    `replica_size` and `ranks_per_host` divide `world_size`; None: all ranks are on one host.
+    """
+    on_host = ranks_per_host or world_size
+    replica_ranks: list[tuple[int, ...]] = []
+    left: list[int] = []
+    for first in range(0, world_size, on_host):
+        whole = on_host // replica_size * replica_size
+        for begin in range(first, first + whole, replica_size):
+            replica_ranks.append(tuple(range(begin, begin + replica_size)))
+        left += range(first + whole, first + on_host)
+    replica_ranks += [
+        tuple(left[at : at + replica_size]) for at in range(0, len(left), replica_size)
+    ]
+    return tuple(sorted(replica_ranks))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, in increasing order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def cut_stages(split: str, whole: Part, boundary: int | None) -> FixedCuts | DitheredCuts:

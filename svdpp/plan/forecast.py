@@ -21,6 +21,11 @@ class Span(NamedTuple):
     start: float
     end: float
 
+    @property
+    def clip(self) -> int:
+        """The action's clip."""
+        return self.action.clip
+
 
 class Latency(NamedTuple):
     """Latency of clips in seconds, each from its arrival, or else its first action, to its end."""

@@ -11,8 +11,7 @@ from typing import Literal, get_args
 from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
-from svdpp.plan.experts import EXPERTS, check_even, cut_stages
-from svdpp.plan.replicas import assign_replicas, divisors
+from svdpp.plan.experts import EXPERTS, assign_replicas, check_even, cut_stages, divisors
 from svdpp.plan.schedule import DecodeShare, Route
 from svdpp.plan.split import (
     Cuts,
@@ -45,15 +44,6 @@ class Roles:
             object.__setattr__(self, "experts", frozenset({0}))
         if self.experts and not self.denoise:
             raise ValueError(f"a rank that does not denoise has experts: {self}")
-
-    def __or__(self, other: Roles) -> Roles:
-        """The parts of both."""
-        return Roles(
-            encode=self.encode or other.encode,
-            denoise=self.denoise or other.denoise,
-            decode=self.decode or other.decode,
-            experts=self.experts | other.experts,
-        )
 
     def split(self) -> list[Roles]:
         """One for each part that the rank uses; each expert is a part."""

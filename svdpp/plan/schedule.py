@@ -104,16 +104,6 @@ class _Visit:
     work: tuple[Action, ...]
 
 
-def data_parallel_routes(
-    num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
-) -> list[Route]:
-    """Each clip on one rank, ranks in rotation: the usual way to run diffusers on several GPUs."""
-    return [
-        Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
-        for index, clip in enumerate(clips)
-    ]
-
-
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     """Each rank's action list: clips in the order of `routes`, each receive posted one clip ahead.
 

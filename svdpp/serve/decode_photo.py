@@ -16,7 +16,8 @@ from PIL import Image
 
 from svdpp.errors import InputError, error_to_dict
 from svdpp.launch.process_lifetime import end_with_parent
-from svdpp.media.image import FORMATS, read_photo
+from svdpp.media.image import FORMATS, demuxer_of, read_bytes, read_photo
+from svdpp.media.source import read_video
 
 #: Suffixes of the stored files, by Pillow's name of the format.
 SUFFIXES = {
@@ -33,10 +34,11 @@ SUFFIXES = {
 def main(path: str, *numbers: str) -> None:
     """Write one JSON object to stdout: `photo` or `error`.
 
-    `numbers` are the server's process id, whose end also ends this process, and the limits: pixels,
-    bytes of address space, seconds of CPU time, after which the kernel sends SIGXCPU.
+    `numbers` are the server's process id, whose end also ends this process, the frames that a clip
+    takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,
+    after which the kernel sends SIGXCPU.
     """
-    parent, max_pixels, max_bytes, cpu_seconds = map(int, numbers)
+    parent, video_frames, max_pixels, max_bytes, cpu_seconds = map(int, numbers)
     end_with_parent(parent)
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
@@ -44,7 +46,7 @@ def main(path: str, *numbers: str) -> None:
     # At the hard limit the kernel would send SIGKILL, which does not say why.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer: dict[str, Any] = {"photo": _decode(Path(path), max_pixels)}
+        answer: dict[str, Any] = {"photo": _decode(Path(path), video_frames, max_pixels)}
     except InputError as error:
         answer = {"error": error_to_dict(error)}
     except MemoryError:
@@ -52,11 +54,15 @@ def main(path: str, *numbers: str) -> None:
     os.write(1, json.dumps(answer).encode())
 
 
-def _decode(path: Path, max_pixels: int) -> dict[str, Any]:
-    image, photo = read_photo(path, max_pixels)
-    image.close()
-    with Image.open(path, formats=FORMATS) as header:
-        suffix = SUFFIXES[str(header.format)]
+def _decode(path: Path, video_frames: int, max_pixels: int) -> dict[str, Any]:
+    if video_frames and (demuxer := demuxer_of(read_bytes(path))):
+        photo = read_video(path, video_frames, max_pixels)
+        suffix = ".mp4" if demuxer == "mov" else ".mkv"
+    else:
+        image, photo = read_photo(path, max_pixels)
+        image.close()
+        with Image.open(path, formats=FORMATS) as header:
+            suffix = SUFFIXES[str(header.format)]
     size = {"width": photo.width, "height": photo.height}
     return {"sha256": photo.sha256, **size, "suffix": suffix}
 

@@ -26,7 +26,7 @@ from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.ranks import RankView
 from svdpp.serve.to_request import ToRequest
-from svdpp.worker.messages import Event
+from svdpp.worker.messages import Event, ImageReady
 
 State = Literal["starting", "ready", "restarting", "closing"]
 
@@ -92,7 +92,7 @@ class Engine:
         self.estimates = JobEstimates(
             self.config,
             queue,
-            self.feeder.clips,
+            self.feeder,
             self._costs,
             self._seconds_to_ready,
             self.checkpoint,
@@ -247,6 +247,8 @@ class Engine:
         try:
             action = self.rank_view.add(rank, event)
             index = getattr(event, "clip", None if action is None else action.clip)
+            if isinstance(event, ImageReady):
+                self.feeder.image_ready(event)
             if (clip := self.feeder.of_clip(index)) is not None:
                 self._costs.add(event, clip.job.sampling)
         except Exception:

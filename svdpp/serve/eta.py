@@ -19,10 +19,10 @@ from svdpp.driver.work import ClipWork
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import PRESETS, Costs, step_from_pair
+from svdpp.plan.costs import PRESETS, Costs, measured_costs
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
-from svdpp.serve.feeder import RunningClip
+from svdpp.serve.feeder import Feeder, LargeImage, RunningClip
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
@@ -97,21 +97,10 @@ class MeasuredCosts:
             for known in (volume, *reversed(self._samples)):
                 if _STEP in (samples := self._samples.get(known, {})):
                     seconds = {kind: statistics.median_low(own) for kind, own in samples.items()}
-                    return _scaled(self._costs_of(known, seconds), volume / known)
+                    assumed = self._assumed_of(known)
+                    costs = measured_costs(seconds, assumed, in_pairs=self._in_pairs)
+                    return _scaled(costs, volume / known)
         return self._assumed_of(volume)
-
-    def _costs_of(self, volume: int, seconds: dict[str, float]) -> Costs:
-        """The costs of a size; what is not measured is scaled by the time of a step."""
-        step, transfer = max(seconds[_STEP], 1e-9), seconds.get(_TRANSFER, 0.0)
-        step = step_from_pair(step, transfer) if self._in_pairs else step
-        assumed = self._assumed_of(volume)
-        assumed = _scaled(assumed, step / assumed.step_on(0))
-        return Costs(
-            step_seconds=step,
-            encode_seconds=seconds.get(Kind.ENCODE, assumed.encode_on(0)),
-            decode_seconds=seconds.get(Kind.DECODE, assumed.decode_on(0)),
-            transfer_seconds=transfer,
-        )
 
     def _assumed_of(self, volume: int) -> Costs:
         return _scaled(self._assumed, volume / self._assumed_volume)
@@ -187,14 +176,14 @@ def _way(clip: ClipAhead) -> Way:
 class JobEstimates:
     """Estimates of all open jobs, computed at most twice a second. Any thread may call it.
 
-    `running` returns the clips in the pipeline, `delay` the seconds until the ranks are ready.
+    `feeder` has the clips in the pipeline, `delay` returns the seconds until the ranks are ready.
     """
 
     def __init__(
         self,
         config: PipelineConfig,
         queue: JobQueue,
-        running: Callable[[], list[RunningClip]],
+        feeder: Feeder,
         costs: MeasuredCosts,
         delay: Callable[[], float],
         checkpoint: Checkpoint | None = None,
@@ -202,7 +191,7 @@ class JobEstimates:
         self._layout = config.layout
         self._work = ClipWork(config, checkpoint)
         self._queue = queue
-        self._running = running
+        self._feeder = feeder
         self._costs = costs
         self._delay = delay
         self._lock = threading.Lock()
@@ -242,15 +231,18 @@ class JobEstimates:
     def _clips(self) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those in the queue."""
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
-        running = self._running()
+        running, image = self._feeder.clips(), self._feeder.unprepared()
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
         taken = [(job.id, job.sampling) for job in self._queue.running()]
-        for id, sampling in (*taken, *waiting):
+        for id, sampling in (*taken, *_in_turn(waiting, image, self._feeder.num_free)):
             if id not in clips:
-                route = self._route(next_clip, sampling)
-                clips[id] = ClipAhead(id=id, route=route, costs=costs_of(sampling))
+                route, costs = self._route(next_clip, sampling), costs_of(sampling)
+                if image is not None and id == image.job.id:
+                    encode = costs.encode_on(route.ranges[0].rank) + image.seconds_left
+                    costs = replace(costs, encode_seconds=encode)
+                clips[id] = ClipAhead(id=id, route=route, costs=costs)
                 next_clip += 1
         return list(clips.values())
 
@@ -271,3 +263,13 @@ class JobEstimates:
             return self._work.route(clip, request)
         except RequestError:  # it will fail
             return self._layout.route(clip)
+
+
+def _in_turn(
+    waiting: list[tuple[str, SamplingConfig]], image: LargeImage | None, num_free: int
+) -> list[tuple[str, SamplingConfig]]:
+    """`waiting` in the order in which jobs are taken: others pass that of an unprepared image."""
+    if image is None:
+        return waiting
+    first = [job for job in waiting if job[0] != image.job.id][:num_free]
+    return first + [job for job in waiting if job not in first]

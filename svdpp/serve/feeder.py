@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -22,6 +22,7 @@ from svdpp.serve.events import Notifier
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.to_request import ClipToMake, ToRequest
+from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
 
@@ -29,6 +30,10 @@ _T = TypeVar("_T")
 MAX_ATTEMPTS = 2
 
 _DISK_SECONDS = 1.0
+# Of one thread, until it is measured.
+_SECONDS_PER_PIXEL = 6e-8
+# The ranks take an image that is not prepared by then as any other.
+_PREPARE_SECONDS = 60.0
 
 
 @dataclass
@@ -55,6 +60,29 @@ class RunningClip:
     def has_begun(self) -> bool:
         """Whether a rank works on it or has done so; until then it waits."""
         return self.progress.rank is not None
+
+
+@dataclass
+class LargeImage:
+    """The large image of a waiting job, which the ranks prepare; other jobs go first meanwhile."""
+
+    job: Job
+    ranks_left: int
+    """How many ranks have not prepared it yet."""
+    seconds: float
+    """That it takes, by the latest one."""
+    path: str | None = None
+    asked_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the job is taken in its turn."""
+        return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
+
+    @property
+    def seconds_left(self) -> float:
+        """Until it is ready."""
+        return max(0.0, self.asked_at + self.seconds - time.monotonic())
 
 
 class Feeder:
@@ -85,6 +113,9 @@ class Feeder:
         self._clips: dict[str, RunningClip] = {}
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
+        self._num_encoders = sum(roles.encode for roles in config.layout.roles)
+        self._image: LargeImage | None = None
+        self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self._has_latents = True
@@ -105,6 +136,26 @@ class Feeder:
         with self._changed:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
+
+    def image_ready(self, event: ImageReady) -> None:
+        """Notes that a rank has prepared an image."""
+        with self._changed:
+            if (image := self._image) is not None and image.path == event.image:
+                image.ranks_left -= 1
+                self._seconds_per_pixel = event.seconds / image.job.photo_pixels
+        self.wake()
+
+    def unprepared(self) -> LargeImage | None:
+        """The image for which the next job with a large one waits."""
+        if (image := self._image) is None and (job := self._queue.next_large()) is not None:
+            image = self._new_image(job)
+        return None if image is None or image.is_ready else image
+
+    @property
+    def num_free(self) -> int:
+        """How many jobs the pipeline can take."""
+        num_waiting = sum(not clip.has_begun for clip in self.clips())
+        return max(0, min(self._max_running - len(self._clips), self._max_waiting - num_waiting))
 
     def clips(self) -> list[RunningClip]:
         """The clips in the pipeline, in the order in which the ranks take them."""
@@ -127,7 +178,8 @@ class Feeder:
     @property
     def is_empty(self) -> bool:
         """Whether neither the ranks nor the queue have a job."""
-        return self._is_queue_empty and not self._is_woken and not self._clips
+        is_empty = self._is_queue_empty and not self._is_woken and self._image is None
+        return is_empty and not self._clips
 
     # --- the engine's thread ----------------------------------------------------------------------
 
@@ -138,17 +190,18 @@ class Feeder:
 
     @property
     def _may_take(self) -> bool:
+        is_image_ready = self._image is not None and self._image.is_ready
         return (
-            (self._is_woken or not self._is_queue_empty)
+            (self._is_woken or not self._is_queue_empty or is_image_ready)
             and not self.is_disk_low
             and self._seconds_left() == math.inf
-            and len(self._clips) < self._max_running
-            and sum(not clip.has_begun for clip in self.clips()) < self._max_waiting
+            and self.num_free > 0
         )
 
     def begin(self) -> None:
         """Begins with a new pipeline."""
         self._next_clip = 0
+        self._image = None
 
     def turn(self, pipeline: Pipeline) -> None:
         """Does what there is to do."""
@@ -156,8 +209,10 @@ class Feeder:
         self._pass_on_cancels()
         self._check_disk()
         while self._may_take:
-            self._is_woken = False
-            job = self._persist(self._queue.take_next)
+            self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
+            image = self._large_image(pipeline)
+            prepared = image.job.id if image is not None and image.is_ready else None
+            job = self._persist(functools.partial(self._queue.take_next, prepared))
             self._is_queue_empty = job is None
             if job is not None:
                 self._has_latents = True
@@ -167,6 +222,32 @@ class Feeder:
             if not self._queue.counts(with_held=True)[JobState.QUEUED]:  # held ones may go on
                 self._to_request.forget_all()
             self._has_latents = False
+
+    def _large_image(self, pipeline: Pipeline) -> LargeImage | None:
+        """The image of the next job with a large one; the ranks are asked to prepare it."""
+        if (image := self._image) is not None:
+            now = self._queue.get(image.job.id)
+            if now is not None and now.state is JobState.QUEUED:
+                return image
+        job = self._queue.next_large()
+        self._image = None if job is None else self._new_image(job)
+        if self._image is not None:
+            self._ask_for(self._image, pipeline)
+        return self._image
+
+    def _new_image(self, job: Job) -> LargeImage:
+        return LargeImage(job, self._num_encoders, self._seconds_per_pixel * job.photo_pixels)
+
+    def _ask_for(self, image: LargeImage, pipeline: Pipeline) -> None:
+        try:
+            request = self._to_request(image.job).request
+            image.path = request.image
+            if request.image is not None and not request.done_steps:
+                pipeline.prepare_image(request)
+                return
+        except Exception as error:  # so will `_submit`, which fails the job
+            logger.debug("the image of {} is not prepared early: {}", image.job.id, error)
+        image.ranks_left = 0
 
     def _check_disk(self) -> None:
         """Begins no clips on a full disk: each would fail when its file is written."""

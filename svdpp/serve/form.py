@@ -140,8 +140,9 @@ def names_in(given: Any) -> dict[str, str]:
     return {ours: theirs for theirs, ours in _SYNONYMS.items() if theirs in names}
 
 
-def _photo_fields(use: Use) -> dict[str, Any]:
+def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
     text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    text = "The video: MP4, MOV, WebM or Matroska; an image stands still" if videos else text
     fit = Field(None, description="How an image of another shape becomes the frame.")
     match use:
         case "refused":
@@ -183,7 +184,7 @@ def form_of(
         "VideoRequest",
         __base__=VideoRequest,
         __doc__=VideoRequest.__doc__,
-        **_photo_fields(photo),
+        **_photo_fields(photo, videos=kind.from_video),
         **_prompt_fields(kind),
         **{
             field: _param_field(param, highest.get(field, param.highest))
@@ -259,6 +260,7 @@ class Capabilities:
             id=self.model,
             family=self.sampling.family,
             inputs=inputs,
+            input_kind="video" if self.sampling.from_video else "image",
             fields=fields,
             defaults={name: value for name, value in defaults.items() if name in fields},
             sizes=[size_of(*size) for size in self.sizes],

@@ -42,6 +42,7 @@ class Job:
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
+        photo_pixels: width times height; 0 if an earlier svdpp stored the job.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         attempts: how often ranks have died during this clip.
@@ -60,6 +61,7 @@ class Job:
     photo: str = ""
     photo_name: str = ""
     photo_sha256: str = ""
+    photo_pixels: int = 0
     prompt: str | None = None
     negative_prompt: str | None = None
     created_at: float

@@ -76,11 +76,12 @@ class PhotoFolder:
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def keep(self, source: BinaryIO, id: str, name: str) -> Photo:
+    def keep(self, source: BinaryIO, id: str, name: str, video_frames: int = 0) -> Photo:
         """Store the photograph in `source` under the id of its job, once it is decoded; durable.
 
         The call blocks until then. If it raises, no file is left. `name` is for messages, by
-        `shown_name`; the name of the returned path is `Job.photo`.
+        `shown_name`; the name of the returned path is `Job.photo`. With `video_frames` it may also
+        be a video with as many.
         """
         if _ID.fullmatch(id) is None:
             raise ValueError(f"{id!r} is not the id of a job")
@@ -91,7 +92,7 @@ class PhotoFolder:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
                 with self._place():
-                    decoded = _decode(upload, name, self.limits)
+                    decoded = _decode(upload, name, video_frames, self.limits)
                 final = self._folder / f"{id}{decoded.suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
@@ -126,8 +127,9 @@ def shown_name(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-def _decode(upload: Path, name: str, limits: DecodeLimits) -> _Decoded:
-    numbers = os.getpid(), limits.max_pixels, limits.max_bytes, limits.cpu_seconds
+def _decode(upload: Path, name: str, video_frames: int, limits: DecodeLimits) -> _Decoded:
+    bounds = limits.max_pixels, limits.max_bytes, limits.cpu_seconds
+    numbers = os.getpid(), video_frames, *bounds
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
             helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
@@ -184,9 +186,9 @@ def _environment() -> dict[str, str]:
 
 class _Decoded(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    suffix: Annotated[str, Field(pattern=r"^\.[a-z]{3,4}$")]
-    width: int
-    height: int
+    suffix: Annotated[str, Field(pattern=r"^\.[a-z0-9]{3,4}$")]
+    width: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
+    height: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 
 
 class _Refused(BaseModel):

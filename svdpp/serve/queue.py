@@ -18,6 +18,7 @@ from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
+from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import RequestError, SvdppError, error_to_dict
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_file import QueueFile
@@ -39,13 +40,15 @@ _OPEN = f"(state = 'in_progress' OR {_WAITING})"
 
 # --- the transitions that depend on more than the state -------------------------------------------
 
+_LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
+_NEXT = f"""
+    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
+    WHERE {_WAITING} AND {{}} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
+"""
 _TAKE = f"""
 UPDATE jobs SET state = 'in_progress', started_at = ?,
     turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
-WHERE id = (
-    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
-) RETURNING {_COLUMNS}
+WHERE id = ({_NEXT.format(f"(id = ? OR NOT {_LARGE})")}) RETURNING {_COLUMNS}
 """
 _SPEND_TURN = """
 INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
@@ -100,10 +103,13 @@ class JobQueue(QueueFile):
             _insert(database, job)
         return job
 
-    def take_next(self) -> Job | None:
-        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none."""
+    def take_next(self, prepared: str | None = None) -> Job | None:
+        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none.
+
+        Jobs with large images are passed over, but for the one whose image is `prepared`.
+        """
         with self.change() as database:
-            for row in database.execute(_TAKE, (time.time(),)).fetchall():
+            for row in database.execute(_TAKE, (time.time(), prepared)).fetchall():
                 job = _job_of(row)
                 database.execute(_SPEND_TURN, (job.owner,))
                 return job
@@ -212,6 +218,10 @@ class JobQueue(QueueFile):
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
         return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN)]
+
+    def next_large(self) -> Job | None:
+        """The next of the queued jobs with large images."""
+        return next(iter(self._jobs(f"WHERE id = ({_NEXT.format(_LARGE)})")), None)
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""

@@ -66,7 +66,8 @@ CREATE TABLE jobs (
     model TEXT NOT NULL DEFAULT '',
     weights TEXT NOT NULL DEFAULT '',
     held TEXT,
-    proof_reason TEXT
+    proof_reason TEXT,
+    photo_pixels INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -77,7 +78,7 @@ CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 """
 
-_VERSION = 4
+_VERSION = 5
 
 
 class QueueFile:

@@ -323,8 +323,9 @@ def get_input(id: str, service: Served, owner: Owned, request: Request) -> Respo
         raise ApiError(404, "no_input", "the video was made from text alone")
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
-    kind = {".jpg": "jpeg", ".tif": "tiff"}.get(path.suffix, path.suffix[1:])
-    return _private_file(path, f"image/{kind}", request)
+    kinds = {".jpg": "image/jpeg", ".tif": "image/tiff", ".mkv": "video/matroska"}
+    default = f"{'video' if path.suffix == '.mp4' else 'image'}/{path.suffix[1:]}"
+    return _private_file(path, kinds.get(path.suffix, default), request)
 
 
 @routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))

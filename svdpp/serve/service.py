@@ -164,7 +164,11 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            **({} if request.photo is None else self._keep(request.photo, id)),
+            **(
+                {}
+                if request.photo is None
+                else self._keep(request.photo, id, sampling.video_frames)
+            ),
             **prompts,
             created_at=time.time(),
             priority=request.priority,
@@ -189,10 +193,15 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _keep(self, upload: UploadFile, id: str) -> dict[str, Any]:
+    def _keep(self, upload: UploadFile, id: str, video_frames: int | None) -> dict[str, Any]:
         name = shown_name(upload.filename)
-        photo = self.photos.keep(upload.file, id, name)
-        return {"photo": photo.path.name, "photo_name": name, "photo_sha256": photo.sha256}
+        photo = self.photos.keep(upload.file, id, name, video_frames or 0)
+        return {
+            "photo": photo.path.name,
+            "photo_name": name,
+            "photo_sha256": photo.sha256,
+            "photo_pixels": photo.width * photo.height,
+        }
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""

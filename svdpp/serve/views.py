@@ -174,6 +174,10 @@ class Model(BaseModel):
         dict[str, Use],
         Field(description="What a request does with `input_reference` and the prompts."),
     ]
+    input_kind: Annotated[
+        Literal["image", "video"],
+        Field(description="Of `input_reference`; an image stands for a video that stands still."),
+    ]
     fields: Annotated[
         dict[str, FormField],
         Field(description="The fields that a request may have, beside `model` and the inputs."),

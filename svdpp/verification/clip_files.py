@@ -6,6 +6,7 @@ holds several clips. The files are untrusted: everything read here is bounded an
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import math
@@ -21,7 +22,7 @@ from svdpp.config import OutputConfig
 from svdpp.config.files import read_small_file
 from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES
@@ -35,18 +36,15 @@ _VIDEOS = (".mp4", ".gif", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOnDisk:
-    """A clip and its metadata.
-
-    Args:
-        path: of the video or folder of frames; it need not exist.
-        json_path: of its JSON; None if there is none, and the metadata comes from the file.
-        metadata: the same, checked, with defaults for missing fields.
-    """
+    """A clip and its metadata."""
 
     path: Path
+    """Of the video or folder of frames; it need not exist."""
     json_path: Path | None
+    """None if there is none, and the metadata comes from the file."""
     raw: Mapping[str, Any]
     metadata: Mapping[str, Any]
+    """The same, checked, with defaults for missing fields."""
 
 
 def are_clips(inputs: Sequence[str]) -> bool:
@@ -73,15 +71,16 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
     passed_over: list[Path] = []
     for text in inputs:
         matches = _expand(text)
+        if not matches:
+            raise InputError(f"{text!r} matches no files")
         is_single = matches == [Path(text)]
         for path in matches:
+            clips, others = [path], list[Path]()
             if os.path.isdir(path) and not _is_frames_folder(path):
                 clips, others = _clips_in(path)
                 if not clips and is_single:
                     raise InputError(f"there is no clip in the folder {text!r}")
-            elif is_single or _is_clip(path):
-                clips, others = [path], []
-            else:
+            elif not is_single and not _is_clip(path):
                 clips, others = [], [path]
             found.update((_preferred(clip), None) for clip in clips)
             passed_over += others
@@ -141,27 +140,27 @@ def _of_json(path: Path) -> ClipOnDisk:
 
 
 def _names_clips(text: str) -> bool:
-    path = Path(text)
-    if path.suffix in (".json", ".mp4"):
+    if Path(text).suffix in (".json", ".mp4"):
         return True
-    return any(map(_is_clip_or_holds_one, _expand(text, must_match=False)))
-
-
-def _is_clip_or_holds_one(path: Path) -> bool:
-    if not os.path.isdir(path) or _is_frames_folder(path):
-        return _is_clip(path)
-    return (path / MANIFEST).exists() or bool(_clips_in(path)[0])
+    return any(
+        (path / MANIFEST).exists() or bool(_clips_in(path)[0])
+        if os.path.isdir(path) and not _is_frames_folder(path)
+        else _is_clip(path)
+        for path in _expand(text)
+    )
 
 
 def _is_clip(path: Path) -> bool:
     """Whether `path` is a clip's JSON, even if damaged, or a file with a clip's metadata."""
-    if path.suffix != ".json":
-        return (path.suffix in _VIDEOS or os.path.isdir(path)) and _carries_metadata(path)
-    if path.name == MANIFEST:
-        return False
-    if path.with_suffix("").suffix in _VIDEOS or _is_frames_folder(path.with_suffix("")):
-        return True
     try:
+        if path.suffix != ".json":
+            is_video = path.suffix in _VIDEOS or os.path.isdir(path)
+            return is_video and "latents_sha256" in video.read_metadata(path)
+        if path.name == MANIFEST:
+            return False
+        named = path.with_suffix("")
+        if named.suffix in _VIDEOS or _is_frames_folder(named):
+            return True
         return b'"latents_sha256"' in read_small_file(path, "clip's JSON")
     except InputError:
         return False
@@ -173,11 +172,8 @@ def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
         names = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
-    entries = [
-        path
-        for path in names
-        if path.suffix == ".json" or path.suffix in _VIDEOS or _is_frames_folder(path)
-    ]
+    kinds = (".json", *_VIDEOS)
+    entries = [path for path in names if path.suffix in kinds or _is_frames_folder(path)]
     clips = [path for path in entries if _is_clip(path)]
     others = [path for path in entries if path not in clips and path.suffix in (".json", ".mp4")]
     return clips, [path for path in others if path.name != MANIFEST]
@@ -188,39 +184,24 @@ def _preferred(path: Path) -> Path:
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
+    if json_path.exists():
+        return json_path
     old_path = path.with_suffix(".json")  # up to svdpp 0.3
-    if not json_path.exists() and old_path.exists() and _is_about(old_path, path):
-        return old_path
-    return json_path if json_path.exists() else path
+    with contextlib.suppress(InputError):
+        if old_path.exists() and _of_json(old_path).path == path:
+            return old_path
+    return path
 
 
-def _is_about(json_path: Path, path: Path) -> bool:
-    try:
-        return _of_json(json_path).path == path
-    except InputError:
-        return False
-
-
-def _expand(text: str, *, must_match: bool = True) -> list[Path]:
+def _expand(text: str) -> list[Path]:
     """The path itself, or the paths that its pattern matches."""
-    path = Path(text)
     if os.path.exists(text) or not any(char in text for char in "*?["):
-        return [path]
-    matches = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
-    if not matches and must_match:
-        raise InputError(f"{text!r} matches no files")
-    return matches
+        return [Path(text)]
+    return [Path(name) for name in sorted(glob.glob(text, recursive=True))]
 
 
 def _is_frames_folder(path: Path) -> bool:
     return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
-
-
-def _carries_metadata(path: Path) -> bool:
-    try:
-        return "latents_sha256" in video.read_metadata(path)
-    except InputError:
-        return False
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
@@ -243,20 +224,16 @@ _SIMILAR_SOUND = 0.01  # of its power
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCheck:
-    """One of the verdicts on a finished clip.
-
-    Args:
-        what: the final latent, the frames, or the file on disk.
-        recorded: the sha256 in the metadata; None if it has none.
-        found: the sha256 of the recomputed tensor or of the file; None if there is no file.
-        detail: what is wrong; if nothing is, what the check shows.
-    """
+    """One of the verdicts on a finished clip."""
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool
     recorded: str | None
+    """The sha256 in the metadata, if there is one."""
     found: str | None
+    """That of the recomputed tensor or of the file; None if there is no file."""
     detail: str = ""
+    """What is wrong; if nothing is, what the check shows."""
 
 
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
@@ -291,20 +268,17 @@ def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
     if clip.json_path is None:
         return
     inside, beside = video.read_metadata(clip.path), embedded_part(clip.raw)
-    for name in dict.fromkeys((*beside, *inside)):
-        if inside.get(name) != beside.get(name):
-            yield (
-                f"the metadata inside says {name} {_short(inside, name)}, "
-                f"the JSON {_short(beside, name)}"
-            )
-            return
+    different = (name for name in (*beside, *inside) if inside.get(name) != beside.get(name))
+    if (name := next(different, None)) is not None:
+        inside_says, beside_says = (_short(values, name) for values in (inside, beside))
+        yield f"the metadata inside says {name} {inside_says}, the JSON {beside_says}"
 
 
 def _wrong_with_sound(clip: ClipOnDisk, sound: video.Sound | None) -> Iterator[str]:
     if sound is None or clip.metadata["format"] != "mp4":
         return
     ours, _ = video.read_sound(clip.path)
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         path, black = folder / "again.mp4", np.zeros((1, 16, 16, 3), np.uint8)
         video.write_clip(black, OutputConfig(path=str(path)), fps=1, metadata={}, sound=sound)
         theirs, _ = video.read_sound(path)
@@ -323,12 +297,9 @@ def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
     kind = clip.metadata["format"]
     ours = video.read_frames(clip.path, kind)
     if kind == "frames":
-        is_same = video.frames_sha256(ours) == clip.metadata["frames_sha256"]
-        return (
-            ("lossless: its pixels are the recorded frames, bit for bit", True)
-            if is_same
-            else ("its pixels are not the recorded frames", False)
-        )
+        if video.frames_sha256(ours) == clip.metadata["frames_sha256"]:
+            return "lossless: its pixels are the recorded frames, bit for bit", True
+        return "its pixels are not the recorded frames", False
     theirs = _encoded_again(clip, frames)
     if ours.shape != theirs.shape:
         return f"it holds {_size(ours)} instead of {_size(theirs)}", False
@@ -351,7 +322,7 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
 def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
     """The pixels of the recomputed frames after encoding them with the clip's settings."""
     metadata = clip.metadata
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         suffix = video.SUFFIXES[metadata["format"]]
         output = OutputConfig(
             path=str(folder / f"again{suffix}"), format=metadata["format"], crf=metadata["crf"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
 from svdpp.driver.supervisor import Observer
@@ -22,8 +22,9 @@ from svdpp.errors import (
     SvdppError,
     error_to_dict,
 )
-from svdpp.launch import process_group, temp_folders
+from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hub import show_name
 from svdpp.verification import reference
@@ -57,14 +58,10 @@ class ClipTask:
 
 @dataclass(kw_only=True)
 class ClipProof:
-    """The verdicts on one clip, or the error that prevented them.
-
-    Args:
-        path: of the clip's file, or of the input that is not a clip.
-        checks: latent, frames, file; empty if there is an error.
-    """
+    """The verdicts on one clip, or the error that prevented them."""
 
     path: Path
+    """Of the clip's file, or of the input that is not a clip."""
     checks: list[ClipCheck] = field(default_factory=list)
     error: SvdppError | None = None
 
@@ -84,9 +81,8 @@ class ClipProof:
         """The verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
-        if self.different:
-            return f"DIFFERENT: {self.path}: {self.differences}"
-        return f"bitwise equal: {self.path}"
+        found = f"DIFFERENT: {self.path}: {self.differences}"
+        return found if self.different else f"bitwise equal: {self.path}"
 
     @property
     def differences(self) -> str:
@@ -102,9 +98,8 @@ def plan_proofs(
 ) -> tuple[list[list[ClipTask]], list[ClipProof]]:
     """Reads clips and checks them before any work.
 
-    Returns:
-        Tasks grouped by configuration, so that each group loads the model once; and failed proofs
-        of the clips that cannot be recomputed.
+    The tasks are grouped by configuration, so that each group loads the model once; the failed
+    proofs are those of the clips that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[ClipTask]] = {}
     failed = []
@@ -122,16 +117,13 @@ def plan_proofs(
 def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list[ClipProof]:
     """Recomputes clips of one configuration, one after the other, and compares each.
 
-    Args:
-        observers: called with (0, event) for each event of the recomputation.
-
-    Returns:
-        A proof for each task; an error that ends the work is the error of all remaining ones.
+    An error that ends the work is the error of all remaining proofs. `observers` are called with
+    (0, event) for each event of the recomputation.
     """
     proofs = [ClipProof(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
-        temp_folders.folder("svdpp-verify-") as folder,
+        temp_folder("svdpp-verify-") as folder,
         # In a thread, because the supervisor must go on reading heartbeats.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
@@ -163,21 +155,19 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    names = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
     unproven = "" if clip.metadata["exact"] is True else "its metadata say: exact is unproven"
     if unproven and clip.metadata.get("cfg_parallel", 1) > 1:
         unproven = "a pair divided a batch: svdpp verify --cfg-parallel 2 measures the distance"
-    for what, name in names.items():
+
+    def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)
-        if what == "audio" and recorded is None:  # silent, or of svdpp 0.4
-            continue
-        yield ClipCheck(
-            what=what,  # type: ignore[arg-type]
-            equal=recorded == found,
-            recorded=recorded,
-            found=found,
-            detail=unproven,
-        )
+        is_equal = recorded == found
+        return ClipCheck(what=what, equal=is_equal, recorded=recorded, found=found, detail=unproven)
+
+    yield check("latent", "latents_sha256")
+    yield check("frames", "frames_sha256")
+    if clip.metadata.get("audio_sha256") is not None:  # else silent, or of svdpp 0.4
+        yield check("audio", "audio_sha256")
 
 
 def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
@@ -206,7 +196,13 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
             "omit --threads to use the clip's own number",
         )
     config = _config(clip, settings, gpus)
-    _check_device(clip, config)
+    try:
+        process_group.check_devices(config.device, config.world_size)
+    except RequestError as error:
+        raise RequestError(
+            f"{name!r} was made on a CUDA device, and this machine has none",
+            "other devices give other bits: verify it on a machine with a CUDA device",
+        ) from error
     photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
     _check_weights(clip, config)
     request = ClipRequest(
@@ -222,19 +218,14 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
 def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
-        raise RequestError(
-            f"{clip.path.name!r} names the model 'dummy', which makes no clips",
-        )
+        raise RequestError(f"{clip.path.name!r} names the model 'dummy', which makes no clips")
+    same = ("family", "revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(
         world_size=1,
         model=ModelConfig(
             name=metadata["model"],
-            revision=metadata["revision"],
-            variant=metadata["variant"],
+            **{name: metadata[name] for name in same},
             local_files_only=settings.local_files_only,
-            dtype=metadata["dtype"],
-            memory_opt=metadata["memory_opt"],
-            channels_last=metadata["channels_last"],
             loras=tuple(Lora(**each) for each in metadata.get("lora", ())),
         ),
         sampling=recorded_sampling(dict(metadata)),
@@ -255,16 +246,6 @@ def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]
     freest = max(fitting, key=lambda gpu: gpu.free_bytes, default=None)
     return "cuda:0" if freest is None else f"cuda:{freest.index}"
-
-
-def _check_device(clip: ClipOnDisk, config: PipelineConfig) -> None:
-    try:
-        process_group.check_devices(config.device, config.world_size)
-    except RequestError as error:
-        raise RequestError(
-            f"{clip.path.name!r} was made on a CUDA device, and this machine has none",
-            "other devices give other bits: verify it on a machine with a CUDA device",
-        ) from error
 
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:

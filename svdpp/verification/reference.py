@@ -17,18 +17,18 @@ import torch
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory_check import check_memory
-from svdpp.driver.rank_task import run_rank_task
+from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
-from svdpp.media import image as photos
 from svdpp.media import video
+from svdpp.media.source import read_source
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
-from svdpp.worker.memory import out_of_memory_named
+from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
@@ -41,8 +41,8 @@ class _Setup:
     checkpoint: Checkpoint | None
     requests: tuple[ClipRequest, ...]
     steps: frozenset[int]
-    tensor_folder: str | None
-    predictions: bool = False
+    folder: Path | None
+    predictions: bool
 
 
 def run_reference(
@@ -53,17 +53,13 @@ def run_reference(
     tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Computes each clip sequentially and keeps its latents after `steps`, and its frames.
+    """Computes each clip sequentially, without writing it; returns the hashes of each.
 
     Args:
         config: of the pipelined run; the reference ignores its number of ranks and layout.
-        requests: of the clips; their outputs are not written.
         steps: numbers of steps done after which the latent is kept.
         tensor_folder: for latents and frames; None keeps neither.
         observers: called with (0, event) for each event of the reference.
-
-    Returns:
-        For each clip its `latents_sha256` and `frames_sha256` (None for the dummy model).
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
@@ -74,8 +70,8 @@ def run_reference(
         checkpoint=checkpoint,
         requests=tuple(requests),
         steps=frozenset(steps),
+        folder=tensor_folder,
         predictions=config.cfg_parallel > 1,
-        tensor_folder=None if tensor_folder is None else str(tensor_folder),
     )
     hashes: dict[int, dict[str, Any]] = {}
 
@@ -123,7 +119,7 @@ class _Recorder:
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._copies = SideStream(self._device)
-        self._store = TensorStore(Path(setup.tensor_folder)) if setup.tensor_folder else None
+        self._store = None if setup.folder is None else TensorStore(setup.folder)
 
     def begin(self, clip: int) -> None:
         self._clip = clip
@@ -195,13 +191,10 @@ def _diffusers(setup: _Setup, device: str) -> _Compute:
     def compute(
         request: ClipRequest, recorder: _Recorder
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        fitted = None
-        if request.image is not None:
-            image, _ = photos.read_photo(Path(request.image))
-            fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
+        source = None if request.image is None else read_source(request.image, sampling)
         latent, frames = reference.run(
             request,
-            fitted,
+            source,
             sampling,
             before_steps=recorder.before_steps,
             after_step=recorder.after_step,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,12 +17,6 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = {"frames": 255, "audio": 32767}
 _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 _SVD_AXES = "BFCHW"
-
-
-def describe_index(index: Sequence[int], axes: str) -> str:
-    """An index in words, such as `frame 7, channel 0, row 22, column 40`; B is always 0."""
-    numbers = dict(zip(axes, index, strict=False))
-    return ", ".join(f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers)
 
 
 class Place(NamedTuple):
@@ -83,10 +76,11 @@ class Check:
             "prediction": f"the prediction of branch {self.branch} in step {self.step}",
         }[self.what]
         index = self.first_index or ()
+        numbers = dict(zip(self.axes, index, strict=False))  # B is always 0
+        where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
         return (
-            f"clip {self.clip}, {what}, done by rank {self.rank}: first at "
-            f"{describe_index(index, self.axes)} (index {list(index)}), max difference "
-            f"{self.distance}"
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at {', '.join(where)} "
+            f"(index {list(index)}), max difference {self.distance}"
         )
 
 
@@ -99,7 +93,7 @@ class VerificationResult:
     @property
     def equal(self) -> bool:
         """Whether every check is equal."""
-        return all(check.equal for check in self.checks)
+        return self.first_difference is None
 
     @property
     def bitwise(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import RequestError
-from svdpp.launch import temp_folders
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
@@ -23,11 +21,11 @@ from svdpp.verification.result import (
     compare_latents,
     compare_levels,
 )
-from svdpp.worker import memory
+from svdpp.worker.device import reset_peak
 from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
-_PIPELINED, _SEQUENTIAL, _SETTINGS = "pipelined", "sequential", "settings.json"
+_PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
 
 
 def verify(
@@ -50,7 +48,7 @@ def verify(
         >>> verify(config, [ClipRequest(seed=0)]).bitwise
         True
     """
-    with temp_folders.folder("svdpp-verify-") as folder:
+    with temp_folder("svdpp-verify-") as folder:
         run_pipelined(config, requests, folder)
         run_sequential(config, requests, folder)
         return compare(config, len(requests), folder, tolerance=tolerance)
@@ -69,8 +67,10 @@ def run_pipelined(
     Returns:
         The conditions in the first clip's metadata, see `worker.device.conditions_of`.
     """
-    kept = new_side(folder / _PIPELINED, config)
-    pipeline = Pipeline(config, tensor_folder=str(kept), fault=fault)
+    kept = folder / _PIPELINED
+    kept.mkdir()
+    images = sorted({request.image for request in requests if request.image is not None})
+    pipeline = Pipeline(config, tensor_folder=str(kept), shared_paths=images, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
     if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all
@@ -78,7 +78,7 @@ def run_pipelined(
     with pipeline:
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
-        memory.reset_peak()
+        reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
 
@@ -91,7 +91,8 @@ def run_sequential(
     observers: Sequence[Observer] = (),
 ) -> None:
     """Runs `requests` through the reference and keeps the same latents under `folder`."""
-    kept = new_side(folder / _SEQUENTIAL, config)
+    kept = folder / _SEQUENTIAL
+    kept.mkdir()
     steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
     run_reference(config, requests, steps=steps, tensor_folder=kept, observers=observers)
 
@@ -100,47 +101,15 @@ def compare(
     config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
 ) -> VerificationResult:
     """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
-    _check_settings(folder)
-    clips = (
-        _compare_clip(config, clip, *both_sides(folder), tolerance) for clip in range(num_clips)
-    )
+    ours, theirs = TensorStore(folder / _PIPELINED), TensorStore(folder / _SEQUENTIAL)
+    clips = (_compare_clip(config, clip, ours, theirs, tolerance) for clip in range(num_clips))
     return VerificationResult(tuple(itertools.chain.from_iterable(clips)))
-
-
-def both_sides(folder: Path) -> tuple[TensorStore, TensorStore]:
-    """The tensors that `run_pipelined` and `run_sequential` kept under `folder`."""
-    return TensorStore(folder / _PIPELINED), TensorStore(folder / _SEQUENTIAL)
-
-
-def new_side(folder: Path, config: PipelineConfig) -> Path:
-    """Creates a folder for one side, with a file of the settings that its bits depend on."""
-    folder.mkdir()
-    settings = {
-        "CPU threads": config.num_threads,
-        "device": config.device.partition(":")[0],
-        "dtype": config.model.dtype,
-    }
-    (folder / _SETTINGS).write_text(json.dumps(settings))
-    return folder
-
-
-def _check_settings(folder: Path) -> None:
-    ours, theirs = (
-        json.loads((folder / side / _SETTINGS).read_text()) for side in (_PIPELINED, _SEQUENTIAL)
-    )
-    for name, value in ours.items():
-        if value != theirs[name]:
-            raise RequestError(
-                f"the ranks computed with {name} {value}, the reference with {theirs[name]}: they "
-                "round differently, so their bits cannot agree",
-                "use the same settings for both",
-            )
 
 
 def _compare_clip(
     config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore, tolerance: float
 ) -> Iterator[Check]:
-    num_steps, axes = config.sampling.num_inference_steps, latent_axes(config)
+    num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
     yield from _first_different_prediction(config, ours, theirs, clip)
     for rank, end in _parts(config, clip):
         place = Place(clip, end, rank)
@@ -180,13 +149,13 @@ def _first_different_prediction(
     for (first_rank, step), branch in itertools.product(steps, (0, 1)):
         both = ours.prediction(clip, step, branch), theirs.prediction(clip, step, branch)
         place = Place(clip, step, first_rank + branch)
-        check = compare_latents(*both, place, axes=latent_axes(config))
+        check = compare_latents(*both, place, axes=_latent_axes(config))
         if not check.bitwise:
             return [replace(check, what="prediction", branch=branch)]
     return []
 
 
-def latent_axes(config: PipelineConfig) -> str:
+def _latent_axes(config: PipelineConfig) -> str:
     """The axes of the model's latents, one letter each; see `CommonSampling.latent_axes`."""
     return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 

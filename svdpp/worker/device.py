@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import gc
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from svdpp.comm import streams
 from svdpp.config import PipelineConfig
-from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.errors import OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
-
-
-def device_of(config: PipelineConfig, world: World) -> str:
-    """The device of the rank in `world`, such as `cuda:1`."""
-    return process_group.device_of_rank(
-        config.device, world.local_rank, world.local_size, config.device_order
-    )
+from svdpp.models.free_memory import available_bytes, gib_text
+from svdpp.plan.actions import Action, Kind
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
     """Chooses this rank's device, makes it the thread's current one, and applies the settings."""
-    name = device_of(config, world)
+    name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
         streams.use_device(device)
@@ -63,3 +64,124 @@ def gpu_uuid(device: str) -> str | None:
     if not device.startswith("cuda"):
         return None
     return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+
+
+class MemoryPressure:
+    """Tells whether the CUDA allocator has run short of memory since the last call.
+
+    cuDNN then silently falls back to kernels with a smaller workspace, and the bits change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count = self._events()
+
+    def rose(self) -> bool:
+        """Whether an allocation was retried or failed since the last call."""
+        before, self._count = self._count, self._events()
+        return self._count > before
+
+    def _events(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        stats = torch.cuda.memory_stats(self._device)
+        return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+
+
+def peak_bytes(device: str) -> tuple[int | None, int]:
+    """The peak of this process on `device`: bytes in tensors, and bytes reserved.
+
+    On the CPU the first is None, and the second is the resident set with libraries and weights.
+    """
+    if device.startswith("cuda"):
+        return (
+            int(torch.cuda.max_memory_allocated(torch.device(device))),
+            int(torch.cuda.max_memory_reserved(torch.device(device))),
+        )
+    return None, status_bytes("VmHWM")
+
+
+def bytes_in_use(device: str) -> int:
+    """What this process uses on `device` now: on CUDA in tensors, on the CPU its resident set."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.memory_allocated(torch.device(device)))
+    return status_bytes("VmRSS")
+
+
+def reset_peak() -> None:
+    """Frees the memory that an earlier run in this process left, and resets the peak."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # a kernel may refuse; the old peak then stays
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
+
+
+def status_bytes(name: str) -> int:
+    """A size from /proc/self/status in bytes; see proc(5): VmRSS is current, VmHWM the peak."""
+    text = Path("/proc/self/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+_HOST_ASKED = re.compile(r"you tried to allocate (\d+) bytes")
+_CUDA_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMG]iB)")
+_CUDA_FREE = re.compile(r"of which ([\d.]+ [KMG]iB) is free")
+
+_PARTS = {
+    Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
+    Kind.DENOISE: (
+        "a denoising step",
+        "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
+    ),
+    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size, or auto, lowers it"),
+}
+_LOADING = (
+    "loading the model",
+    "fewer ranks on this device, or no --dtype fp32, lower it",
+)
+_REFERENCE = (
+    "computing a clip in one process",
+    "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",
+)
+
+
+@contextmanager
+def out_of_memory_named(
+    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None = None
+) -> Iterator[None]:
+    """Raises `OutOfMemoryError` for any error by which torch or Python reports a lack of memory.
+
+    `doing` is the current work, None while the model loads.
+    """
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        part, knob = _part(doing, decode_chunk_size)
+        sizes = _asked_and_free(str(error))
+        known = ": {asked} asked for, {free} free".format_map(sizes) if sizes else ""
+        raise OutOfMemoryError(f"out of memory while {part}{known}", knob, details=sizes) from error
+
+
+def _part(
+    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None
+) -> tuple[str, str]:
+    if doing is None or doing == "reference":
+        return _LOADING if doing is None else _REFERENCE
+    part, knob = _PARTS.get(doing.kind, (f"doing {doing}", "fewer ranks on this device lower it"))
+    if doing.kind is Kind.DECODE and decode_chunk_size is not None:
+        part += f", {decode_chunk_size} at a time"
+    return part, knob
+
+
+def _asked_and_free(text: str) -> dict[str, str]:
+    if host := _HOST_ASKED.search(text):
+        return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
+    requested, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
+    return {"asked": requested[1], "free": free[1]} if requested and free else {}

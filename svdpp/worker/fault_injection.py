@@ -75,6 +75,10 @@ class InjectedFault:
         """Called when `rank` reaches `place`, such as `load`."""
 
 
+#: Strikes nowhere.
+NO_FAULT = InjectedFault("none", -1, -1)
+
+
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
     """A copy of `latent` whose middle element is the next larger number of its dtype."""
     changed = latent.clone().contiguous()

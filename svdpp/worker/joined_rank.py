@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import ASK, BEGIN, END, FILE, Terms
+from svdpp.launch.connections import BEGIN, END, Terms
 from svdpp.launch.group import Entry, PipeChannel, RankContext
 from svdpp.launch.world import World
 from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse_event
@@ -34,14 +34,13 @@ def serve_joined(
     *,
     device: str,
     observers: Sequence[Callable[[int, Event], None]],
-    answer: Callable[[bytes], bytes],
     say: Callable[[str, bool], None],
     ignores_signals: bool = False,
 ) -> None:
     """Runs `entry` as a rank other than 0 of a launcher's world.
 
     Returns only if all work succeeded; otherwise the process exits. `observers` get this rank's
-    events. For `answer` and `say` see `Pipeline.serve`. With `ignores_signals` the rank survives
+    events. For `say` see `Pipeline.serve`. With `ignores_signals` the rank survives
     INT, TERM and HUP, which its launcher also sends to rank 0: that one ends the run in its own
     time.
     """
@@ -53,7 +52,7 @@ def serve_joined(
     world, hello = terms.world, terms.hello()
     _, store = process_group.open_store(world, terms.start_timeout)
     parent = _ParentLink(connections.connect(store, hello, terms), terms, device)
-    parent.observers, parent.answer, parent.say = observers, answer, say
+    parent.observers, parent.say = observers, say
     parent.listen()
     _parents[:] = [parent]
     parent.wait_for_begin()
@@ -65,7 +64,6 @@ def serve_joined(
         leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=hello.host,
         clock=parent.clock,
-        fetch=None if world.on_first_host else parent.files.get,
     )
     try:
         entry(context, argument)
@@ -107,7 +105,6 @@ class _ParentLink:
         device: str,
     ) -> None:
         self.observers: Sequence[Callable[[int, Event], None]] = ()
-        self.answer: Callable[[bytes], bytes] = lambda _: b""
         self.say: Callable[[str, bool], None] = lambda _sentence, _is_loud: None
         self._world = terms.world
         self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
@@ -115,15 +112,14 @@ class _ParentLink:
         self._peer_timeout = terms.peer_timeout
         self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        #: Files that rank 0 sends. A wait for one has no deadline of its own: if the connection is
-        #: lost, the process exits.
-        self.files: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._begun = threading.Event()
         self._is_disconnected = False
         deadline = time.monotonic() + terms.start_timeout
         try:
             welcome = json.loads(connections.receive(connection, deadline))
             self.clock = connections.compare_clocks(connection, deadline)
+            missing = [probe for probe in welcome["probes"] if not os.path.exists(probe)]
+            connection.send_bytes(json.dumps(missing).encode())
         except TimeoutError as error:
             raise RankError(
                 "rank 0 does not answer", "check whether it is stopped or its host is down"
@@ -183,8 +179,6 @@ class _ParentLink:
 
     def _listen(self) -> None:
         handlers: Mapping[bytes, Callable[[bytes], None]] = {
-            ASK: self._answer,
-            FILE: lambda message: self.files.put(message[1:]),
             BEGIN: lambda _: self._begun.set(),
             END: self._end,
         }
@@ -200,14 +194,6 @@ class _ParentLink:
             self._exit_without_rank_0(reason)
         except Exception as error:  # without this thread the process would never end
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
-
-    def _answer(self, message: bytes) -> None:
-        try:
-            answer = self.answer(message[1:])
-        except Exception as error:
-            self._exit_without_rank_0(f"cannot answer the query of {self._rank_0} ({error!r})")
-            return
-        self._channel.send(answer)
 
     def _end(self, message: bytes) -> NoReturn:
         end = json.loads(message[1:])

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from svdpp.comm.packet import Packet
-from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.worker.bounded_executor import BoundedExecutor
-from svdpp.worker.reporter import Reporter
 
 _SCHEMA_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -110,45 +106,6 @@ class LatentCheckpoints:
     def _path(self, key: str, step: int) -> Path:
         assert _KEY.fullmatch(key), f"not a key: {key!r}"
         return self._folder / f"{key}_step{step}.safetensors"
-
-
-class LatentCheckpointWriter(BoundedExecutor):
-    """Writes latent checkpoints in a thread beside the denoising.
-
-    A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
-    The first one is reported, and again the first one after one that could be written.
-    """
-
-    def __init__(
-        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
-    ) -> None:
-        super().__init__("checkpoints", device)
-        self._checkpoints = checkpoints
-        self._device = device
-        self._reporter = reporter
-        self._is_losing = False
-        self._stream = SideStream(device)
-
-    def put(self, key: str, packet: Packet) -> None:
-        """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
-        self.submit(self._save, key, packet, mark(self._device))
-
-    def _save(self, key: str, packet: Packet, ready: Mark) -> None:
-        try:
-            on_host = {
-                name: self._stream.to_host(tensor, ready).contiguous()
-                for name, tensor in packet.tensors.items()
-            }
-            stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
-            self._checkpoints.save(key, replace(packet, tensors=on_host), stays)
-            self._is_losing = False
-        except OutputError as error:
-            if not self._is_losing:
-                self._is_losing = True
-                self._reporter.checkpoint_lost(error)
-        except BaseException as error:
-            self._reporter.failed(error)
-            raise
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, int]]:

@@ -1,9 +1,9 @@
-"""The messages between ranks and their parent: validated values, one JSON text each."""
+"""The messages between ranks and their parent, one JSON text each."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Base64Bytes,
@@ -12,10 +12,9 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    TypeAdapter,
 )
 
-from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
 #: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
@@ -34,54 +33,49 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON in ASCII.
+        """The message as JSON in ASCII, with its class by name.
 
         pydantic's own encoder refuses file names that are not UTF-8; Python's escapes their bytes.
         """
-        return json.dumps(self.model_dump(mode="json")).encode()
+        return json.dumps({"kind": type(self).__name__, **self.model_dump(mode="json")}).encode()
 
 
 class ClipJob(_Message):
-    """What the ranks need to know of one clip."""
+    """What a rank needs to know of one clip."""
 
     clip: int
     request: ClipRequest
+    """Its sampling parameters are resolved, if it has any."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """The request as the clip's JSON records it; the decoding rank adds hashes and times."""
+    """For the rank that finishes the clip: the request as the clip's JSON records it."""
 
 
 class Work(_Message):
-    """Parent to rank: further actions, and the clips to encode or finish."""
+    """Parent to rank: further actions, and their clips.
 
-    kind: Literal["work"] = "work"
+    Without actions: only the images of the clips are prepared; the clips come later, as others.
+    """
+
     actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
-    latents_keys: dict[int, str] = Field(default_factory=dict)
-    """By clip, for those with latent checkpoints to write or read."""
-    samplings: dict[int, SamplingConfig] = Field(default_factory=dict)
-    """By clip, for those with sampling parameters of their own; resolved."""
 
 
 class Stop(_Message):
     """Parent to rank: no more work follows; a second one: all ranks are finished, and may end."""
 
-    kind: Literal["stop"] = "stop"
-
 
 class Cancel(_Message):
     """Parent to rank: skip what is left of a clip."""
 
-    kind: Literal["cancel"] = "cancel"
     clip: int
 
 
-Command = Annotated[Work | Stop | Cancel, Field(discriminator="kind")]
+Command = Work | Stop | Cancel
 
 
 class Started(_Message):
     """The rank has its device; sent before it loads the model."""
 
-    kind: Literal["started"] = "started"
     device: str
     uuid: str | None
     """Of the GPU; None on the CPU."""
@@ -92,7 +86,6 @@ class Started(_Message):
 class Heartbeat(_Message):
     """Sent every second by a separate thread, whatever the rank is doing."""
 
-    kind: Literal["heartbeat"] = "heartbeat"
     action: ActionField | None = None
     """The current action; None between actions."""
     step: int = -1
@@ -112,7 +105,6 @@ class Heartbeat(_Message):
 class Joined(_Message):
     """The rank's links are open, and it is ready for work."""
 
-    kind: Literal["joined"] = "joined"
     device: str
     load_seconds: float
     clock_ahead: float = 0.0
@@ -122,7 +114,6 @@ class Joined(_Message):
 class StepDone(_Message):
     """One denoising step is done."""
 
-    kind: Literal["step"] = "step"
     clip: int
     step: int
     seconds: float
@@ -131,7 +122,6 @@ class StepDone(_Message):
 class ActionDone(_Message):
     """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
-    kind: Literal["action"] = "action"
     action: ActionField
     start: float
     end: float
@@ -146,7 +136,6 @@ class ActionDone(_Message):
 class TransferDone(_Message):
     """One packet has been received or sent; see `comm.transport.Transfer`."""
 
-    kind: Literal["transfer"] = "transfer"
     direction: Literal["recv", "send"]
     clip: int
     next_step: int
@@ -162,7 +151,6 @@ class TransferDone(_Message):
 class GpuSample(_Message):
     """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
 
-    kind: Literal["gpu"] = "gpu"
     when: float
     """By the rank's monotonic clock."""
     utilisation: float | None = None
@@ -170,12 +158,10 @@ class GpuSample(_Message):
     memory_bytes: int | None = None
     """In use by all processes."""
     watts: float | None = None
-    joules: float | None = None
-    """Since the driver was loaded."""
     celsius: float | None = None
     sm_mhz: float | None = None
-    throttled: tuple[str, ...] = ()
-    """Why the clock is lower than it could be."""
+    throttled: int = 0
+    """For how many reasons the clock is lower than it could be."""
 
     def counters(self) -> dict[str, dict[str, float]]:
         """The known values for a trace: name of the counter, then values by unit."""
@@ -186,7 +172,7 @@ class GpuSample(_Message):
             "gpu power": ("W", self.watts),
             "gpu temperature": ("C", self.celsius),
             "gpu clock": ("MHz", self.sm_mhz),
-            "gpu throttle reasons": ("count", len(self.throttled)),
+            "gpu throttle reasons": ("count", self.throttled),
         }
         return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
 
@@ -194,7 +180,6 @@ class GpuSample(_Message):
 class ClipDone(_Message):
     """A clip is finished, and its file, if requested, is written."""
 
-    kind: Literal["clip"] = "clip"
     clip: int
     metadata: dict[str, Any]
     write_seconds: float = 0.0
@@ -204,7 +189,6 @@ class ClipDone(_Message):
 class PromptCut(_Message):
     """A prompt is longer than the model reads."""
 
-    kind: Literal["prompt_cut"] = "prompt_cut"
     clip: int
     text: str
     """The end that is cut off."""
@@ -213,7 +197,6 @@ class PromptCut(_Message):
 class CheckpointLost(_Message):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
-    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
 
@@ -221,23 +204,22 @@ class CheckpointLost(_Message):
 class StoredTensor(_Message):
     """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
-    kind: Literal["stored_tensor"] = "stored_tensor"
     name: str
     """Of the file in the tensor store."""
     data: Base64Bytes
 
 
-class PhotoWanted(_Message):
-    """The rank encodes a clip next and needs its photograph from rank 0's host."""
+class ImageReady(_Message):
+    """The rank has prepared the image of a clip that is submitted later."""
 
-    kind: Literal["photo_wanted"] = "photo_wanted"
-    clip: int
+    image: str | None
+    seconds: float
+    """That it took."""
 
 
 class ClipFailed(_Message):
     """A clip is lost; the rank goes on with the others."""
 
-    kind: Literal["clip_failed"] = "clip_failed"
     clip: int
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
@@ -246,14 +228,12 @@ class ClipFailed(_Message):
 class ClipDropped(_Message):
     """The last rank of a lost or cancelled clip has done with it, as all others have before."""
 
-    kind: Literal["clip_dropped"] = "clip_dropped"
     clip: int
 
 
 class Failed(_Message):
     """The rank cannot go on and ends."""
 
-    kind: Literal["failed"] = "failed"
     error: dict[str, Any]
     """See `errors.error_to_dict`."""
     traceback: str
@@ -267,14 +247,13 @@ class Finished(_Message):
     A rank that ends without it has failed.
     """
 
-    kind: Literal["finished"] = "finished"
     allocated_bytes: int | None = None
-    """Peak of the bytes in tensors; see `worker.memory`."""
+    """Peak of the bytes in tensors; see `worker.device`."""
     reserved_bytes: int | None = None
     """Peak of all bytes."""
 
 
-Event = Annotated[
+Event = (
     Heartbeat
     | Started
     | Joined
@@ -283,29 +262,34 @@ Event = Annotated[
     | TransferDone
     | GpuSample
     | StoredTensor
-    | PhotoWanted
+    | ImageReady
     | CheckpointLost
     | PromptCut
     | ClipDone
     | ClipFailed
     | ClipDropped
     | Failed
-    | Finished,
-    Field(discriminator="kind"),
-]
+    | Finished
+)
 
-_COMMANDS: TypeAdapter[Command] = TypeAdapter(Command)
-_EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
+_CLASSES = {kind.__name__: kind for kind in get_args(Command | Event)}
 
 
 def parse_command(message: bytes) -> Command:
-    """A message from the parent; ValueError if it is not valid."""
-    return _COMMANDS.validate_python(json.loads(message))
+    """A message from the parent, as `to_bytes` wrote it."""
+    command: Command = _parsed(message)
+    return command
 
 
 def parse_event(message: bytes) -> Event:
-    """A message from a rank; ValueError if it is not valid."""
-    return _EVENTS.validate_python(json.loads(message))
+    """A message from a rank, as `to_bytes` wrote it."""
+    event: Event = _parsed(message)
+    return event
+
+
+def _parsed(message: bytes) -> Any:
+    values = json.loads(message)
+    return _CLASSES[values.pop("kind")].model_validate(values)
 
 
 def describe_position(action: Action | None, step: int) -> str:

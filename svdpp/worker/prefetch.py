@@ -1,32 +1,28 @@
-"""The prefetch of images: read and prepared one clip ahead, beside the denoising."""
+"""The prefetch of images and videos: read and prepared one clip ahead, or on request."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError
 from svdpp.media import image as photos
-from svdpp.models.base import Tensors
+from svdpp.media.source import source_of
+from svdpp.models.base import Source, Tensors
 
-#: Returns the bytes of a clip's image, given its path on rank 0's host.
-ReadPhoto = Callable[[int, Path], bytes]
-
-
-def from_disk(clip: int, path: Path) -> bytes:  # noqa: ARG001
-    """The image's bytes, from this host's disk; InputError if they cannot be read."""
-    return photos.read_bytes(path)
+#: What a prepared image depends on.
+_Image = tuple[str | None, str | None, SamplingConfig | None]
 
 
 class PhotoReader:
-    """Reads images in the order of `expect`, at most one ahead.
+    """Reads images in the order of `expect`, at most one ahead, and those of `prepare_early`.
 
     `prepare` makes an image into CPU tensors, in the thread. `sampling` is for clips whose
     requests have none.
@@ -35,22 +31,31 @@ class PhotoReader:
     def __init__(
         self,
         sampling: SamplingConfig,
-        prepare: Callable[[Image.Image, SamplingConfig], Tensors],
+        prepare: Callable[[Source, SamplingConfig], Tensors],
         device: torch.device,
-        read: ReadPhoto = from_disk,
     ) -> None:
         self._sampling = sampling
         self._prepare = prepare
-        self._read_bytes = read
-        self._upcoming: deque[tuple[int, ClipRequest]] = deque()
+        self._upcoming: deque[tuple[int, ClipRequest, Future[Tensors] | None]] = deque()
         self._ahead: dict[int, Future[Tensors]] = {}
         self._thread = streams.one_thread("photos", device)
+        # At most one: if its clip never comes, the next one takes its place.
+        self._early: dict[_Image, Future[Tensors]] = {}
+        self._early_thread = streams.one_thread("early photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
         """Adds clips that `take` will be called for, in order."""
-        self._upcoming.extend(requests)
+        for clip, request in requests:
+            self._upcoming.append((clip, request, self._early.pop(_image_of(request), None)))
         if not self._ahead:
             self._read_next()
+
+    def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
+        """Prepares the image of a clip that `expect` gets later; `done` gets the seconds."""
+        start = time.monotonic()
+        future = self._early_thread.submit(self._read, request)
+        self._early = {_image_of(request): future}
+        future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> Tensors:
         """The prepared image of `clip`, empty if it has none; starts reading the next."""
@@ -61,21 +66,25 @@ class PhotoReader:
             self._read_next()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._early_thread.shutdown(wait=False, cancel_futures=True)
 
     def _read_next(self) -> None:
         if self._upcoming:
-            clip, request = self._upcoming.popleft()
-            self._ahead[clip] = self._thread.submit(self._read, clip, request)
+            clip, request, early = self._upcoming.popleft()
+            self._ahead[clip] = early or self._thread.submit(self._read, request)
 
-    def _read(self, clip: int, request: ClipRequest) -> Tensors:
+    def _read(self, request: ClipRequest) -> Tensors:
         if request.image is None:
             return {}
         path = Path(request.image)
-        image, photo = photos.photo_of(self._read_bytes(clip, path), path)
+        sampling = request.sampling or self._sampling
+        source, photo = source_of(photos.read_bytes(path), path, sampling)
         if request.image_sha256 not in (None, photo.sha256):
             raise InputError(f"{request.image!r} has changed since the run began")
-        sampling = request.sampling or self._sampling
-        fitted = photos.fit_photo(image, sampling.width, sampling.height, sampling.fit)
-        return self._prepare(fitted, sampling)
+        return self._prepare(source, sampling)
+
+
+def _image_of(request: ClipRequest) -> _Image:
+    return request.image, request.image_sha256, request.sampling

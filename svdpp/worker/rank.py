@@ -12,53 +12,47 @@ import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
-from svdpp.errors import InputError
 from svdpp.launch.group import RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel, SleepTimes
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
-from svdpp.worker.clip_writer import ClipWriter
-from svdpp.worker.device import conditions_of, gpu_uuid, take_device
-from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.gpu_sampler import GpuSampler
+from svdpp.worker.device import (
+    conditions_of,
+    gpu_uuid,
+    out_of_memory_named,
+    peak_bytes,
+    take_device,
+)
+from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.inbox import Inbox
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
-from svdpp.worker.memory import out_of_memory_named, peak_bytes
-from svdpp.worker.messages import Finished, Joined, PhotoWanted, Started, StoredTensor
-from svdpp.worker.prefetch import from_disk
+from svdpp.worker.messages import Finished, Joined, Started, StoredTensor
 from svdpp.worker.profiler import PROFILED_RANK, ClipProfiler
-from svdpp.worker.reporter import Reporter
+from svdpp.worker.reporter import GpuSampler, Reporter
 from svdpp.worker.stage import PipelineStage
+from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What every rank gets before it starts.
-
-    `roles` are by rank; `links` are pairs (from, to) of ranks that communicate. None for a
-    folder or path: nothing is kept there; for `output_folder`: clips go where their requests
-    say.
-    """
+    """What every rank gets before it starts. None for a folder or path: nothing is kept there."""
 
     config: PipelineConfig
     checkpoint: Checkpoint | None
-    roles: tuple[Roles, ...]
-    links: tuple[tuple[int, int], ...]
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
-    output_folder: str | None = None
-    fault: InjectedFault | None = None
+    fault: InjectedFault = NO_FAULT
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
     """Runs a rank to its end. Reports every error to the parent before it raises it."""
-    if setup.fault:
-        setup.fault.reach(context.world.rank, -1, "start")
-    reporter = Reporter(context.channel)
+    setup.fault.reach(context.world.rank, -1, "start")
+    reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
     reporter.start()
     sampler = None
     try:
@@ -101,72 +95,57 @@ class _Preparation:
         reporter.measure_memory(name)
         reporter.phase("loading the model")
         begun = time.monotonic()
-        self._reach("load")
+        setup.fault.reach(rank, -1, "load")
         with out_of_memory_named(None):
-            model = load_model(config, setup.checkpoint, name, setup.roles[rank], rank)
+            model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
             load_seconds = time.monotonic() - begun
-            self._reach("join")
+            setup.fault.reach(rank, -1, "join")
             reporter.phase("joining the other ranks")
             self.context.join()
             transport = self._connected()
         ahead = self.context.clock.monotonic_ahead
         reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
         reporter.at(None)
-        tensor_store, folder = self._tensor_store(), setup.latents_folder
-        return PipelineStage(
-            rank,
-            model,
-            transport,
-            ClipWriter(
-                reporter,
-                conditions,
-                self.device,
-                tensor_store,
-                fps=config.sampling.fps,
-                host=self.context.host,
-                folder=Path(setup.output_folder) if setup.output_folder else None,
-            ),
-            reporter,
-            config.sampling,
+        tools = RankTools(
+            rank=rank,
+            device=self.device,
+            transport=transport,
+            reporter=reporter,
             is_cancelled=inbox.is_cancelled,
-            # The second rank of a pair has the latents of the first.
-            checkpoints=LatentCheckpoints(Path(folder), conditions)
-            if folder and not config.layout.is_second(rank)
-            else None,
-            tensor_store=tensor_store,
-            profiler=self._profiler(),
+            tensor_store=self._tensor_store(),
             fault=setup.fault,
-            read_photo=from_disk if self.context.fetch is None else self._from_rank_0,
+        )
+        writer = ClipWriter(
+            *(reporter, conditions, self.device, tools.tensor_store),
+            fps=config.sampling.fps,
+            host=self.context.host,
+        )
+        checkpoints = None
+        # The second rank of a pair has the latents of the first.
+        if setup.latents_folder and not config.layout.is_second(rank):
+            checkpoints = LatentCheckpoints(Path(setup.latents_folder), conditions)
+        return PipelineStage(
+            *(tools, model, writer, config.sampling),
+            checkpoints=checkpoints,
+            profiler=self._profiler(),
         )
 
-    def _reach(self, place: str) -> None:
-        if self.setup.fault:
-            self.setup.fault.reach(self.context.world.rank, -1, place)
-
     def _connected(self) -> Transport:
-        config, fault, rank = self.setup.config, self.setup.fault, self.context.world.rank
+        config, rank = self.setup.config, self.context.world.rank
         transport = Transport(
             rank,
             self.device,
             self.context.backend,
             self.reporter.transfer,
             checksum=config.checksum,
-            tamper=fault.tamper(rank) if fault else None,
+            tamper=self.setup.fault.tamper(rank),
             wall_ahead=self.context.clock.wall_ahead,
         )
-        layout, rounds = config.layout, connect_rounds(self.setup.links)
-        decode = itertools.chain.from_iterable(connect_rounds(layout.decode_links))
-        transport.connect(rounds, self.reporter.connecting, layout.pairs, decode)
+        layout = config.layout
+        rounds, decode = map(connect_rounds, (layout.links, layout.decode_links))
+        on_connecting = self.reporter.connecting
+        transport.connect(rounds, on_connecting, layout.pairs, itertools.chain(*decode))
         return transport
-
-    def _from_rank_0(self, clip: int, path: Path) -> bytes:
-        """Reads an image from rank 0's host, which is another one."""
-        assert self.context.fetch is not None
-        self.reporter.send(PhotoWanted(clip=clip))
-        data = self.context.fetch()
-        if not data:
-            raise InputError(f"{path.name!r} can no longer be read on rank 0's host")
-        return data
 
     def _tensor_store(self) -> TensorStore | None:
         """Keeps results for verification; a rank that may be on another host sends them."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from svdpp.comm.transport import Transfer
 from svdpp.errors import error_to_dict
+from svdpp.launch import gpus
 from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
-from svdpp.worker.memory import bytes_in_use
+from svdpp.worker.device import bytes_in_use
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipFailed,
     Event,
     Failed,
+    GpuSample,
     Heartbeat,
     TransferDone,
 )
@@ -25,10 +29,14 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sends a rank's events to the parent; any thread may call it."""
+    """Sends a rank's events to the parent; any thread may call it.
 
-    def __init__(self, channel: Channel) -> None:
+    `other_host` is the rank's host, named in the errors of clips, if it is not that of rank 0.
+    """
+
+    def __init__(self, channel: Channel, other_host: str = "") -> None:
         self._channel = channel
+        self._other_host = other_host
         self._now = Heartbeat()
         self._device = ""
         self._writers: list[Callable[[], bool]] = []
@@ -76,24 +84,16 @@ class Reporter:
 
     def transfer(self, transfer: Transfer) -> None:
         """Reports a clip's packet that was received or sent; steps and decodes include others."""
-        if transfer.channel != "clips":
-            return
-        self.send(
-            TransferDone(
-                direction=transfer.kind,
-                clip=transfer.clip,
-                next_step=transfer.next_step,
-                peer=transfer.peer,
-                num_bytes=transfer.num_bytes,
-                seconds=transfer.seconds,
-                end=transfer.end,
-                waited=transfer.waited,
-            )
-        )
+        values = transfer._asdict()
+        if values.pop("channel") == "clips":
+            self.send(TransferDone(**values))
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` alone is lost."""
-        self.send(ClipFailed(clip=clip, error=error_to_dict(error)))
+        known = error_to_dict(error)
+        if self._other_host:
+            known["message"] = f"on {self._other_host}: {known['message']}"
+        self.send(ClipFailed(clip=clip, error=known))
 
     def checkpoint_lost(self, error: BaseException) -> None:
         """Reports that latent checkpoints cannot be written; the clips go on."""
@@ -128,3 +128,69 @@ class Reporter:
                     return
         except OSError:
             return  # the parent is gone, and this process ends with it
+
+
+SAMPLE_SECONDS = 1.0
+
+#: Bits of NVML's clock event reasons (nvml.h) that slow a busy GPU down.
+_SLOWED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and heat, brake
+
+
+class GpuSampler:
+    """A thread that sends a sample of one GPU every second; without NVML it sends nothing.
+
+    A thread of its own, because a driver that hangs must not stop the heartbeats.
+    """
+
+    def __init__(self, uuid: str, send: Callable[[GpuSample], None]) -> None:
+        self._uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        self._send = send
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Starts the samples."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the samples; waits for one that is being taken, but not for a driver that hangs."""
+        self._stopped.set()
+        self._thread.join(timeout=SAMPLE_SECONDS)
+
+    def _run(self) -> None:
+        with gpus.open_nvml() as nvml:
+            if nvml is None:
+                return
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            except nvml.NVMLError:
+                return
+            try:
+                while not self._stopped.is_set():
+                    self._send(read_sample(nvml, handle))
+                    self._stopped.wait(SAMPLE_SECONDS)
+            except OSError:
+                return  # the parent is gone, and this process ends with it
+
+
+def read_sample(nvml: Any, handle: Any) -> GpuSample:
+    """One sample; None for a value that the GPU does not give."""
+
+    def read(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except (nvml.NVMLError, AttributeError):  # an old GPU, or an old driver's module
+            return None
+
+    rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")
+    milliwatts = read("nvmlDeviceGetPowerUsage")
+    reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons")
+    return GpuSample(
+        when=time.monotonic(),
+        utilisation=None if rates is None else rates.gpu / 100,
+        memory_bytes=None if memory is None else memory.used,
+        watts=None if milliwatts is None else milliwatts / 1000,
+        celsius=read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        sm_mhz=read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        throttled=((reasons or 0) & _SLOWED).bit_count(),
+    )

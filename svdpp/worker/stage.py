@@ -9,34 +9,29 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
-from PIL import Image
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
-from svdpp.comm.transport import Channel, PendingPacket, Transport
-from svdpp.config import SamplingConfig
+from svdpp.comm.transport import Channel, PendingPacket
+from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip
-from svdpp.worker.fault_injection import InjectedFault
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
-from svdpp.worker.memory import MemoryPressure, out_of_memory_named
+from svdpp.worker.device import out_of_memory_named
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
     ClipJob,
+    ImageReady,
     PromptCut,
-    StepDone,
     WaitCause,
     Work,
 )
-from svdpp.worker.pair import NotWantedError, Pair
-from svdpp.worker.prefetch import PhotoReader, ReadPhoto, from_disk
+from svdpp.worker.prefetch import PhotoReader
 from svdpp.worker.profiler import ClipProfiler
-from svdpp.worker.reporter import Reporter
-from svdpp.worker.step_checks import StepChecks
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.steps import Denoising, NotWantedError, RankTools
+from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
@@ -50,62 +45,44 @@ class PipelineStage:
     range, nor that a step of a clip belongs to one rank.
 
     Args:
-        rank: this rank.
+        tools: what all its actions work with.
         model: the parts that this rank's actions need.
-        transport: the rank's links, connected.
         clip_writer: writes the clips that end here.
-        reporter: sends events to the parent.
         sampling: of the clips whose requests have none.
-        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
         checkpoints: the folder of latent checkpoints; None writes and reads none.
-        tensor_store: keeps the latent after each DENOISE for verification; None keeps none.
         profiler: profiles one clip; None profiles none.
-        fault: the fault to inject.
-        read_photo: returns the bytes of a clip's image.
     """
 
     def __init__(
         self,
-        rank: int,
+        tools: RankTools,
         model: VideoModel,
-        transport: Transport,
         clip_writer: ClipWriter,
-        reporter: Reporter,
         sampling: SamplingConfig,
         *,
-        is_cancelled: Callable[[int], bool] = lambda _: False,
         checkpoints: LatentCheckpoints | None = None,
-        tensor_store: TensorStore | None = None,
         profiler: ClipProfiler | None = None,
-        fault: InjectedFault | None = None,
-        read_photo: ReadPhoto = from_disk,
     ) -> None:
-        self._rank = rank
+        self._tools = tools
+        self._transport, self._reporter = tools.transport, tools.reporter
+        self._device = tools.device
         self._model = model
-        self._device = model.device
-        self._transport = transport
         self._clip_writer = clip_writer
-        self._reporter = reporter
         self._sampling = sampling
-        self._model_with = lru_cache(_MODELS_KEPT)(model.with_sampling)
-        self._samplings: dict[int, SamplingConfig] = {}
+        with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
+        self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
-        self._is_cancelled = is_cancelled
-        self._photos = PhotoReader(sampling, self._prepare, model.device, read_photo)
+        self._photos = PhotoReader(sampling, self._prepare, model.device)
         self._checkpoints = checkpoints
-        reporter.add_writer(clip_writer.is_busy)
+        self._reporter.add_writer(clip_writer.is_busy)
         self._checkpoint_writer: LatentCheckpointWriter | None = None
         if checkpoints is not None:
-            self._checkpoint_writer = LatentCheckpointWriter(checkpoints, model.device, reporter)
-            reporter.add_writer(self._checkpoint_writer.is_busy)
-        self._tensor_store = tensor_store
+            writer = LatentCheckpointWriter(checkpoints, model.device, self._reporter)
+            self._reporter.add_writer(writer.is_busy)
+            self._checkpoint_writer = writer
         self._profiler = profiler
-        self._fault = fault
-        self._copies = streams.SideStream(model.device)
-        self._memory_pressure = MemoryPressure(model.device)
         self._jobs: dict[int, ClipJob] = {}
-        self._keys: dict[int, str] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
         self._audio: dict[int, Audio] = {}
@@ -114,10 +91,12 @@ class PipelineStage:
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
+        if not work.actions:
+            for job in work.jobs:
+                self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
+            return
         jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
-        self._keys.update(work.latents_keys)
-        self._samplings.update(work.samplings)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
@@ -134,8 +113,7 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, action.kind.lower())
+        self._tools.fault.reach(self._tools.rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
@@ -178,7 +156,7 @@ class PipelineStage:
         with self._isolated(packet):
             with self._waiting(action, "photograph"):
                 prepared = self._photos.take(action.clip)
-            self._check_wanted(action.clip)
+            self._tools.check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
                 model = self._model_of(action.clip)
@@ -191,9 +169,11 @@ class PipelineStage:
         assert self._checkpoints is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
-            self._check_wanted(action.clip)
+            self._tools.check_wanted(action.clip)
+            key = self._jobs[action.clip].request.latents_key
+            assert key is not None, f"{action} without a key"
             self._packets[action.clip] = self._checkpoints.load(
-                self._keys[action.clip], action.clip, action.start, self._device
+                key, action.clip, action.start, self._device
             )
 
     def _recv(self, action: Action) -> None:
@@ -203,86 +183,13 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        pair = self._new_pair(action, packet) if action.peer >= 0 else None
+        denoising = Denoising(self._tools, action, packet)
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
-                packet.tensors = self._denoised(action, packet, pair)
-                packet.memory_pressure |= self._memory_pressure.rose()
-                if pair is None or pair.branch == 0:  # both ranks of a pair have the same latent
-                    self._keep_latent(action, packet.tensors)
-        if pair is not None and packet.tombstone:
-            pair.drop()
+                denoising.run(self._model_of(action.clip))
+        if packet.tombstone:
+            denoising.drop()
         packet.next_step = action.end
-
-    def _keep_latent(self, action: Action, tensors: Tensors) -> None:
-        if self._tensor_store is None:
-            return
-        latent = self._on_host(tensors[LATENTS])
-        history = {name: self._on_host(each) for name, each in solver_history(tensors).items()}
-        self._tensor_store.keep_latent(action.clip, action.end, latent, history)
-
-    def _new_pair(self, action: Action, packet: Packet) -> Pair:
-        fault, store = self._fault, self._tensor_store
-
-        def sent(step: int, tensors: Tensors) -> Tensors:
-            packet.memory_pressure |= self._memory_pressure.rose()
-            if fault is None or step > action.start:
-                return tensors
-            return fault.predicted(self._rank, action.clip, tensors)
-
-        def received(step: int, tensors: Tensors) -> None:
-            if store is not None:
-                prediction = self._on_host(next(iter(tensors.values())))
-                store.keep_prediction(action.clip, step, int(action.peer > self._rank), prediction)
-
-        return Pair(
-            self._transport,
-            self._rank,
-            action,
-            packet,
-            waiting=partial(self._waiting_at, action),
-            sent=sent,
-            received=received,
-        )
-
-    def _denoised(self, action: Action, packet: Packet, pair: Pair | None) -> Tensors:
-        """The packet's tensors after the action's steps, all of them checked."""
-        start, end, tensors = action.start, action.end, packet.tensors
-        if self._fault:
-            self._reporter.at(action, start)
-            skipped = self._fault.skipped_steps(self._rank, action.clip, action.peer)
-            # An encoded packet must be stepped from its first step on.
-            start, end = (start + skipped, end) if start else (start, end - skipped)
-            tensors = self._fault.received(self._rank, action.clip, tensors)
-        checks = StepChecks(self._device, self._rank, partial(self._report_step, action.clip))
-
-        def after_step(step: int, latent: torch.Tensor) -> None:
-            checks.add(step, latent)
-            self._before_step(action, step + 1)
-
-        self._before_step(action, start)
-        model = self._model_of(packet.clip)
-        tensors = model.denoise(tensors, start, end, after_step, pair)
-        checks.finish()
-        if self._fault:
-            tensors = self._fault.sent(self._rank, action.clip, tensors, action.peer)
-        return tensors
-
-    def _before_step(self, action: Action, step: int) -> None:
-        """Ends the action if its clip is not wanted any more; notes the step that follows."""
-        if step == action.end:
-            return
-        self._check_wanted(action.clip)
-        self._reporter.at(action, step)
-        if self._fault:
-            self._fault.reach(self._rank, action.clip, f"step{step}")
-
-    def _check_wanted(self, clip: int) -> None:
-        if self._is_cancelled(clip):
-            raise NotWantedError
-
-    def _report_step(self, clip: int, step: int, seconds: float) -> None:
-        self._reporter.send(StepDone(clip=clip, step=step, seconds=seconds))
 
     def _share(self, action: Action) -> None:
         packet = self._packet(action)
@@ -292,7 +199,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._checkpoint_writer, self._keys.get(action.clip)
+        writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
         with self._waiting(action, "send"):
             if writer is not None and key is not None and not packet.tombstone:
                 writer.put(key, packet)
@@ -311,7 +218,7 @@ class PipelineStage:
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
             streams.wait_for_queue(self._device)
-            packet.memory_pressure |= self._memory_pressure.rose()
+            packet.memory_pressure |= self._tools.memory_pressure.rose()
 
     def _return(self, action: Action) -> None:
         packet = self._packet(action)
@@ -341,17 +248,15 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 self._clip_writer.put(
                     FinishedClip(
                         job=self._jobs[action.clip],
-                        latent=packet.tensors[LATENTS],
+                        packet=packet,
                         frames=self._frames.get(action.clip),
                         audio=self._audio.get(action.clip),
                         ready=streams.mark(self._device),
-                        begun_at=packet.begun_at,
-                        memory_pressure=packet.memory_pressure,
-                        compute_seconds=packet.compute_seconds,
                     )
                 )
         else:
@@ -365,33 +270,32 @@ class PipelineStage:
             with self._waiting(action):
                 self._packets[action.clip] = pending.wait()
         packet = self._packets[action.clip]
-        if not packet.tombstone and self._is_cancelled(action.clip):
+        if not packet.tombstone and self._tools.is_cancelled(action.clip):
             packet.make_tombstone()
         return packet
 
     def _model_of(self, clip: int) -> VideoModel:
         """The model with the sampling parameters of `clip`."""
-        sampling = self._samplings.get(clip)
+        sampling = self._jobs[clip].request.sampling
         return self._model if sampling is None else self._model_with(sampling)
 
     def _sampling_of(self, clip: int) -> SamplingConfig:
-        return self._samplings.get(clip, self._sampling)
+        return self._jobs[clip].request.sampling or self._sampling
 
-    def _prepare(self, image: Image.Image, sampling: SamplingConfig) -> Tensors:
-        """Prepares an image; runs in the reader's thread."""
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Tensors:
+        """Prepares an image or a video; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
-        return model.prepare(image)
+        return model.prepare(source)
+
+    def _image_ready(self, request: ClipRequest, seconds: float) -> None:
+        self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._jobs, self._keys, self._frames, self._audio):
+        for values in (self._frames, self._audio):
             values.pop(clip, None)
         if clip not in self._helps:
-            self._samplings.pop(clip, None)
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A complete copy in host memory."""
-        return self._copies.to_host(tensor.contiguous(), streams.mark(self._device))
+            del self._jobs[clip]
 
     @contextmanager
     def _isolated(self, packet: Packet) -> Iterator[None]:
@@ -422,13 +326,6 @@ class PipelineStage:
             )
         )
         self._waits = {}
-
-    @contextmanager
-    def _waiting_at(self, action: Action, step: int) -> Iterator[None]:
-        """Reports the wait for the other rank of the pair; it is part of the step's time."""
-        self._reporter.at(action, step, waiting=True)
-        yield
-        self._reporter.at(action, step)
 
     @contextmanager
     def _waiting(self, action: Action | None, cause: WaitCause = "packet") -> Iterator[None]:

@@ -49,73 +49,64 @@ class TensorStore:
         (self._folder / name).write_bytes(data)
 
     def keep_latent(
-        self,
-        clip: int,
-        step: int,
-        latent: torch.Tensor,
-        history: Tensors | None = None,
+        self, clip: int, step: int, latent: torch.Tensor, history: Tensors | None = None
     ) -> None:
         """Keeps CPU tensors of `clip` after `step` steps."""
-        tensors = {LATENTS: latent, **(history or {})}
-        data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
-        self._keep(self._path(clip, f"step{step}.safetensors").name, data)
+        self._save(f"clip{clip}_step{step}", {LATENTS: latent, **(history or {})})
 
     def latent(self, clip: int, step: int) -> torch.Tensor:
         """The kept latent; FileNotFoundError if there is none."""
-        path = self._path(clip, f"step{step}.safetensors")
-        latent: torch.Tensor = load_file(path)[LATENTS]
-        return latent
+        return self._load(f"clip{clip}_step{step}")[LATENTS]
 
     def history(self, clip: int, step: int) -> Tensors:
         """The kept history of a multistep solver; empty if there is none."""
-        return solver_history(load_file(self._path(clip, f"step{step}.safetensors")))
+        return solver_history(self._load(f"clip{clip}_step{step}"))
 
     def keep_prediction(self, clip: int, step: int, branch: int, prediction: torch.Tensor) -> None:
         """Keeps what `step` of `clip` predicts for one branch of the guidance, in host memory."""
-        data = save({PREDICTION: prediction.detach().contiguous()})
-        self._keep(self._path(clip, f"step{step}_branch{branch}.safetensors").name, data)
+        self._save(f"clip{clip}_step{step}_branch{branch}", {PREDICTION: prediction})
 
     def has_prediction(self, clip: int) -> bool:
         """Whether the predictions of the clip's steps are kept."""
-        return self._path(clip, "step0_branch0.safetensors").exists()
+        return (self._folder / f"clip{clip}_step0_branch0.safetensors").exists()
 
     def prediction(self, clip: int, step: int, branch: int) -> torch.Tensor:
         """The kept prediction; FileNotFoundError if there is none."""
-        path = self._path(clip, f"step{step}_branch{branch}.safetensors")
-        prediction: torch.Tensor = load_file(path)[PREDICTION]
-        return prediction
+        return self._load(f"clip{clip}_step{step}_branch{branch}")[PREDICTION]
 
     def keep_frames(self, clip: int, frames: Frames) -> None:
         """Keeps the frames of `clip`."""
         buffer = io.BytesIO()
         np.save(buffer, frames, allow_pickle=False)
-        self._keep(self._path(clip, "frames.npy").name, buffer.getvalue())
+        self._keep(f"clip{clip}_frames.npy", buffer.getvalue())
 
     def frames(self, clip: int) -> Frames:
         """The kept frames; FileNotFoundError if there are none."""
-        path = self._path(clip, "frames.npy")
-        frames: Frames = np.load(path, allow_pickle=False)
+        frames: Frames = np.load(self._folder / f"clip{clip}_frames.npy", allow_pickle=False)
         return frames
 
     def keep_audio(self, clip: int, audio: Audio | None) -> None:
         """Keeps the sound of `clip`, in host memory, if it has any."""
         if audio is not None:
-            data = save({"samples": audio.samples})
-            self._keep(self._path(clip, "audio.safetensors").name, data)
+            self._save(f"clip{clip}_audio", {"samples": audio.samples})
 
     def has_audio(self, clip: int) -> bool:
         """Whether the clip has sound."""
-        return self._path(clip, "audio.safetensors").exists()
+        return (self._folder / f"clip{clip}_audio.safetensors").exists()
 
     def audio(self, clip: int) -> torch.Tensor:
         """The kept samples, (N, channels); FileNotFoundError if there are none."""
-        samples: torch.Tensor = load_file(self._path(clip, "audio.safetensors"))["samples"]
-        return samples
+        return self._load(f"clip{clip}_audio")["samples"]
 
     def forget_frames(self, clip: int) -> None:
         """Removes the kept frames and sound of `clip`, if there are any."""
-        for suffix in ("frames.npy", "audio.safetensors"):
-            self._path(clip, suffix).unlink(missing_ok=True)
+        for name in (f"clip{clip}_frames.npy", f"clip{clip}_audio.safetensors"):
+            (self._folder / name).unlink(missing_ok=True)
 
-    def _path(self, clip: int, suffix: str) -> Path:
-        return self._folder / f"clip{clip}_{suffix}"
+    def _save(self, name: str, tensors: Tensors) -> None:
+        data = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        self._keep(f"{name}.safetensors", data)
+
+    def _load(self, name: str) -> Tensors:
+        tensors: Tensors = load_file(self._folder / f"{name}.safetensors")
+        return tensors

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from svdpp.config import (
@@ -126,16 +127,34 @@ def decode() -> None:
 
 
 def compute(model: ModelConfig, sampling: SamplingConfig, clips: list[ClipRequest]) -> None:
-    """One clip on ranks that compute with one thread each; `clips` has two."""
+    """One clip on ranks that compute with one thread each, in three rounds; `clips` has two.
+
+    A pair keeps two cores busy, which slows each of them down on most machines: they share memory,
+    caches and clock. So a pair is compared with a rank that is alone, and with one of two ranks
+    that make a clip each. The forecast takes its costs from the latter.
+    """
     config = partial(PipelineConfig, model=model, sampling=sampling, num_threads=1)
-    alone = run(config(world_size=1), clips[:1])
-    # The forecast knows what a step takes while both cores are busy.
-    ranks = run(config(world_size=2, replicas=2), clips)
-    pair = run(config(world_size=2, cfg_parallel=2, costs=ranks.costs), clips[:1])
-    say("one clip's steps, pair over rank", pair.steps / alone.steps, "<= 0.56, SVD 0.6")
-    say("one clip, pair over rank", pair.times.makespan / alone.times.makespan, "<= 0.62")
-    off = pair.times.makespan / pair.forecast.makespan
-    say("one clip, measured over forecast", off, "0.95 to 1.05")
+    figures: dict[str, list[float]] = {}
+
+    def add(name: str, value: float) -> None:
+        figures.setdefault(name, []).append(value)
+
+    for _ in range(3):
+        alone = run(config(world_size=1), clips[:1])
+        ranks = run(config(world_size=2, replicas=2), clips)
+        pair = run(config(world_size=2, cfg_parallel=2, costs=ranks.costs), clips[:1])
+        add("one clip's steps, pair over one of two ranks", pair.steps / ranks.steps)
+        add("one clip's steps, pair over a rank alone", pair.steps / alone.steps)
+        add("one clip, pair over one of two ranks", pair.times.makespan / ranks.times.makespan)
+        add("one clip, pair over a rank alone", pair.times.makespan / alone.times.makespan)
+        add("one clip, measured over forecast", pair.times.makespan / pair.forecast.makespan)
+    bounds = ["<= 0.56, SVD 0.6"] * 2 + ["<= 0.62"] * 2 + ["0.95 to 1.05"]
+    for (name, values), bound in zip(figures.items(), bounds, strict=True):
+        say(
+            f"{name}, median of {', '.join(f'{value:.3f}' for value in values)}",
+            median(values),
+            bound,
+        )
 
 
 def wan() -> None:
@@ -145,7 +164,7 @@ def wan() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = ModelConfig(name=str(save_tiny_wan(Path(folder), width=4, layers=24)))
         sampling = WanSampling(
-            num_inference_steps=40, height=256, width=256, num_frames=9, max_sequence_length=8
+            num_inference_steps=50, height=256, width=256, num_frames=9, max_sequence_length=8
         )
         compute(model, sampling, [ClipRequest(seed=seed, prompt="the sea") for seed in range(2)])
 

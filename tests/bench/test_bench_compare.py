@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.bench.compare import Comparison, check_baseline, compare, ratio
-from svdpp.bench.config import read_grid
+from svdpp.bench.config import read_config
 from svdpp.errors import InputError, RequestError
 
 ENVIRONMENT = {
@@ -35,7 +35,7 @@ def _bench(
 ) -> Path:
     """A folder of results in which every figure follows from the clips per minute."""
     folder.mkdir()
-    (point,) = read_grid("smoke", list(overrides))
+    point = read_config("smoke", list(overrides))
     rates = {"pipeline": pipeline, "diffusers": alone}
     summary = {
         "schema_version": 1,
@@ -214,18 +214,18 @@ def test_targets_are_no_setting_of_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_baseline_of_other_work_is_refused(tmp_path: Path) -> None:
-    (point,) = read_grid("smoke", ["pipeline.replicas=2", "workload.clips=9"])
+    point = read_config("smoke", ["pipeline.replicas=2", "workload.clips=9"])
     check_baseline(_bench(tmp_path / "a"), point.model_dump(), 5)
     older = point.model_dump()
     del older["workload"]["prompts"], older["workload"]["flow_shift"]
     check_baseline(tmp_path / "a", older, 5)
-    (longer,) = read_grid("smoke", ["workload.steps=8"])
+    longer = read_config("smoke", ["workload.steps=8"])
     with pytest.raises(RequestError, match=r"did other work: workload\.steps: 4, 8"):
         check_baseline(tmp_path / "a", longer.model_dump(), 5)
 
 
 def test_a_baseline_needs_rounds_on_both_sides(tmp_path: Path) -> None:
-    (point,) = read_grid("smoke", [])
+    point = read_config("smoke", [])
     with pytest.raises(RequestError, match="--baseline needs 3 rounds or more"):
         check_baseline(_bench(tmp_path / "a"), point.model_dump(), 2)
     short = _bench(tmp_path / "b", (100.0, 100.0), (50.0, 50.0))

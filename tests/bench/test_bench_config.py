@@ -1,4 +1,4 @@
-"""A bench's configuration: YAML, overrides, grids, and errors for unknown keys."""
+"""A bench's configuration: YAML, overrides, and errors for unknown keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from svdpp.bench.config import BenchConfig, read_grid, shipped
+from svdpp.bench.config import BenchConfig, read_config, shipped
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.errors import InputError, RequestError
@@ -23,13 +23,13 @@ def _file(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize("name", shipped())
 def test_what_is_shipped_is_valid(name: str) -> None:
-    (point,) = read_grid(name, [])
+    point = read_config(name, [])
     assert point.experiment == name
     assert shipped() == ["smoke", "svd-xt", "wan-a14b"]
 
 
 def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> None:
-    (point,) = read_grid(_file(tmp_path, "workload:\n  # clips: 3\n"), [])
+    point = read_config(_file(tmp_path, "workload:\n  # clips: 3\n"), [])
     assert point == BenchConfig(experiment="mine")
 
 
@@ -46,7 +46,7 @@ def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> N
 )
 def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None:
     with pytest.raises(RequestError, match="no field") as caught:
-        read_grid("smoke", [f"{key}=1"])
+        read_config("smoke", [f"{key}=1"])
     assert caught.value.hint.startswith(hint)
 
 
@@ -69,47 +69,35 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None
 )
 def test_values_that_do_not_fit_are_refused(override: str, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read_grid("smoke", [override])
+        read_config("smoke", [override])
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "\x00", "!!python/object:os.x {}"])
 def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        read_grid(_file(tmp_path, text), [])
+        read_config(_file(tmp_path, text), [])
 
 
 def test_names_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="neither a file") as caught:
-        read_grid("smok", [])
+        read_config("smok", [])
     assert caught.value.hint == "did you mean 'smoke'? shipped: smoke, svd-xt, wan-a14b"
     with pytest.raises(InputError, match="cannot be read"):
-        read_grid(str(tmp_path / "absent.yaml"), [])
-
-
-def test_a_list_for_a_field_spans_a_grid_and_a_list_of_a_field_does_not() -> None:
-    points = read_grid(
-        "smoke",
-        ["pipeline.world=[1, 2]", "precision=[fp32, bf16]", "measure.seeds=[3, 4]"],
-    )
-    assert [(p.pipeline.world, p.precision) for p in points] == [
-        *((1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")),
-    ]
-    assert {tuple(point.measure.seeds) for point in points} == {(3, 4)}
-    assert len({point.sha256 for point in points}) == 4
+        read_config(str(tmp_path / "absent.yaml"), [])
 
 
 def test_the_last_override_holds_and_the_file_is_beneath_all(tmp_path: Path) -> None:
     name = _file(tmp_path, "workload: {clips: 3, steps: 6}\n")
-    (point,) = read_grid(name, ["workload.clips=4", "workload.clips=5", "pipeline.timeout=1e1"])
+    point = read_config(name, ["workload.clips=4", "workload.clips=5", "pipeline.timeout=1e1"])
     assert (point.workload.clips, point.workload.steps) == (5, 6)
     assert point.pipeline.timeout == 10.0
 
 
 def test_fields_are_those_of_a_run() -> None:
-    (plain,) = read_grid("smoke", [])
+    plain = read_config("smoke", [])
     fields = ("model.channels_last", "pipeline.deterministic", "pipeline.allow_mixed_devices")
-    (point,) = read_grid("smoke", [f"{field}=true" for field in fields])
+    point = read_config("smoke", [f"{field}=true" for field in fields])
 
     config = pipeline_config(point)
     assert (config.model.channels_last, config.deterministic) == (True, True)
@@ -119,14 +107,8 @@ def test_fields_are_those_of_a_run() -> None:
     assert not config.allow_mixed_devices
 
 
-def test_a_grid_has_an_end() -> None:
-    many = ", ".join(map(str, range(1, 41)))
-    with pytest.raises(RequestError, match="more than 1000 points"):
-        read_grid("smoke", [f"pipeline.world=[{many}]", f"workload.steps=[{many}]"])
-
-
 def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
-    (point,) = read_grid("smoke", ["pipeline.threads=null", "precision=null"])
+    point = read_config("smoke", ["pipeline.threads=null", "precision=null"])
     config = PipelineConfig(
         world_size=2,
         model=ModelConfig(name="demo", dtype="bf16"),
@@ -139,13 +121,13 @@ def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
 
     assert (resolved.pipeline.threads, resolved.precision) == (3, "bf16")
     assert (resolved.workload.frames, resolved.workload.decode_chunk_size) == (8, 8)
-    assert read_grid(str(path), []) == [resolved]
+    assert read_config(str(path), []) == resolved
     assert resolved.sha256 == resolved.model_copy(update={"experiment": "other"}).sha256
 
 
 def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (point,) = read_grid(
+    point = read_config(
         "smoke", [f"model.name={tmp_path}/weights", f"workload.images=[{tmp_path}/a.jpg]"]
     )
     text = point.to_yaml()
@@ -165,7 +147,7 @@ def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_the_limits_of_a_request_hold(override: str, words: str) -> None:
     with pytest.raises(RequestError, match=re.escape(words)):
-        read_grid("smoke", [override])
+        read_config("smoke", [override])
 
 
 def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> None:
@@ -174,15 +156,15 @@ def test_aliases_that_stand_for_a_billion_values_are_refused(tmp_path: Path) -> 
     lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     path.write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"is not YAML: alias \*a0: write the value out"):
-        read_grid(str(path), [])
+        read_config(str(path), [])
     with pytest.raises(RequestError, match="the value is not YAML"):
-        read_grid("smoke", ["workload.clips=[&a 1, *a]"])
+        read_config("smoke", ["workload.clips=[&a 1, *a]"])
 
 
 def test_a_pipe_or_a_file_without_end_is_no_configuration(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(InputError, match="is not a regular file"):
-        read_grid(str(tmp_path / "pipe.yaml"), [])
+        read_config(str(tmp_path / "pipe.yaml"), [])
     (tmp_path / "large.yaml").write_bytes(b"#" * 1_000_001)
     with pytest.raises(InputError, match="is larger than 1000000 bytes"):
-        read_grid(str(tmp_path / "large.yaml"), [])
+        read_config(str(tmp_path / "large.yaml"), [])

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from svdpp.bench.config import read_grid
-from svdpp.bench.names import DATA_PARALLEL, PIPELINE
+from svdpp.bench.compare import DATA_PARALLEL, PIPELINE
+from svdpp.bench.config import read_config
 from svdpp.bench.results import costs_of
 from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.driver.trace import Trace
+from svdpp.launch import gpus
 from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
@@ -20,16 +22,14 @@ from tests.bench.test_bench_runner import round_of
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
 
-def _bench(device: str, world_size: int, world: World | None = None) -> Bench:
-    (point,) = read_grid("smoke", ["model.name=dummy"])
+def _bench(world_size: int) -> Bench:
+    point = read_config("smoke", ["model.name=dummy"])
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy"),
         sampling=SvdSampling(num_inference_steps=world_size),
     )
-    one = Bench(point, config, world)
-    one.config = replace(config, device=device)
-    return one
+    return Bench(point, config)
 
 
 def _round(
@@ -50,7 +50,7 @@ def _round(
 
 
 def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
-    one = _bench("cpu", 2)
+    one = _bench(2)
     one.rounds = [_round(PIPELINE, {0: s, 1: s}, {(0, 1): s / 10}) for s in (1.0, 9.0, 2.0)]
     costs = costs_of(one, "run")
     assert costs.step_seconds == 2.0
@@ -62,10 +62,10 @@ def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
 
 def test_a_slow_host_gets_fewer_steps() -> None:
     """Ranks on different hosts get separate costs, and so do their transfers."""
-    one = _bench("cpu", 4, TWO_HOSTS)
+    config = _bench(4).config
     steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
-    one.rounds = [_round(PIPELINE, steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})]
-    costs = costs_of(one, "run")
+    done = _round(PIPELINE, steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})
+    costs = median_costs(config, TWO_HOSTS, [done.trace], source="")
     assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
     assert costs.ranks_per_host == 2
     assert (costs.transfer_seconds, costs.inter_host_transfer_seconds) == pytest.approx((0.1, 0.5))
@@ -76,8 +76,12 @@ def test_a_slow_host_gets_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [{2: 3.0, 3: 4.0}, {}])
-def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(elsewhere: dict[int, float]) -> None:
-    one = _bench("cpu", 4, TWO_HOSTS)
+def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
+    elsewhere: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    one = _bench(4)
+    one.config = replace(one.config, device="cuda")
     one.rounds = [_round(PIPELINE, {0: 1.0, 1: 2.0, 2: 3.0}, {})]
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))

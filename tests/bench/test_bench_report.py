@@ -1,4 +1,4 @@
-"""The report on a bench: what limits its pipeline, what would help, its noise and its targets."""
+"""What limits the pipeline of a bench, in its summary and on the terminal."""
 
 from __future__ import annotations
 
@@ -6,138 +6,51 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pytest
+from svdpp.bench.compare import ROUNDS, SUMMARY
+from svdpp.bench.config import BenchConfig, read_config
+from tests.bench.made_up_benches import FIGURES, leave_bench
+from tests.diagnostics.made_up_runs import EVEN, delayed, replayed
 
-from svdpp.bench.config import BenchConfig, read_grid
-from svdpp.bench.names import DATA_PARALLEL, PIPELINE, ROUNDS, SUMMARY
-from svdpp.bench.report import BenchReport, is_bench, read_bench_report
-from svdpp.diagnostics.report import Diagnosis
-from svdpp.errors import InputError, RankError
-from tests.bench.made_up_benches import FIGURES, begun_bench, leave_bench, leave_rounds
-from tests.diagnostics.made_up_runs import EVEN, delayed, replayed, with_rank
-
-_DECODE = replayed(replace(EVEN, decode_seconds=1.0), device="cuda", num_devices=2)
+_DECODE = replayed(replace(EVEN, decode_seconds=1.0))
 
 
-def _pipeline(report: BenchReport) -> Diagnosis:
-    found = report.cases[0]
-    assert found.name == PIPELINE
-    assert found.diagnosis is not None
-    return found.diagnosis
+def _limits(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / SUMMARY).read_text())["limits"]
+    return found
 
 
 def _asked(command: str) -> BenchConfig:
     program, name, config, *changes = shlex.split(command)
     assert (program, name) == ("svdpp", "bench")
-    (point,) = read_grid(config, [change.removeprefix("--") for change in changes])
+    point = read_config(config, [change.removeprefix("--") for change in changes])
     return point
 
 
 def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> None:
-    report = read_bench_report(leave_bench(tmp_path, _DECODE))
+    folder = leave_bench(tmp_path, _DECODE)
 
-    first = _pipeline(report).findings[0]
-    assert (first.kind, first.rank) == ("decode", 1)
-    assert "its decodes take 67% of its work" in report.headline
-    kinds = [each.diagnosis.findings[0].kind for each in report.cases if each.diagnosis]
-    assert kinds == ["decode", "balanced", "balanced"]
-    assert [each.num_rounds for each in report.cases] == [3, 3, 3]
-    assert [each.round for each in report.cases] == [1, 1, 1]
+    limits = _limits(folder)
+
+    first = limits["findings"][0]
+    assert (first["kind"], first["rank"], limits["round"]) == ("decode", 1, 1)
+    assert "its decodes take 67% of its work" in limits["headline"]
+    rounds = [json.loads(line) for line in (folder / ROUNDS).read_text().splitlines()]
+    assert [each["case"] for each in rounds] == ["pipeline", "data parallel", "diffusers"] * 3
+    assert rounds[3]["measured"] == limits["measured"], "of the median round"
 
 
 def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> None:
     """Data parallel is not advised by forecast: it is measured beside the pipeline."""
-    folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0), device="cuda", num_devices=2))
-    (best, *_) = _pipeline(read_bench_report(folder)).advice
-    asked = _asked(best.command).pipeline
+    folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0)))
+    asked = _asked(_limits(folder)["advice"]["command"]).pipeline
     assert (asked.split, asked.replicas) == ("dithered", 1)
     assert asked.costs == str(folder / "costs.json")
-    apart = _pipeline(read_bench_report(leave_bench(tmp_path, _DECODE))).advice
-    assert all("data parallel" not in each.text for each in apart)
+    assert _limits(leave_bench(tmp_path, _DECODE))["advice"] is None
 
 
-def test_other_advice_has_a_command_of_a_bench(tmp_path: Path) -> None:
-    figures = with_rank(replace(FIGURES, decode_chunk_size=4), 1, memory_id="GPU-1",
-                        peak_bytes=int(15.5 * 2**30))  # fmt: skip
-    advice = _pipeline(read_bench_report(leave_bench(tmp_path, figures))).advice
-    (chunk,) = [each for each in advice if "frames at a time" in each.text]
-    assert _asked(chunk.command).workload.decode_chunk_size == 2
-    on_cpu = replace(FIGURES, device="cpu", num_devices=0, num_threads=8, usable_cores=8)
-    advice = _pipeline(read_bench_report(leave_bench(tmp_path, on_cpu))).advice
-    (threads,) = [each for each in advice if "threads" in each.text]
-    assert _asked(threads.command).pipeline.threads == 4
-
-
-def test_starting_and_writing_limit_no_bench(tmp_path: Path) -> None:
+def test_writing_limits_no_bench(tmp_path: Path) -> None:
     figures = delayed(FIGURES, 1, 20.0, writer_wait=20.0)
-    figures = replace(figures, start_seconds=60.0, write_tail=2.0)
-    findings = _pipeline(read_bench_report(leave_bench(tmp_path, figures))).findings
-    assert [each.kind for each in findings] == ["balanced"]
-
-
-def test_missed_targets_and_noise_are_named(tmp_path: Path) -> None:
-    targets = ("targets.makespan_seconds=<= 0.5", "targets.bubble=<= 1")
-    report = read_bench_report(leave_bench(tmp_path, FIGURES, *targets))
-    assert report.headline.startswith("missed targets: makespan_seconds. ")
-    assert report.summary is not None
-    verdicts = {name: each["verdict"] for name, each in report.summary["targets"].items()}
-    assert verdicts == {"makespan_seconds": "missed", "bubble": "met"}
-    noise = {each.name: each for each in report.noise}
-    (low, high) = (noise["pipeline: clips/min"].low, noise["pipeline: clips/min"].high)
-    assert low is not None
-    assert high is not None
-    assert 0.8 < low < 1 < high < 1.25
-    assert noise[f"{PIPELINE} / {DATA_PARALLEL}"].a == pytest.approx(2.0, rel=0.01)
-    once = read_bench_report(leave_bench(tmp_path, pipeline=(1.0,), apart=(2.0,)))
-    assert {each.low for each in once.noise} == {None}
-
-
-def test_a_bench_that_failed_reports_what_it_measured(tmp_path: Path) -> None:
-    one, kept = begun_bench(tmp_path)
-    with pytest.raises(RankError), kept.failure_recorded():
-        leave_rounds(one, kept, _DECODE)
-        raise RankError("rank 1 died")
-
-    report = read_bench_report(kept.folder)
-
-    assert report.headline.startswith("the bench failed: rank 1 died. rank 1 limits")
-    assert [each.num_rounds for each in report.cases] == [3, 3, 3]
-    with (kept.folder / ROUNDS).open("a") as file:
-        file.write('{"case": "pipel')  # killed while it wrote
-    assert len(read_bench_report(kept.folder).cases) == 3
-
-
-def test_a_bench_without_a_round_has_a_report(tmp_path: Path) -> None:
-    _, kept = begun_bench(tmp_path)
-    assert is_bench(kept.folder)
-    report = read_bench_report(kept.folder)
-    assert report.headline == "the bench has not finished. no round of the pipeline has figures"
-    assert report.to_json()["cases"] == {}
-
-
-def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
-    report = read_bench_report(leave_bench(tmp_path, _DECODE, "targets.bubble=<= 1"))
-    content = json.loads(json.dumps(report.to_json()))
-    assert content["finished"] is True
-    assert content["cases"][PIPELINE]["diagnosis"]["findings"][0]["kind"] == "decode"
-    assert content["targets"]["bubble"]["verdict"] == "met"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        (SUMMARY, "{", "is not JSON"),
-        (SUMMARY, "{}", "is not a bench's summary"),
-        (ROUNDS, '{"case": "pipeline"}', "damaged results"),
-        (ROUNDS, "[]", "damaged results"),
-        (ROUNDS, '{"case": "pipeline", "round": 0, "measured": {"makespan": 1}}', "are damaged"),
-    ],
-)
-def test_damaged_files_are_one_sentence(
-    name: str, content: str, words: str, tmp_path: Path
-) -> None:
-    folder = leave_bench(tmp_path)
-    (folder / name).write_text(content + "\n")
-    with pytest.raises(InputError, match=words):
-        read_bench_report(folder)
+    limits = _limits(leave_bench(tmp_path, replace(figures, write_tail=2.0)))
+    assert [each["kind"] for each in limits["findings"]] == ["balanced"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from dataclasses import replace
@@ -10,19 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.bench import results
 from svdpp.bench import runner as module
-from svdpp.bench.compare import compare
-from svdpp.bench.config import read_grid
-from svdpp.bench.names import DATA_PARALLEL, ONE_DEVICE, PIPELINE
+from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, compare
+from svdpp.bench.config import read_config
 from svdpp.bench.results import Results, summary
 from svdpp.bench.runner import Bench, Round, cases_of, differing
-from svdpp.cli.bench_report import show_summary
+from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.files import read_costs
 from svdpp.diagnostics.run_recorder import FigureRecorder
-from svdpp.diagnostics.utilisation import Speeds, Utilisation
 from svdpp.errors import InputError, OutOfMemoryError
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
@@ -37,7 +33,7 @@ def config_of(name: str = "dummy", **layout: object) -> PipelineConfig:
 
 
 def bench_of(name: str = "dummy", *overrides: str) -> Bench:
-    (point,) = read_grid("smoke", [f"model.name={name}", *overrides])
+    point = read_config("smoke", [f"model.name={name}", *overrides])
     return Bench(point, config_of(name))
 
 
@@ -148,7 +144,6 @@ def test_files_of_a_run(tmp_path: Path) -> None:
             "config.yaml",
             "env.json",
             "summary.json",
-            "summary.csv",
             "costs.json",
             "rounds.jsonl",
         ),
@@ -156,14 +151,10 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     source = f"measured by: svdpp bench, smoke/{kept.run_id}"
     assert read_costs(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found
-    assert read_grid(str(kept.folder / "config.yaml"), []) == [one.asked]
+    assert read_config(str(kept.folder / "config.yaml"), []) == one.asked
     assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
-    with (kept.folder / "summary.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["case"], row["round"], row["steady_clips_per_minute"]) for row in rows] == [
-        *(("pipeline", "0", "60.0"), ("pipeline", "1", "30.0")),
-        *(("diffusers", "0", "15.0"), ("diffusers", "1", "15.0")),
-    ]
+    rates = [each["steady_clips_per_minute"] for each in found["cases"][PIPELINE]["rounds"]]
+    assert rates == [60.0, 30.0]
     speedup = found["speedups"][ONE_DEVICE]
     assert speedup["rounds"] == [4.0, 2.0]
     assert speedup["over_rounds"] == pytest.approx(8**0.5)
@@ -196,36 +187,3 @@ def test_a_bench_prints_the_figures_that_its_comparison_has(
     printed = capsys.readouterr().out
     assert "geometric means over rounds" in printed
     assert re.search(r"pipeline +30 +7.5-60 ", printed), printed
-
-
-def test_speeds_of_ranks_are_in_the_summary_and_its_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One rank that computes a second a clip, at 200 TFLOP/s and 20% MFU."""
-    one = bench_of()
-    kept = Results(tmp_path, one)
-    speed = Utilisation(rank=0, tflops=200.0, mfu=0.2)
-    monkeypatch.setattr(results, "speeds_of", lambda _: Speeds(ranks=(speed,)))
-    one.rounds = [round_of(case, 0) for case in (PIPELINE, ONE_DEVICE)]
-    found = kept.finish()
-
-    figures = found["cases"][PIPELINE]["over_rounds"]
-    assert (figures["tflops"], figures["mfu"]) == pytest.approx((200.0, 0.2))
-    (rank,) = found["cases"][PIPELINE]["rounds"][0]["ranks"]
-    assert (rank["tflops"], rank["mfu"]) == (200.0, 0.2)
-    show_summary(Console(), found)
-    line = "TFLOP/s of a rank while it computes (MFU): pipeline 200 (20%), diffusers 200 (20%)"
-    assert line in capsys.readouterr().out
-    compared = {ratio.name: ratio for ratio in compare(kept.folder, kept.folder).ratios}
-    assert compared["pipeline: TFLOP/s"].a == pytest.approx(200.0)
-
-
-@pytest.mark.parametrize("mfu", [None, 0.4])
-def test_the_speed_of_a_case_is_the_mean_of_its_ranks_while_they_compute(mfu: float | None) -> None:
-    ranks = [
-        {"compute": 3.0, "tflops": 100.0, "mfu": mfu},
-        {"compute": 1.0, "tflops": 300.0, "mfu": 0.8},
-        {"compute": 0.0, "tflops": None, "mfu": None},
-    ]
-    assert results._mean_speed("tflops", ranks) == 150.0
-    assert results._mean_speed("mfu", ranks) == (None if mfu is None else 0.5)

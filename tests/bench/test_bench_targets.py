@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from svdpp.bench.config import BenchConfig, read_grid
-from svdpp.bench.names import DATA_PARALLEL, FIGURES, ONE_DEVICE, PIPELINE
+from svdpp.bench.compare import DATA_PARALLEL, FIGURES, ONE_DEVICE, PIPELINE
+from svdpp.bench.config import BenchConfig, read_config
 from svdpp.bench.results import summary
 from svdpp.bench.runner import Bench
 from svdpp.bench.targets import missed, outcome
@@ -111,7 +111,7 @@ def test_the_range_is_that_of_the_true_figure() -> None:
 )
 def test_wrong_targets_are_refused(name: str, bound: str, words: str, hint: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read_grid("smoke", [f"targets.{name}={bound}"])
+        read_config("smoke", [f"targets.{name}={bound}"])
     assert words in caught.value.message
     assert hint in caught.value.hint
 
@@ -125,7 +125,7 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
         '  unaccounted: "<= 1%"\n'
         '  step_seconds.p95: "<= 1.2"\n'
     )
-    (point,) = read_grid(str(path), ["targets.overhead=<= 1.1", "targets.bubble=< 0.5"])
+    point = read_config(str(path), ["targets.overhead=<= 1.1", "targets.bubble=< 0.5"])
     assert point.targets == {
         "pipeline_over_data_parallel": ">= 0.95",
         "overhead": "<= 1.1",
@@ -135,20 +135,20 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
     }
     assert point.sha256 == BenchConfig(experiment="gate").sha256
     path.write_text(point.to_yaml())
-    assert read_grid(str(path), []) == [point]
+    assert read_config(str(path), []) == point
 
 
 @pytest.mark.parametrize("value", ["1.05", '["<= 1", "<= 2"]', "null"])
-def test_a_target_is_text_and_spans_no_grid(value: str, tmp_path: Path) -> None:
+def test_a_target_is_text(value: str, tmp_path: Path) -> None:
     path = tmp_path / "gate.yaml"
     path.write_text(f"targets: {{overhead: {value}}}\n")
     with pytest.raises(RequestError, match=r"targets\.overhead must be a string"):
-        read_grid(str(path), [])
+        read_config(str(path), [])
 
 
 def test_too_few_rounds_for_a_target_are_refused() -> None:
     with pytest.raises(RequestError, match="3 rounds or more, to know the noise, got 2") as caught:
-        read_grid("smoke", ["targets.overhead=<= 1", "measure.repeats=2"])
+        read_config("smoke", ["targets.overhead=<= 1", "measure.repeats=2"])
     assert caught.value.hint == "--measure.repeats=5"
 
 
@@ -157,12 +157,10 @@ def test_too_few_rounds_for_a_target_are_refused() -> None:
     [
         ("pipeline_over_data_parallel", "data parallel is not a case"),
         ("peak_allocated_gib", "only peak_reserved_gib is measured"),
-        ("tflops", "the FLOPs of the dummy model are not counted"),
-        ("mfu", "no published peak is known for the CPU"),
     ],
 )
 def test_what_will_not_be_measured_is_refused_before_the_bench(name: str, words: str) -> None:
-    (point,) = read_grid("smoke", ["model.name=dummy", f"targets.{name}=<= 1"])
+    point = read_config("smoke", ["model.name=dummy", f"targets.{name}=<= 1"])
     with pytest.raises(RequestError, match=words):
         Bench(point, config_of(replicas=2))
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from svdpp.launch import temp_folders
+from svdpp.launch import process_lifetime
 from tests.cli.shell import Answer, python
 
 
@@ -83,7 +83,7 @@ def _command(arguments: list[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        temp_folders.remove_multiprocessing_folder()
+        process_lifetime.remove_multiprocessing_folder()
         os._exit(code)
 
 

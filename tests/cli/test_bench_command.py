@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from svdpp.bench.names import PIPELINE
+from svdpp.bench.compare import PIPELINE
 from svdpp.bench.runner import Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
-from svdpp.errors import OutOfMemoryError, RankError
 from tests.bench.test_bench_runner import round_of
-from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
+from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
 from tests.trace_format import check_trace
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
-    *("--workload.steps=2", "--measure.repeats=1", "--set", "measure.warmups=1"),
+    *("--workload.steps=2", "--measure.repeats=1", "--measure.warmups=1"),
 )
 
 
@@ -39,20 +38,19 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
         (("smoke", "-x"), 2, ("no such option: -x",)),
         (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
-        (("smoke", "--set", "pipeline.world=3"), 2, ("4 steps",)),
+        (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
         (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
         (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),
         (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),
-        (("smoke", "--trace", "t.json", "--pipeline.split=[uniform, balanced]"), 2, ("span 2",)),
         (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
         (("smoke", "--compare", "a", "b"), 2, ("and no configuration",)),
         (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
         (("--compare", "a", "b", "--baseline", "c"), 2, ("and no configuration",)),
         (("smoke", "--baseline", "/absent"), 7, ("/absent/summary.json",)),
-        (("smoke", "--baseline", "a", "--precision=[fp32, bf16]"), 2, ("span 2",)),
+        (("smoke", "--precision=[fp32, bf16]"), 2, ("precision must be 'fp32'",)),
         (("smoke", "--targets.overhed=<= 1"), 2, ("no figure 'overhed'", "'overhead'")),
     ],
 )
@@ -62,44 +60,10 @@ def test_what_cannot_be_measured_is_refused_first(
     assert_error(svdpp_here("bench", *arguments), code, *words)
 
 
-def test_a_world_that_disagrees_with_torchruns_is_refused() -> None:
+def test_ranks_of_a_launcher_are_refused() -> None:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
     answer = svdpp_here("bench", "smoke", env=world)
-    assert_error(
-        answer, 2, "pipeline.world 2 disagrees with torchrun's world of 3", "pipeline.world=null"
-    )
-
-
-@pytest.mark.long
-def test_a_point_that_fails_keeps_no_other_from_being_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Replaces the ranks; other tests cover how ranks fail."""
-    measured: list[str] = []
-
-    def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
-        assert others
-        measured.append(one.asked.pipeline.split)
-        one.rounds.append(round_of(PIPELINE, 0))
-        if one.asked.pipeline.split == "uniform":
-            raise OutOfMemoryError("too little", "fewer frames")
-        if one.asked.pipeline.split == "balanced":
-            raise RankError("rank 1 died")
-        return {"folder": "here"}
-
-    monkeypatch.setattr(bench, "_run", run)
-    splits = "--pipeline.split=[uniform, balanced, dithered]"
-    answer = svdpp_here("bench", "smoke", *TINY, splits, "--json", "--results", str(tmp_path))
-    assert measured == ["uniform", "balanced", "dithered"]
-    short, dead, fine = json.loads(answer.out)
-    assert short["error"]["message"] == "too little"
-    assert dead["config"]["pipeline"]["split"] == "balanced"
-    assert fine == {"folder": "here"}
-    assert answer.code == 6
-    assert answer.err.splitlines()[-1] == "error: 2 of 3 points failed: rank 1 died"
-
-    one_point = svdpp_here("bench", "smoke", *TINY, "--json", "--results", str(tmp_path))
-    assert_error(one_point, 4, "error: too little", "fewer frames")
+    assert_error(answer, 2, "svdpp bench starts its own ranks", "without torchrun or srun")
 
 
 def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
@@ -158,8 +122,6 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert len(found["latents_sha256"]) == 2
     assert "nothing of SVD" in answer.err
     folder = tmp_path / found["folder"]
-    ranks = found["cases"]["pipeline"]["rounds"][0]["ranks"]
-    assert all(rank["peak_reserved_gib"] > 0 for rank in ranks)
     trace = json.loads((tmp_path / "t.json").read_text())
     check_trace(trace)
     assert trace[0]["args"]["round"] == 0
@@ -168,13 +130,11 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert planned.code == 0, planned
     assert "data parallel" in planned.out
 
-    answer = svdpp_here("report", str(folder), "--json")
-    assert answer.code == 0, answer
-    report = json.loads(answer.out)
-    assert report["finished"] is True
-    diagnosed = [each["diagnosis"]["measured"] for each in report["cases"].values()]
+    rounds = (folder / "rounds.jsonl").read_text().splitlines()
+    diagnosed = [json.loads(line)["measured"] for line in rounds]
     counts = [sum(rank["step"]["count"] for rank in each["ranks"]) for each in diagnosed]
     assert counts == [4, 4, 4], "without the warm-up"
+    assert all(rank["peak_bytes"] > 0 for each in diagnosed for rank in each["ranks"])
     assert (folder / "rounds.jsonl").stat().st_size < 20_000
 
     answer = svdpp_here("bench", "--compare", str(folder), str(folder), "--json")
@@ -187,46 +147,15 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert max(map(len, answer.out.splitlines()[2:])) <= 80
 
 
-@pytest.mark.processes
-@pytest.mark.long
-@pytest.mark.full
-def test_torchruns_ranks_take_part_in_every_arm_but_diffusers_own(tmp_path: Path) -> None:
-    answer = python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--log-dir", str(tmp_path), "-m", "svdpp"),
-        *("bench", "smoke", *TINY, "--pipeline.world=null", "--pipeline.decoders=[1, 2]"),
-        "--json",
-        cwd=tmp_path,
-        env={"GLOO_SOCKET_IFNAME": "lo"},
-    )
-    assert answer.code == 0, answer.err
-    points = json.loads(answer.out)
-    for found in points:
-        assert found["same_bits"] is True
-        for case, world in (("pipeline", 2), ("data parallel", 2), ("diffusers", 1)):
-            rounds = found["cases"][case]["rounds"]
-            assert [len(each["ranks"]) for each in rounds] == [world]
-        assert (tmp_path / found["folder"] / "costs.json").exists()
-    assert len({found["cases"]["pipeline"]["layout"] for found in points}) == 2
-    assert answer.err.count("plan with it: ") == 2, "rank 0 alone speaks"
-
-
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_grid_is_measured_point_by_point(tmp_path: Path) -> None:
+def test_a_bench_profiles_one_clip_at_its_end(tmp_path: Path) -> None:
     answer = svdpp_alone(
-        *("bench", "smoke", *TINY, "--pipeline.replicas=[1, 2]", "--measure.repeats=1"),
-        *("--profile", "--results", "here"),
-        cwd=tmp_path,
+        "bench", "smoke", *TINY, "--profile=true", "--results", "here", cwd=tmp_path
     )
     assert answer.code == 0, answer
-    folders = sorted((tmp_path / "here/smoke").iterdir())
-    assert len(folders) == 2
-    layouts = set()
-    for folder in folders:
-        summary = json.loads((folder / "summary.json").read_text())
-        layouts.add(summary["cases"]["pipeline"]["layout"])
-        assert json.loads((folder / "profile.json").read_text())["traceEvents"]
-    assert layouts == {"1 replica of 2 ranks, uniform", "data parallel"}
-    assert "point 2 of 2" in answer.err
+    (folder,) = (tmp_path / "here/smoke").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["cases"]["pipeline"]["layout"] == "1 replica of 2 ranks, uniform"
+    assert json.loads((folder / "profile.json").read_text())["traceEvents"]

@@ -64,7 +64,7 @@ def test_env_shows_what_is_set_and_where() -> None:
         {"option": "--memory-opt", "value": True, "source": "svdpp.toml"},
         {"option": "--model", "value": "demo", "source": "SVDPP_MODEL"},
     ]
-    assert re.search(r"\n--frames +14, by svdpp.toml\n", svdpp_here("env").out)
+    assert re.search(r"\n--frames +14 +svdpp.toml\n", svdpp_here("env").out)
 
 
 REFUSED = [

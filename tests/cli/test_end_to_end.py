@@ -80,7 +80,6 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     pipe = StableVideoDiffusionPipeline.from_pretrained(tiny, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     for record, (stem, seed) in zip(records, names, strict=True):
-        assert record.pop("utilisation")["note"]
         clip = out / f"{stem}_{seed}.mp4"
         frames = read_frames(clip, "mp4")
         assert frames.shape == (3, 64, 64, 3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from svdpp.bench.config import read_grid
+from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench_fields import pipeline_config
 from svdpp.cli.options.model import ModelOptions
@@ -27,7 +27,6 @@ from svdpp.config import (
 from svdpp.config.files import read_costs
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import measured_config
-from svdpp.diagnostics.utilisation import count_flops
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
@@ -75,7 +74,6 @@ def test_a_rehearsal_has_figures(
     assert answer.code == 0, answer
     found = json.loads(answer.out)
     assert [(rank["start"], rank["end"]) for rank in found["ranks"]] == ranges
-    assert all(rank["tflops"] > 0 for rank in found["ranks"])
     assert found["measured"]["makespan_seconds"] > 0
 
 
@@ -147,18 +145,6 @@ def test_on_cuda_the_precision_is_that_of_diffusers_examples(
     assert (model.to_config("cuda").dtype, model.to_config("cpu").dtype) == ("bf16", "fp32")
 
 
-@pytest.mark.long
-def test_figures_count_two_passes_with_guidance(folders: dict[str, str]) -> None:
-    model = ModelConfig(name=folders["wan"])
-    sizes: dict[str, Any] = {"height": 32, "width": 32, "num_frames": 5}
-    one, two = (
-        count_flops(model, WanSampling(**sizes, guidance_scale=scale)) for scale in (1.0, 5.0)
-    )
-    assert two.step == 2 * one.step
-    assert two.encode == pytest.approx(2 * one.encode, rel=0.02)  # the negative prompt too
-    assert two.decode == one.decode
-
-
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -172,7 +158,6 @@ def test_a_profile_is_what_plans_take(
     asked = ("--world", str(world_size), "--repeats", "1", "--out", str(path), *more)
     answer = svdpp_here(*given("profile", name, folders), *asked)
     assert answer.code == 0, answer
-    assert ("step of each expert: high-noise" in answer.out) == (name == "wan")
     costs = read_costs(path)
     assert costs.name.endswith(", from text")
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
@@ -261,7 +246,7 @@ def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: obj
 
 
 def bench_of(*arguments: Any, **workload: object) -> Bench:
-    (point,) = read_grid(bench_file(*arguments, **workload), [])
+    point = read_config(bench_file(*arguments, **workload), [])
     return Bench(point, Pipeline(pipeline_config(point)).config)
 
 
@@ -399,9 +384,9 @@ def test_the_families_are_listed_with_their_parameters() -> None:
     listed = json.loads(svdpp_here("models", "--json").out)["families"]
     assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
     ltx2 = svdpp_here("models", "ltx2").out
-    assert "--param stg_scale: " in ltx2
+    assert "\n--param stg_scale " in ltx2
     assert "LTX2ImageToVideoPipeline" in ltx2
-    assert "never run: the published weights" in ltx2
+    assert "never ran: the published weights" in ltx2
     assert_error(svdpp_here("models", "sora"), 2, "there is no family or model 'sora'")
     assert_error(svdpp_here("models", "./sora"), 5, "there is no folder './sora'")
 
@@ -418,7 +403,7 @@ def test_a_size_that_the_model_cannot_make_is_one_sentence(folders: dict[str, st
     """The tiny model's table of positions ends before those of the default size."""
     shown = svdpp_here("models", folders["wan"]).out
     assert "experts: 2" in shown
-    assert "memory: unknown, because model " in shown
+    assert "memory: -\nwhy no memory: model " in shown
     asked = ("--prompt", "a cat", "--steps", "4", "--gpus", "2", "--dry-run")
     answer = svdpp_here("run", "--model", folders["wan"], *ON_CPU, *asked)
     assert_error(answer, 2, "cannot make a clip of 832x480 and 81 frames", "--height")

@@ -48,7 +48,7 @@ FOLLOWED = [
     "plan --world 29",
     "plan --world 9 --replicas 2",
     "plan --replicas 3",
-    "plan --model demo",
+    "plan --model demo --dtype fp16",
     "plan --frames 4 --model demo --memory --decode-chunk-size auto",
     "plan --costs two.json",
     "plan --device-memory 9",

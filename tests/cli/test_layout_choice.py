@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.cli.options.layout import LayoutOptions
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.ranks import RankOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, auto_layout, default_world
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.diagnostics.memory_estimate import CUDA_PROCESS_BYTES, memory_of_devices
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
-from svdpp.launch.world import World
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.worker.device import device_of
 from tests.cli.shell import assert_error, svdpp_here
 
 NEEDS = {
@@ -76,22 +73,6 @@ def test_auto_heeds_the_memory_of_devices() -> None:
     assert "need more memory" in why
     with pytest.raises(RequestError, match="no layout of 4 ranks fits in 5 GiB a rank"):
         auto(*(5.0,) * 4)
-
-
-def test_auto_orders_unequal_devices() -> None:
-    """Steps with encode need 9 GiB, steps with decode 12.2."""
-    shape, _ = auto(13.0, 10.0)
-    assert shape["device_order"] == (1, 0)
-    sampling = SvdSampling(num_inference_steps=25)
-    config = PipelineConfig(world_size=2, sampling=sampling, device="cuda", **shape)
-    devices = [
-        device_of(config, World(rank=rank, local_rank=rank, size=2, local_size=2))
-        for rank in (0, 1)
-    ]
-    assert devices == ["cuda:1", "cuda:0"]
-    assert config.alone().device_order == ()
-    for in_order in ((13.0, 13.0), (10.0, 13.0)):
-        assert "device_order" not in auto(*in_order)[0]
 
 
 def test_auto_may_let_a_rank_hold_both_experts() -> None:

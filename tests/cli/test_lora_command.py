@@ -10,7 +10,7 @@ import pytest
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DUMMY_MODEL, Lora
 from svdpp.errors import RequestError
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.shell import ROOT, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_loras import save_tiny_lora
 
@@ -41,6 +41,24 @@ def test_what_is_no_lora_is_refused(text: str) -> None:
 def test_the_dummy_model_takes_none() -> None:
     with pytest.raises(RequestError, match="the dummy model takes no --lora"):
         ModelOptions(model=DUMMY_MODEL, lora=["a"]).to_config("cpu", "svd")
+
+
+def test_the_forecast_of_four_steps_on_four_ranks_is_what_plan_prints() -> None:
+    table = (ROOT / "docs/lora.md").read_text(encoding="utf-8").split("| 100 clips on 4 ranks |")[1]
+    rows = [line.split("|")[2:5] for line in table.splitlines()[2:6]]
+    asked = ("plan", "--gpus", "4", "--clips", "100", "--encode-seconds", "1", "--json")
+    few = ("--steps", "4", "--step-seconds", "6", "--expert-boundary", "2")
+    many = ("--steps", "40", "--step-seconds", "12", "--expert-boundary", "17")
+    told = [
+        json.loads(svdpp_here(*asked, "--decode-seconds", "3", *steps, "--split", split).out)
+        for steps, split in ((many, "balanced"), (few, "balanced"), (few, "dithered"))
+    ]
+    told = [plan["forecast"] for plan in told]
+    told.append(told[1]["data_parallel"])
+    for row, forecast in zip(rows, told, strict=True):
+        names = ("seconds_per_clip", "first_clip_seconds", "makespan_seconds")
+        written = [float(cell.strip().removesuffix(" s").replace(",", "")) for cell in row]
+        assert written == pytest.approx([forecast[name] for name in names], rel=0.001)
 
 
 @pytest.mark.processes

@@ -33,7 +33,6 @@ PLAN = [
     ("--device-memory 2x79,47", "names 3 devices, but there are 4 ranks"),
     ("--device-memory 2000000000x9", "names 5 devices, but there are 4 ranks"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
-    ("--model nonsense", "--model has an effect only with --memory"),
     ("--frames 4", "--frames has an effect only with --memory"),
     ("--decode-chunk-size 4", "leave out --decode-chunk-size"),
     ("--compare --world 0", "the number of ranks must be 1 or more, got 0"),

@@ -20,7 +20,7 @@ from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan, OutputPolicy
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
-from svdpp.worker.memory import MemoryPressure
+from svdpp.worker.device import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
 run = import_module("svdpp.cli.run")  # the package also has a command of this name

@@ -26,9 +26,16 @@ def test_env_in_words_and_as_json() -> None:
     words, values = svdpp_alone("env"), svdpp_here("env", "--json")
 
     assert (words.code, words.err) == (0, "")
-    assert words.out.split()[:2] == ["svdpp", __version__]
-    for name in ("torch", "cpu", "memory", "determinism", "ffmpeg", "hub cache", "HF_HUB_OFFLINE"):
-        assert f"\n{name}  " in words.out
+    assert words.out.split()[:3] == ["versions", "svdpp:", __version__]
+    for name in (
+        "torch:",
+        "cpu:",
+        "memory:",
+        "ffmpeg",
+        "hub cache",
+        "HF_HUB_OFFLINE",
+    ):
+        assert re.search(rf"\n *{name}", words.out)
     facts = json.loads(values.out)
     assert facts["schema_version"] == 1
     assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
@@ -155,13 +162,12 @@ def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert 0 < seconds < 60
-    assert 0 < costs.write_seconds < 60
     assert 0 < costs.transfer_seconds < 10
     assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents and the rest of the packet
     peak = costs.peak_gib(encode=True, denoise=True, decode=True)
     assert peak is not None
     assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "write", "transfer of a packet"):
+    for word in ("encode", "step", "decode", "transfer", "packet"):
         assert word in answer.out
 
 
@@ -174,7 +180,7 @@ def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     costs = Costs.from_json(json.loads(answer.out), "stdout")
-    assert (costs.decode_seconds, costs.write_seconds, costs.transfer_seconds) == (0, 0, 0)
+    assert (costs.decode_seconds, costs.transfer_seconds) == (0, 0)
     assert costs.denoise_weights_gib
     assert costs.decode_weights_gib is None
 

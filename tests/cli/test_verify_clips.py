@@ -12,7 +12,7 @@ import pytest
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import max_threads
-from svdpp.driver import rank_task
+from svdpp.driver import ranks
 from svdpp.media import video
 from svdpp.media.video import write_clip
 from svdpp.verification import reference
@@ -208,7 +208,7 @@ def test_more_memory_than_there_is_ends_before_any_process(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(rank_task, "StartedGroup", start)
+    monkeypatch.setattr(ranks, "StartedGroup", start)
     sizes = {"height": 4096, "width": 4096, "num_frames": 16, "decode_chunk_size": 16}
     _edit(out / "rocket_0.mp4.json", **sizes)
     answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")

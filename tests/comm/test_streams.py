@@ -22,11 +22,10 @@ ALLOWED = {
     "models/engine/model.py": {"all", "numpy"},  # finite? image, structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
-    "worker/clip_writer.py": {"numpy"},
+    "worker/writers.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
-    "verification/picture.py": {"numpy"},
     "verification/clip_proof.py": {"numpy"},
     "verification/result.py": {"any", "max", "mean"},
     "verification/verify.py": {"numpy"},

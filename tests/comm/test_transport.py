@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.comm.packet import Packet, assemble, describe
+from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transfer, Transport
 from svdpp.errors import TransportError
 from svdpp.launch.group import RankContext
@@ -67,7 +67,10 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
         )
     transport.drain()
     transport.close()
-    return {"equal": equal, "transfers": [(t.kind, t.clip, t.peer, t.num_bytes) for t in transfers]}
+    return {
+        "equal": equal,
+        "transfers": [(t.direction, t.clip, t.peer, t.num_bytes) for t in transfers],
+    }
 
 
 def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
@@ -146,27 +149,6 @@ def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
     assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
 
 
-def test_tensors_in_host_memory_are_in_the_description() -> None:
-    tensors = {"step": torch.tensor(7), "state": torch.arange(5).byte()}
-    back = assemble(describe(tensors, torch.device("cuda")), torch.empty(0, dtype=torch.uint8))
-    assert list(back) == ["step", "state"]
-    assert all(torch.equal(back[name], each) for name, each in tensors.items())
-
-
-@pytest.mark.parametrize(
-    ("description", "words"),
-    [
-        (b"?\n", "cannot be read"),
-        (b'[["latents", "float33", [1], false]]\n', "cannot be read"),
-        (b'[["latents", "float32", [2], false]]\n', "of 4 bytes is described as 8"),
-        (b"[]\nmore", "of 4 bytes is described as 0"),
-    ],
-)
-def test_a_description_that_does_not_fit_is_refused(description: bytes, words: str) -> None:
-    with pytest.raises(TransportError, match=words):
-        assemble(description, torch.zeros(4, dtype=torch.uint8))
-
-
 def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
     """Both ranks of a pair send a prediction at each step, while a packet is on its way."""
     transfers: list[Transfer] = []
@@ -189,7 +171,7 @@ def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
         waiting.wait()
     transport.drain()
     transport.close()
-    wire = sorted((t.channel, t.kind, t.next_step, t.num_bytes) for t in transfers)
+    wire = sorted((t.channel, t.direction, t.next_step, t.num_bytes) for t in transfers)
     return {"found": found, "wire": wire}
 
 

@@ -13,7 +13,7 @@ from svdpp.diagnostics.chrome_trace import TraceFile
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutputError
-from svdpp.worker.memory import status_bytes
+from svdpp.worker.device import status_bytes
 from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined, StepDone, TransferDone
 from tests.trace_format import check_trace, read_trace
 

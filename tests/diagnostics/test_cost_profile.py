@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.cost_profile import _moving_image, median_costs
+from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
@@ -59,14 +59,3 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
     assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
     assert (costs.packet_bytes, costs.transfer_seconds) == (77, pytest.approx(0.1))
     assert (costs.name, costs.source) == ("dummy 1x4x14x64x64 fp32", "a test")
-
-
-def test_the_clip_whose_writing_is_timed_moves() -> None:
-    sampling = SvdSampling(num_inference_steps=1, height=32, width=48, num_frames=3)
-    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
-
-    frames = _moving_image(config)
-
-    assert frames.shape == (3, 32, 48, 3)
-    assert (frames[1, :, 1:] == frames[0, :, :-1]).all()
-    assert (frames[0] != frames[1]).any()

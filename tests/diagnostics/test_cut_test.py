@@ -114,7 +114,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
-    checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
+    checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))
     assert _check(checkpoint, case.config(), tmp_path / "copy") == []
 
 
@@ -159,8 +159,8 @@ def test_a_difference_fails_the_check(
     found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut_test, "differences", lambda *_: cut_test.Found(found, ""))
-    checks = {name: doctor._CHECKS[name] for name in ("devices", "temporary folder", "model")}
-    monkeypatch.setattr(doctor, "_CHECKS", {**checks, "cut test": doctor._cut_test})
+    names = ("devices", "temporary folder", "model", "cut test")
+    monkeypatch.setattr(doctor, "_CHECKS", {name: doctor._CHECKS[name] for name in names})
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     *_, check = doctor.examine(doctor.Examination(config, tmp_path))
     assert (check.verdict, check.exit_code) == ("failed", 3)

@@ -54,18 +54,6 @@ def test_commit_and_state_are_those_of_a_checkout_alone(
     assert module._git() is None
 
 
-def test_the_models_of_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    for name, pipeline in (("a--svd", "StableVideoDiffusionPipeline"), ("b--sdxl", "SDXL")):
-        snapshot = tmp_path / f"models--{name}" / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
-
-    assert module._hub_cache()["svd_models"] == ["a/svd"]
-
-
 @pytest.mark.parametrize(("number", "text"), [(90100, "9.1.0"), (8902, "8.9.2"), (None, None)])
 def test_cudnns_number_is_written_with_dots(number: int | None, text: str | None) -> None:
     assert module._dotted(number) == text

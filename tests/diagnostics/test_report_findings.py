@@ -11,8 +11,8 @@ import pytest
 
 from svdpp.config.files import read_costs
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
-from svdpp.diagnostics.findings import KINDS, Finding
-from svdpp.diagnostics.report import Diagnosis, overrun, read_report
+from svdpp.diagnostics.findings import KINDS, Finding, overrun
+from svdpp.diagnostics.report import Diagnosis, read_report
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
@@ -20,11 +20,10 @@ from tests.cli.test_help import parsed
 from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 
 _DECODE = replace(EVEN, decode_seconds=1.0)
-_ON_CUDA = {"device": "cuda", "num_devices": 2}
 
 
 def _transfers() -> RunFigures:
-    figures = delayed(replayed(**_ON_CUDA), 1, 30.0)
+    figures = delayed(replayed(), 1, 30.0)
     return with_rank(
         replace(figures, transfer_seconds=0.8),
         1,
@@ -34,21 +33,9 @@ def _transfers() -> RunFigures:
     )
 
 
-def _shared_cores() -> RunFigures:
-    figures = replayed(slow=(1.0, 2.5))
-    return with_rank(figures, 1, cpu_seconds=0.4 * figures.ranks[1].compute)
-
-
-def _busy_machine() -> RunFigures:
-    figures = replayed()
-    for rank in figures.ranks:
-        figures = with_rank(figures, rank.rank, cpu_seconds=0.5 * rank.compute)
-    return figures
-
-
 def _few_steps_left() -> RunFigures:
     """A split by wrong costs: rank 0 does three steps in four."""
-    figures = replayed(**_ON_CUDA)
+    figures = replayed()
     wall = figures.makespan * 1.5
     figures = with_rank(
         figures, 0, compute=wall, wait=0.0, packet_wait=0.0, idle=0.0,
@@ -60,12 +47,8 @@ def _few_steps_left() -> RunFigures:
     )  # fmt: skip
 
 
-def _full_memory() -> RunFigures:
-    return with_rank(replayed(**_ON_CUDA), 1, memory_id="GPU-1", peak_bytes=int(15.5 * 2**30))
-
-
 def _disk() -> RunFigures:
-    figures = delayed(replayed(**_ON_CUDA), 1, 20.0, writer_wait=20.0)
+    figures = delayed(replayed(), 1, 20.0, writer_wait=20.0)
     return with_rank(
         replace(figures, write_tail=2.0), 1, write=WorkFigures(count=40, mean_seconds=1.2)
     )
@@ -73,24 +56,20 @@ def _disk() -> RunFigures:
 
 #: What each made-up run suffers from, the rank that limits it, and words of the report.
 BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
-    "balanced": (replayed(**_ON_CUDA), None, "no rank limits the others"),
-    "decode": (replayed(_DECODE, **_ON_CUDA), 1,
+    "balanced": (replayed(), None, "no rank limits the others"),
+    "decode": (replayed(_DECODE), 1,
                "its decodes take 67% of its work, so it works 1.5 s a clip"),
-    "encode": (replayed(replace(EVEN, encode_seconds=0.8), **_ON_CUDA), 0, "its encodes"),
+    "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
     "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
-    "slow_device": (replayed(slow=(1.0, 1.8, 1.0, 1.0), world_size=4, num_steps=12, **_ON_CUDA),
+    "slow_device": (replayed(slow=(1.0, 1.8, 1.0, 1.0), world_size=4, num_steps=12),
                     1, "a step takes 0.18 s on it, and 0.1 s on the others: its device is slower"),
-    "shared_cores": (_shared_cores(), 1, "it gets 40% of a core's time"),
-    "shared_cores: of all": (_busy_machine(), None, "no rank gets more than 50% of a core's time"),
-    "too_many_threads": (replayed(num_threads=4, usable_cores=4), None,
-                         "2 ranks of 4 threads want 8 cores, and there are 4"),
     "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
-    "images": (delayed(replayed(**_ON_CUDA), 0, 15.0, photograph_wait=15.0), 0,
+    "images": (delayed(replayed(), 0, 15.0, photograph_wait=15.0), 0,
                "waits 15.0 s for images"),
     "disk": (_disk(), 1, "writing a clip takes rank 1 1.2 s"),
-    "few_clips": (replayed(clips=2, world_size=4, num_steps=12, **_ON_CUDA), None,
+    "few_clips": (replayed(clips=2, world_size=4, num_steps=12), None,
                   "2 clips are few for 4 ranks"),
-    "few_clips: one": (replayed(clips=1, world_size=4, num_steps=12, **_ON_CUDA), None,
+    "few_clips: one": (replayed(clips=1, world_size=4, num_steps=12), None,
                        "1 clip is not enough for 4 ranks"),
 }  # fmt: skip
 
@@ -105,26 +84,15 @@ def test_the_known_bottleneck_comes_first(kind: str, tmp_path: Path) -> None:
     assert (first.kind, first.rank) == (kind.partition(":")[0], rank)
     assert words in first.text
     assert report.headline.startswith(first.text)
-    for advice in report.advice:
-        assert advice.text
-        if advice.command:
-            parsed(advice.command)
-
-
-def test_starting_and_memory_are_named_beside_what_limits_the_ranks(tmp_path: Path) -> None:
-    slow_start = replace(replayed(**_ON_CUDA), start_seconds=60.0)
-    report = _diagnosis(tmp_path, slow_start)
-    assert [each.kind for each in report.findings] == ["balanced", "start_up"]
-    assert parsed(report.advice[-1].command)["options"].ranks.world == 2
-    kinds = [each.kind for each in _diagnosis(tmp_path, _full_memory()).findings]
-    assert kinds == ["balanced", "memory"]
+    if report.advice is not None:
+        parsed(report.advice.command)
 
 
 def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> None:
-    report = _diagnosis(tmp_path, replayed(_DECODE, **_ON_CUDA))
+    report = _diagnosis(tmp_path, replayed(_DECODE))
 
-    best = report.advice[0]
-    assert best.times_as_fast is not None
+    best = report.advice
+    assert best is not None
     assert best.times_as_fast == pytest.approx(1.5, abs=0.1)
     asked = parsed(best.command)
     wanted = asked["options"].layout  # --from reads the run's other options
@@ -151,7 +119,7 @@ def test_the_forecasts_error_is_a_share_of_the_forecast(tmp_path: Path) -> None:
 
 
 def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
-    content = json.loads(json.dumps(read_report(leave(tmp_path, _full_memory())).to_json()))
+    content = json.loads(json.dumps(read_report(leave(tmp_path, replayed())).to_json()))
     assert content["clips"] == {"done": 1, "failed": 1}
     assert content["lost"] == [{"output": "a_1.mp4", "why": "a latent is not finite"}]
     assert content["findings"][0]["kind"] == "balanced"
@@ -160,11 +128,11 @@ def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
 
 
 def test_an_overrun_is_explained_by_what_limits_the_ranks() -> None:
-    figures = replace(replayed(num_threads=4, usable_cores=4), makespan=10.0)
+    figures = replace(delayed(replayed(), 0, 15.0, photograph_wait=15.0), makespan=10.0)
     assert overrun(figures, 8.4) == ""
     assert overrun(figures, 8.3) == (
-        "the run took 10.00 s, 1.2 times the forecast: "
-        "2 ranks of 4 threads want 8 cores, and there are 4"
+        "the run took 10.00 s, 1.2 times the forecast: rank 0 waits 15.0 s for images: they are "
+        "read more slowly than the ranks make clips"
     )
 
 
@@ -205,42 +173,25 @@ def _diagnosis(folder: Path, figures: RunFigures) -> Diagnosis:
     return found
 
 
-EVERY_RUN = {
-    **{kind: figures for kind, (figures, _, _) in BOTTLENECKS.items()},
-    "memory": _full_memory(),
-    "one thread too many": replayed(num_threads=1, world_size=4, num_steps=12, usable_cores=2),
-    "chunk": replayed(_DECODE, decode_chunk_size=2, **_ON_CUDA),
-    "more devices": replayed(**{**_ON_CUDA, "num_devices": 4}),
-    "free cores": replayed(usable_cores=8),
-}
-
-
-@pytest.mark.parametrize("kind", EVERY_RUN)
-def test_each_advice_changes_something_and_its_forecast_holds(kind: str, tmp_path: Path) -> None:
-    figures = EVERY_RUN[kind]
-    for advice in _diagnosis(tmp_path, figures).advice:
-        if not advice.command.startswith("svdpp run"):
-            assert advice.times_as_fast is None
-            continue
-        asked = parsed(advice.command)["options"]
-        world = asked.ranks.world or figures.world_size
-        threads = asked.ranks.threads or figures.num_threads
-        chunk = asked.sampling.decode_chunk_size
-        layout = Layout(
-            num_steps=figures.num_steps,
-            world_size=world,
-            split=asked.layout.split or figures.split,
-            replicas=asked.layout.replicas or figures.replicas,
-            decoders=asked.layout.decoders or figures.decoders,
-            costs=figures.costs,
-        )
-        before = (figures.world_size, figures.num_threads, figures.split, figures.replicas)
-        changed = (world, threads, layout.split, layout.replicas) != before
-        assert changed or chunk not in (None, str(figures.decode_chunk_size)), advice
-        if advice.times_as_fast is not None:
-            assert figures.forecast_seconds is not None
-            times = figures.forecast_seconds / forecast_layout(layout, figures.clips).makespan
-            assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
+@pytest.mark.parametrize("kind", BOTTLENECKS)
+def test_the_advice_changes_something_and_its_forecast_holds(kind: str, tmp_path: Path) -> None:
+    figures, _, _ = BOTTLENECKS[kind]
+    advice = _diagnosis(tmp_path, figures).advice
+    if advice is None:
+        return
+    asked = parsed(advice.command)["options"].layout
+    layout = Layout(
+        num_steps=figures.num_steps,
+        world_size=figures.world_size,
+        split=asked.split,
+        replicas=asked.replicas,
+        decoders=asked.decoders,
+        costs=figures.costs,
+    )
+    assert (layout.split, layout.replicas) != ("uniform", 1), "the layout of each made-up run"
+    assert figures.forecast_seconds is not None
+    times = figures.forecast_seconds / forecast_layout(layout, figures.clips).makespan
+    assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,9 +202,9 @@ def test_each_limit_fits_on_a_line(kind: str, tmp_path: Path) -> None:
     assert len(line) <= 80
 
 
-@pytest.mark.parametrize("kind", EVERY_RUN)
+@pytest.mark.parametrize("kind", BOTTLENECKS)
 def test_the_end_of_a_run_is_two_lines_that_fit(kind: str, tmp_path: Path) -> None:
-    diagnosis = _diagnosis(tmp_path, EVERY_RUN[kind])
+    diagnosis = _diagnosis(tmp_path, BOTTLENECKS[kind][0])
     lines = diagnosis.lines
     assert bool(lines) == (diagnosis.figures.clips > diagnosis.figures.world_size)
     assert [line[:4] for line in lines if not line.startswith("  ")] == ["limi", "try:"][

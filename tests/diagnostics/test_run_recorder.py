@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from svdpp.diagnostics.report import read_report
 from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder, left_in
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
-from svdpp.launch.gpus import Gpu
-from svdpp.worker.messages import ActionDone, ClipDone, GpuSample, Joined, Started, StepDone
+from svdpp.worker.messages import ActionDone, ClipDone, StepDone
 
 
 def _config() -> PipelineConfig:
@@ -40,7 +38,6 @@ def _make_clip(recorder: FigureRecorder, clip: int, *, wait: float = 0.0) -> Non
         end=clip + wait + 0.5,
         waited=wait,
         waits={"photograph": wait},
-        cpu_seconds=0.4,
     )
     recorder(0, done)
     recorder(0, ClipDone(clip=clip, metadata={}, write_seconds=0.1 * (clip + 1)))
@@ -50,15 +47,13 @@ def test_figures_are_sums_of_the_events() -> None:
     recorder = _recorder(3)
     for clip in range(3):
         _make_clip(recorder, clip, wait=0.2)
-    recorder(0, GpuSample(when=0.0, watts=100, utilisation=1.0))
     figures = recorder.figures()
     assert figures is not None
     (rank,) = figures.ranks
     assert (figures.clips, rank.step.count, rank.step.mean_seconds) == (3, 6, 0.25)
-    assert (rank.compute, rank.cpu_seconds) == (pytest.approx(1.5), pytest.approx(1.2))
+    assert rank.compute == pytest.approx(1.5)
     assert rank.photograph_wait == pytest.approx(0.6)
     assert (rank.write.count, rank.write.mean_seconds) == (3, pytest.approx(0.2))
-    assert rank.gpu is not None
     assert figures.forecast_seconds == pytest.approx(1.5)
 
 
@@ -70,39 +65,10 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.Mon
     figures = recorder.figures()
     assert figures is not None
     assert (figures.clips, figures.ranks[0].step.count) == (5, 10)
-    # Waits and CPU time are of the same clips.
+    # Waits are of the same clips.
     assert figures.ranks[0].photograph_wait == pytest.approx(1.0)
-    assert figures.ranks[0].cpu_seconds == pytest.approx(2.0)
     assert figures.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(figures.to_json())) < 10_000
-
-
-@pytest.mark.parametrize(
-    ("started", "name"),
-    [
-        ((), "NVIDIA H200"),  # as diffusers' own pipeline, which does not report its GPU
-        ((Started(device="cuda:0", uuid="b", conditions={}),), "NVIDIA L4"),
-        ((Started(device="cuda:0", uuid="c", conditions={}),), ""),  # on another host
-    ],
-)
-def test_a_rank_has_the_name_of_its_gpu(
-    started: tuple[Started, ...], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"capability": "9.0", "total_bytes": 8, "free_bytes": 4}
-    gpus = [
-        Gpu(index=index, uuid=f"GPU-{uuid}", name=name, **sizes)  # type: ignore[arg-type]
-        for index, (uuid, name) in enumerate((("a", "NVIDIA H200"), ("b", "NVIDIA L4")))
-    ]
-    monkeypatch.setattr(run_recorder, "visible_gpus", lambda: gpus)
-    config = replace(_config(), device="cuda")
-    recorder = FigureRecorder(config, lambda _: None)
-    for event in (*started, Joined(device="cuda:0", load_seconds=1.0)):
-        recorder(0, event)
-    _make_clip(recorder, 0)
-    figures = recorder.figures()
-    assert figures is not None
-    assert figures.ranks[0].device_name == name
-    assert figures.forecast_seconds is None
 
 
 def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
@@ -101,13 +99,11 @@ def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
 def _check_figures(figures: RunFigures | None, pipeline: Pipeline) -> None:
     """The figures of the same ranks, for `svdpp report`."""
     assert figures is not None
-    assert figures.layout == replace(pipeline.config.layout, costs=figures.costs)
     assert figures.clips == 6
     for rank in figures.ranks:
         causes = rank.photograph_wait + rank.packet_wait + rank.send_wait + rank.writer_wait
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
         assert rank.peak_bytes
-        assert rank.cpu_seconds is not None
     counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
-    assert counts == ([(2, 2)] * 3 if figures.replicas == 3 else [(6, 0), (0, 0), (0, 6)])
+    assert counts == ([(2, 2)] * 3 if pipeline.config.replicas == 3 else [(6, 0), (0, 0), (0, 6)])
     assert figures.forecast_seconds == pytest.approx(figures.makespan, rel=0.3)

@@ -147,7 +147,7 @@ def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
 
 def _assert_nothing_is_left(pipeline: Pipeline) -> None:
     assert not any(map(is_there, pids(pipeline)))
-    assert not pipeline._supervisor._group._folder.exists()  # type: ignore[union-attr, attr-defined]
+    assert not pipeline._session.supervisor._group._folder.exists()  # type: ignore[union-attr, attr-defined]
 
 
 def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, OutputConfig
-from svdpp.driver.leftover_files import LeftoverFiles
+from svdpp.driver.clips import LeftoverFiles
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, saved_steps
 
 _DIES_WHILE_WRITING = """

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.comm.packet import FIELDS
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
 from svdpp.media.examples import example_photos
 from svdpp.media.video import read_frames
-from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Heartbeat
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Failed, Heartbeat
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
-from tests.faults.damage import HEADER_FIELDS, Damage
+from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others
 
 
@@ -91,13 +92,13 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("field", sorted(HEADER_FIELDS))
+@pytest.mark.parametrize("field", sorted(FIELDS))
 def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
     said: dict[int, str] = {}
     pipeline = Pipeline(dummy(steps=6, checksum=True), fault=Damage("header", 0, 1, field))
     pipeline.observe(
         lambda rank, event: (
-            said.setdefault(rank, event.error["message"]) if event.kind == "failed" else None
+            said.setdefault(rank, event.error["message"]) if isinstance(event, Failed) else None
         )
     )
     finished = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver import memory_check, rank_task, ranks
+from svdpp.driver import memory_check, ranks
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -43,8 +43,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    for module in (rank_task, ranks):
-        monkeypatch.setattr(module, "StartedGroup", start)
+    monkeypatch.setattr(ranks, "StartedGroup", start)
 
 
 @pytest.mark.usefixtures("one_gib")
@@ -136,7 +135,7 @@ def test_no_process_is_started(tmp_path: Path) -> None:
     "command",
     [
         ("run", PHOTO, *DEMO, "--out"),
-        ("verify", PHOTO, *DEMO, "--picture"),
+        ("verify", PHOTO, *DEMO, "--log-file"),
         ("profile", *DEMO, "--out"),
         ("bench", "smoke", "--model.name=demo", "--results"),
     ],
@@ -146,7 +145,7 @@ def test_each_command_ends_with_code_4(command: tuple[str, ...], tmp_path: Path)
     sizes = ("--height", "512", "--width", "512", "--frames", "14")
     if command[0] == "bench":
         sizes = ("--workload.height=512", "--workload.width=512", "--workload.frames=14")
-    target = {"run": "out", "verify": "proof.png", "profile": "costs.json", "bench": "results"}
+    target = {"run": "out", "verify": "verify.log", "profile": "costs.json", "bench": "results"}
     path = tmp_path / target[command[0]]
     answer = svdpp_here(*command, str(path), *sizes)
     said = [line for line in answer.err.splitlines() if line.startswith(("error", "hint"))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
-from svdpp.driver import rank_session
+from svdpp.driver import supervisor
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
 from svdpp.media.examples import example_photos
@@ -148,7 +148,7 @@ def test_every_thread_that_closes_hears_of_a_failure() -> None:
 def test_an_observer_that_never_returns_cannot_keep_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_session, "_DROP_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "_DROP_SECONDS", 0.1)
     blocked, release = threading.Event(), threading.Event()
 
     def block(rank: int, event: Event) -> None:  # noqa: ARG001

@@ -79,11 +79,9 @@ def test_only_a_launchers_rank_0_enters_the_block(monkeypatch: pytest.MonkeyPatc
         pipeline.__enter__()
 
 
-@pytest.mark.parametrize("name", ["ask", "gather", "check_gathered", "serve"])
-def test_without_a_launcher_there_are_no_launched_ranks(name: str) -> None:
-    arguments: dict[str, Any] = {"ask": {"question": b""}, "serve": {"say": print}}.get(name, {})
+def test_without_a_launcher_there_are_no_launched_ranks() -> None:
     with pytest.raises(ClosedError, match="no launcher has started this process"):
-        getattr(Pipeline(config()), name)(**arguments)
+        Pipeline(config()).serve(say=print)
 
 
 def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:

@@ -15,7 +15,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.media.examples import example_photos
-from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.source import read_source
 from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
@@ -38,7 +38,7 @@ def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     case = CASES[name]
     save_tiny(case.family, folder, image=case.image, **case.changes)
     dtype: Any = case.dtype
-    model = ModelConfig(name=str(folder), dtype=dtype)
+    model = ModelConfig(name=str(folder), family=case.family, dtype=dtype)
     is_svd = case.family == "svd"
     image = str(PHOTO) if case.image or is_svd else None
     request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image)
@@ -60,14 +60,16 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     save_tiny(case.family, folder, image=case.image, **case.changes)
     sampling = vars(case.config())
     parameters = {key: sampling[key] for key in {**SIZES, **case.sampling} if key in sampling}
-    unused = find_checkpoint(ModelConfig(name=str(folder))).unused_parameters
+    model = ModelConfig(name=str(folder), family=case.family)
+    unused = find_checkpoint(model).unused_parameters
     options = [
         f"--{NAMES[key]}={value}" if key in NAMES else f"--param={key}={value}"
         for key, value in parameters.items()
         if key not in unused
     ]
     answer = svdpp_here(
-        *("verify", "--model", str(folder), "--device", "cpu", "--threads", "1", "--gpus", "2"),
+        *("verify", "--model", str(folder), "--family", case.family, "--device", "cpu"),
+        *("--threads", "1", "--gpus", "2"),
         *("--split", "balanced", "--clips", "1", "--json", *options),
         *("--dtype", case.dtype, *((str(PHOTO),) if case.image or case.family == "svd" else ())),
         *(("--prompt", "the sea") if case.family != "svd" else ()),
@@ -84,9 +86,8 @@ def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -
     config, request = _config(name, tmp_path / "model")
     config, checkpoint = resolve(config)
     assert checkpoint is not None
-    sampling, image = config.sampling, None
-    if request.image is not None:
-        image = fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
+    sampling = config.sampling
+    image = None if request.image is None else read_source(request.image, sampling)
     latents, frames, audio = whole_clip(config.model, sampling, request, image)
     roles = Roles(encode=True, denoise=True, decode=False)
     model = load_model(checkpoint, config.model, sampling, "cpu", roles)

@@ -45,7 +45,7 @@ def test_steps_are_placed_back_to_back_before_their_actions_end() -> None:
 
 
 def test_waits_end_where_the_action_begins() -> None:
-    assert _trace().waits == [WaitSpan(0, 10.5, 11.0), WaitSpan(1, 10.5, 15.5)]
+    assert _trace().waits == [WaitSpan(0, 0, 10.5, 11.0), WaitSpan(1, 0, 10.5, 15.5)]
 
 
 def test_a_sender_that_waits_is_not_yet_sending() -> None:
@@ -126,7 +126,9 @@ def test_a_bounded_trace_keeps_the_last_clips_and_the_means_of_all() -> None:
     assert {span.action.clip for span in trace.spans} == {7, 8, 9}
     assert {step.clip for step in trace.steps} == {7, 8, 9}
     assert {transfer.clip for transfer in trace.transfers} == {7, 8, 9}
-    assert trace.waits == [WaitSpan(0, span.start - 0.5, span.start) for span in trace.spans]
+    assert trace.waits == [
+        WaitSpan(0, span.clip, span.start - 0.5, span.start) for span in trace.spans
+    ]
     assert (trace.spans, trace.steps) == (whole.spans[7:], whole.steps[14:])
     assert trace.costs() == whole.costs()
     assert trace.costs().step_seconds == pytest.approx(5.5)

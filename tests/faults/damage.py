@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from svdpp.comm.header import FIELDS
+from svdpp.comm.packet import FIELDS
 from svdpp.models.base import LATENTS, Tensors, solver_history
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
-
-#: The offset of each header field that receivers check: all but the clip's times.
-HEADER_FIELDS: Mapping[str, int] = {
-    name: position for name, position in FIELDS.items() if name not in ("begun", "compute")
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Damage(InjectedFault):
     def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
         if self.kind != "header" or rank != self.rank:
             return None
-        position = HEADER_FIELDS[self.field]
+        position = FIELDS[self.field]
 
         def change(clip: int, header: bytes) -> bytes:
             changed = bytearray(header)

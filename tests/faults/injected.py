@@ -47,7 +47,9 @@ def _injected(plan: dict[str, Any]) -> type:
             if "stop" in plan:
                 options["fault"] = InjectedStop(**plan["stop"])
             super().__init__(config, **options)
-            self.observe(lambda rank, event: note(rank=rank, **event.model_dump()))
+            self.observe(
+                lambda rank, event: note(rank=rank, kind=type(event).__name__, **event.model_dump())
+            )
 
         def __exit__(
             self,

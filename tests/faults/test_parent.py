@@ -21,8 +21,8 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 def test_ranks_listen_on_loopback_and_end_with_a_killed_parent(start: StartCommand) -> None:
     command = start(*SIMULATE, plan={"stop": STANDING})
-    command.event(kind="heartbeat", rank=1, step=2, action="DENOISE c2 2:4")
-    command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.event(kind="Heartbeat", rank=1, step=2, action="DENOISE c2 2:4")
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     addresses = listening(command.pids())
     assert addresses, "gloo listens somewhere; this test no longer sees it"
     assert addresses <= LOOPBACK

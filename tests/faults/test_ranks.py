@@ -24,7 +24,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ClipDone, Event, Heartbeat
+from svdpp.worker.messages import ClipDone, Event, Failed, Heartbeat
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
 from tests.faults.conftest import StartCommand
@@ -201,7 +201,7 @@ def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[i
     failed: list[int] = []
 
     def others_have_published(rank: int, event: Event) -> bool:
-        if event.kind == "failed":
+        if isinstance(event, Failed):
             failed.append(rank)
         stores = [store.read_bytes() for store in _folder_of_runs().glob("svdpp-*/store")]
         is_published = bool(stores) and stores[0].count(b"/cpu/") == WORLD_SIZE - 1
@@ -396,11 +396,11 @@ def test_an_exception_is_reported_by_the_command(start: StartCommand, home: Path
     gate = home / "gate"
     stop = {"kind": "raise", "rank": MIDDLE, "clip": 1, "place": "step1", "until": str(gate)}
     command = start(*RUN, str(home / "out"), out=home / "out", plan={"stop": stop})
-    command.event(kind="clip", clip=0)
+    command.event(kind="ClipDone", clip=0)
     fault = time.monotonic()
     gate.touch()
     assert command.end(fault, 6) == 6
-    failed = command.event(kind="failed")
+    failed = command.event(kind="Failed")
     assert (failed["rank"], failed["action"], failed["step"]) == (1, "DENOISE c1 1:2", 1)
     assert "failed at clip 1, step 1" in command.errors
     assert (home / "out" / "rocket_0.mp4").exists()

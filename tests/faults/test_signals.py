@@ -23,7 +23,7 @@ def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signal
     """To the command alone and to its whole group, with two commands that start together."""
     commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
     for command in commands:
-        command.event(kind="clip")
+        command.event(kind="ClipDone")
     for command, group in zip(commands, (False, True), strict=True):
         assert command.end(command.signal(number, group=group), 2) == 128 + number
         assert command.errors == f"error: ended by {number.name}\n"
@@ -34,7 +34,7 @@ def test_a_second_signal_ends_it_at_once(start: StartCommand) -> None:
     plan = {"stop": STANDING, "leaving_seconds": 600}
     commands = [(start(*SIMULATE, plan=plan), number) for number in SIGNALS]
     for command, _ in commands:
-        command.event(kind="clip")
+        command.event(kind="ClipDone")
     for command, number in commands:
         command.signal(number, group=True)
         command.event(kind="leaving")

@@ -29,7 +29,7 @@ def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
 
 def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
     command = _start(start, STANDING)
-    command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.signal(signal.SIGKILL)
     command.process.wait()
     command.assert_gone(seconds=1)
@@ -38,7 +38,7 @@ def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
 def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Path) -> None:
     gate = home / "gate"
     command = _start(start, {**STANDING, "kind": "raise", "until": str(gate)})
-    command.event(kind="clip", clip=0)
+    command.event(kind="ClipDone", clip=0)
     fault = time.monotonic()
     gate.touch()
     assert command.end(fault, 6) == 1, "torchrun exits with its own code, whatever its ranks' codes"
@@ -56,7 +56,7 @@ def test_a_signal_to_all_is_told_as_the_signal(
 ) -> None:
     """Ctrl-C or scancel: every rank gets the signal and ends, the others perhaps before rank 0."""
     command = _start(start, STANDING, leaving_seconds=late)
-    command.event(kind="heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.end(command.signal(number, group=True), 6)
     assert f"error: ended by {number.name}\n" in command.errors
     assert "is gone" not in command.errors

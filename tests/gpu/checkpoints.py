@@ -12,7 +12,7 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from svdpp.models.loading import silence_libraries
+from svdpp.models.engine.load import silence_libraries
 from tests.models.builders import SVD_SCHEDULER, save_tiny_checkpoint
 
 

@@ -16,10 +16,10 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
-from svdpp.worker.clip_writer import ClipWriter, FinishedClip
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, LatentCheckpointWriter
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
 from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
 from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal
@@ -159,10 +159,9 @@ def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
     writer.put(
         FinishedClip(
             job=ClipJob(clip=0, request=ClipRequest(seed=0)),
-            latent=torch.zeros(1),
+            packet=Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
             frames=tensor,
             ready=streams.mark(DEVICE),
-            begun_at=0.0,
         )
     )
     writer.finish()

@@ -18,14 +18,13 @@ import torch
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
-from svdpp.diagnostics.run_recorder import RunRecorder
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.messages import Event, StepDone
+from svdpp.worker.messages import Event, GpuSample, StepDone
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
@@ -203,20 +202,15 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
 @pytest.mark.no_rehearsal
 def test_a_run_samples_its_gpu(machine: Machine, report: Report) -> None:
     """NVML is the real one here."""
-    config = machine.config(1)
-    requests = machine.requests(4)
-    pipeline = Pipeline(config)
-    recorder = RunRecorder(pipeline, requests)
-    pipeline.observe(recorder)
+    samples: list[GpuSample] = []
+    pipeline = Pipeline(machine.config(1))
+    pipeline.observe(
+        lambda _, event: samples.append(event) if isinstance(event, GpuSample) else None
+    )
     with pipeline:
-        pipeline.run(requests)
-    figures = recorder.figures()
-    assert figures is not None
-    gpu = figures.ranks[0].gpu
-    assert gpu is not None
-    assert gpu.samples >= 1
-    assert gpu.peak_memory_bytes
-    assert 0 < (gpu.mean_watts or 0) < 2000
-    assert 10 < (gpu.peak_celsius or 0) < 110
-    assert figures.ranks[0].device_name
-    report.add("GPU samples of one rank", gpu=str(gpu), joules_per_clip=figures.joules_per_clip)
+        pipeline.run(machine.requests(4))
+    last = samples[-1]
+    assert last.memory_bytes
+    assert 0 < (last.watts or 0) < 2000
+    assert 10 < (last.celsius or 0) < 110
+    report.add("GPU samples of one rank", samples=len(samples), last=str(last))

@@ -59,7 +59,7 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
         "dithered",
         *(
             pytest.param(layout, marks=pytest.mark.no_rehearsal)
-            for layout in ("uniform", "data parallel", "reversed")
+            for layout in ("uniform", "data parallel")
         ),
     ],
 )
@@ -70,7 +70,6 @@ def test_all_cards_at_full_size_are_exact(
     changes: dict[str, Any] = {
         "uniform": {"split": "balanced" if steps % world_size else "uniform"},
         "dithered": {"split": "dithered"},
-        "reversed": {"split": "dithered", "device_order": tuple(reversed(range(world_size)))},
         "data parallel": {"replicas": world_size},
     }[layout]
     config = _full_size(machine, full_size, **changes)

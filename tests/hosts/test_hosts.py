@@ -54,47 +54,57 @@ def _assert_own_addresses(host: Host, but: set[str] = _TORCHRUNS_OWN) -> None:
         assert address == host.address or programs == but, (address, programs)
 
 
-def test_each_host_keeps_the_clips_that_it_decodes(
+def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
 ) -> None:
-    hosts = make_hosts(2)
-    photo = shutil.copy(PHOTO, hosts.on_first_host)
+    hosts, out = make_hosts(2), tmp_path / "out"
     jobs = hosts.torchrun(
-        *("run", photo, *_CLIPS[1:], "--replicas", "2", "--out", "{host}/out"),
+        *("run", *_CLIPS, "--replicas", "2", "--out", str(out)),
         *("--log-file", "{host}/log", "--trace", "{host}/trace.json"),
         per_host=2,
     )
-    wait_for("*/out/*.mp4", tmp_path)
+    wait_for("out/*.mp4", tmp_path)
     for host in hosts.all:
         _assert_own_addresses(host)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
 
-    held = [_records(host.path("out")) for host in hosts.all]
-    assert [sorted(each) for each in held] == [["rocket_1", "rocket_3"], ["rocket_2", "rocket_4"]]
-    assert {r["host"] for r in held[0].values()} == {"host0"}
-    assert {r["host"] for r in held[1].values()} == {"host1"}
-    manifest = json.loads(hosts[0].path("out/run.json").read_text())
+    records = _records(out)
+    assert [records[name]["host"] for name in sorted(records)] == ["host0", "host1"] * 2
+    manifest = json.loads((out / "run.json").read_text())
     assert [clip["host"] for clip in manifest["clips"]] == ["host0", "host1"] * 2
-    assert {**_bits(held[0]), **_bits(held[1])} == bits_of_one_host
+    assert _bits(records) == bits_of_one_host
 
     # The hosts' clocks are 100000 s apart.
-    seconds = [record["wall_seconds"] for each in held for record in each.values()]
+    seconds = [record["wall_seconds"] for record in records.values()]
     assert all(0 < taken < 100 for taken in seconds), seconds
     events = json.loads(hosts[0].path("trace.json").read_text())
     times = [event["ts"] for event in events if event["ph"] == "X"]
     assert max(times) - min(times) < 100e6, "microseconds"
 
-    assert jobs[0].out.splitlines() == [
-        *(f"{hosts[0].path('out')}/rocket_1.mp4",),
-        *(f"{hosts[0].path('out')}/rocket_2.mp4  (on host1)",),
-        *(f"{hosts[0].path('out')}/rocket_3.mp4",),
-        *(f"{hosts[0].path('out')}/rocket_4.mp4  (on host1)",),
-    ]
+    assert jobs[0].out.splitlines() == [f"{out}/rocket_{seed}.mp4" for seed in range(1, 5)]
     assert "run: 4 of 4 clips: " in jobs[0].err
     assert jobs[1].out == ""
     assert "clips" not in jobs[1].err
     assert _ranks_in_log(hosts[0]) == {0, 1, 2, 3}, "rank 0's host logs the whole run"
     assert _ranks_in_log(hosts[1]) == {2, 3}, "the others log their own ranks"
+
+
+@pytest.mark.parametrize("private", ["images", "--out", "--latents-dir"])
+def test_a_folder_of_one_host_alone_is_refused_by_name(
+    make_hosts: MakeHosts, tmp_path: Path, private: str
+) -> None:
+    hosts = make_hosts(2)
+    alone, shared = hosts.on_first_host, tmp_path / "shared"
+    photo = shutil.copy(PHOTO, alone) if private == "images" else PHOTO
+    jobs = hosts.torchrun(
+        *("run", photo, *_CLIPS[1:], "--out", str(alone if private == "--out" else shared)),
+        *("--latents-dir", str(alone if private == "--latents-dir" else shared)),
+        per_host=1,
+    )
+    assert [job.end() for job in jobs] == [1, 1], "torchrun's own code"
+    assert f"error: host1 cannot use '{alone}' of rank 0's host\n" in jobs[0].err
+    assert "is gone" not in jobs[1].err, "rank 1 learns the reason"
+    assert not list(shared.glob("*.mp4"))
 
 
 def _ranks_in_log(host: Host) -> set[int]:
@@ -108,11 +118,11 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
 ) -> None:
     hosts = make_hosts(2)
     command = (
-        *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out", "--timeout", "5"),
+        *("run", *_CLIPS, "--split", "dithered", "--out", str(tmp_path / "out"), "--timeout", "5"),
         *("--latents-dir", str(tmp_path / "handed-over"), "--resume"),
     )
     jobs = hosts.torchrun(*command, per_host=1)
-    wait_for("*/out/*.mp4", tmp_path)
+    wait_for("out/*.mp4", tmp_path)
     hosts[1].set_link("down")
     cut = time.monotonic()
     assert [job.end() for job in jobs] == [1, 1], "torchrun's own code"
@@ -128,13 +138,13 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
     assert re.search(silent, jobs[1].err), jobs[1].err
 
     hosts[1].set_link("up")
-    finished = _bits(_records(hosts[1].path("out")))
+    finished = _bits(_records(tmp_path / "out"))
     assert 0 < len(finished) < 4
     jobs = hosts.torchrun(*command, per_host=1)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err
     assert jobs[0].out.count("(was finished)") == len(finished)
     assert "of them continued from an earlier run" in jobs[0].err
-    assert _bits(_records(hosts[1].path("out"))) == bits_of_one_host
+    assert _bits(_records(tmp_path / "out")) == bits_of_one_host
     assert not list((tmp_path / "handed-over").iterdir())
 
 
@@ -154,19 +164,19 @@ def test_torchrun_starts_again_and_nothing_is_done_twice(
 ) -> None:
     hosts = make_hosts(2)
     jobs = hosts.torchrun(
-        *("run", *_CLIPS, "--split", "dithered", "--out", "{host}/out"),
+        *("run", *_CLIPS, "--split", "dithered", "--out", str(tmp_path / "out")),
         *("--latents-dir", str(tmp_path / "handed-over")),
         per_host=1,
         options=("--max-restarts", "1"),
     )
-    first = wait_for("host1/out/*.json", tmp_path)
+    first = wait_for("out/*.mp4.json", tmp_path)
     made_at = first.stat().st_mtime_ns
     os.kill(hosts.rank(1), signal.SIGKILL)
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     assert re.search(r"error: rank 1 \(cpu of host1\) is gone at clip \d", jobs[0].err)
     assert "(was finished)" in jobs[0].out
     assert first.stat().st_mtime_ns == made_at
-    assert _bits(_records(hosts[1].path("out"))) == bits_of_one_host
+    assert _bits(_records(tmp_path / "out")) == bits_of_one_host
 
 
 def test_four_hosts_by_the_variables_of_srun(make_hosts: MakeHosts) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
 
-from svdpp.errors import Interrupted, RankError
+from svdpp.errors import Interrupted, OutputError, RankError, RequestError
 from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import BEGIN, Terms
 from svdpp.launch.joined import JoinedGroup
@@ -52,32 +54,28 @@ def _terms(world: World, start_timeout: float = 20) -> Terms:
     return replace(TERMS, world=world, start_timeout=start_timeout)
 
 
-def _joined_group(start_timeout: float) -> JoinedGroup:
-    return JoinedGroup(_terms(WORLD, start_timeout))
-
-
 def _group_of_two(
     store: InMemoryStore,
-    answer: Callable[[bytes], bytes] = lambda _: b"",
     said: list[str] | None = None,
     start_timeout: float = 20,
+    shared_paths: tuple[str, ...] = (),
 ) -> JoinedGroup:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
     said = [] if said is None else said
 
     def work() -> None:
-        hello = replace(HELLO, host_index=1)
-        connection = connections.connect(store, hello, _terms(RANK_1))
+        connection = connections.connect(store, HELLO, _terms(RANK_1))
         link = joined_rank._ParentLink(connection, _terms(RANK_1), "cpu")
-        link.answer, link.say = answer, lambda sentence, _: said.append(sentence)
+        link.say = lambda sentence, _: said.append(sentence)
         link.listen()
         joined_rank._parents[:] = [link]
 
     thread = threading.Thread(target=work)
     thread.start()
-    group = _joined_group(start_timeout)
-    thread.join()
-    return group
+    try:
+        return JoinedGroup(replace(_terms(WORLD, start_timeout), shared_paths=shared_paths))
+    finally:
+        thread.join()
 
 
 @pytest.mark.long
@@ -86,38 +84,32 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> 
     connected: list[connections.Connection] = []
     thread = _connect_in_thread(store, connected)
     with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
-        _joined_group(allowing_for_others(1))
+        JoinedGroup(_terms(WORLD, allowing_for_others(1)))
     thread.join()
 
 
-@pytest.mark.long
-@pytest.mark.timing
-def test_a_rank_that_does_not_answer_is_named_with_its_host(store: InMemoryStore) -> None:
-    released = threading.Event()
-    group = _group_of_two(
-        store,
-        lambda _: b"later" if released.wait(20) else b"",
-        start_timeout=allowing_for_others(1),
-    )
-    with pytest.raises(RankError, match=r"rank 1 \(here\) does not report the contents") as error:
-        group.ask(b"what?")
-    assert "on here" in error.value.hint
-    released.set()
+def test_what_all_hosts_share_is_looked_for_there(
+    store: InMemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process stands for both hosts; the second sees no folder named `private`."""
+    image, out = tmp_path / "photo.jpg", tmp_path / "out"
+    image.touch()
+    group = _group_of_two(store, shared_paths=(str(image), str(out)))
     group.kill()
+    assert not list(out.iterdir()), "the probe is gone"
 
-
-def test_a_query_that_fails_ends_both_sides(store: InMemoryStore) -> None:
-    def answer(_: bytes) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    said: list[str] = []
-    group = _group_of_two(store, answer, said)
-    with pytest.raises(RankError):
-        group.ask(b"what?")
-    group.kill()
-    (reason,) = said
-    assert "cannot answer the query" in reason
-    assert "(OSError(5, 'Input/output error'))" in reason
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "private" not in path and exists(path))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/photo.jpg").touch()
+    for path in ("private/out", "private/photo.jpg"):
+        shared = str(tmp_path / path)
+        folder = shared.removesuffix("/photo.jpg")
+        with pytest.raises(RequestError, match=f"here cannot use '{folder}' of rank 0's host"):
+            _group_of_two(store, shared_paths=(str(out), shared))
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
+        JoinedGroup(replace(_terms(WORLD), shared_paths=(str(tmp_path / "file/out"),)))
 
 
 def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:

@@ -20,6 +20,8 @@ from svdpp.launch.process_group import (
 )
 from svdpp.launch.world import World
 
+FOURTH = World(rank=3, local_rank=3, size=4, local_size=4)
+
 
 @pytest.mark.parametrize(
     ("device", "world_size", "environment", "backend"),
@@ -49,22 +51,14 @@ def test_ranks_use_the_gpu_of_their_local_rank_or_share_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert device_of_rank("cuda", 3, 4) == "cuda:3"
-    assert device_of_rank("cuda:0", 3, 4) == "cuda:0"
-    assert device_of_rank("cpu", 3, 4) == "cpu"
-
-
-def test_an_order_gives_each_rank_its_device() -> None:
-    order = (2, 0, 3, 1)
-    devices = [device_of_rank("cuda", rank, 4, order) for rank in range(4)]
-    assert devices == ["cuda:2", "cuda:0", "cuda:3", "cuda:1"]
-    assert device_of_rank("cuda", 3, 4, (0, 1, 2, 3)) == device_of_rank("cuda", 3, 4)
+    devices = [device_of_rank(device, FOURTH) for device in ("cuda", "cuda:0", "cpu")]
+    assert devices == ["cuda:3", "cuda:0", "cpu"]
 
 
 def test_a_task_that_sees_one_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [device_of_rank("cuda", rank, 4) for rank in range(4)] == ["cuda:0"] * 4
+    assert device_of_rank("cuda", FOURTH) == "cuda:0"
     check_devices("cuda", 4, launched=True)
     with pytest.raises(RequestError, match="4 CUDA devices asked for, 1 found"):
         check_devices("cuda", 4)

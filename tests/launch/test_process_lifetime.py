@@ -43,7 +43,7 @@ def test_stopped_children_are_killed_and_their_parent_is_not_stopped_first(
 
 _WRITER = """
 import subprocess, sys, threading
-from svdpp.launch import process_lifetime, temp_folders
+from svdpp.launch import process_lifetime
 
 def wait(child):
     child.stdout.read()
@@ -53,7 +53,7 @@ for _ in range(100):  # so many that the kills take longer than Python lets a th
     child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
     threading.Thread(target=wait, args=[child], daemon=True).start()
 for _ in range(20):
-    temp_folders.make_folder("svdpp-test-")
+    process_lifetime.make_folder("svdpp-test-")
 getattr(process_lifetime, sys.argv[2])(15)
 """
 
@@ -74,10 +74,10 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
 
 _STARTER = """
 from multiprocessing import util
-from svdpp.launch import process_lifetime, temp_folders
+from svdpp.launch import process_lifetime
 
 util.get_temp_dir()
-temp_folders.make_folder("svdpp-test-")
+process_lifetime.make_folder("svdpp-test-")
 process_lifetime.exit_process(0)
 """
 

@@ -14,7 +14,7 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from svdpp.models.loading import silence_libraries
+from svdpp.models.engine.load import silence_libraries
 
 
 def save_tiny_checkpoint(

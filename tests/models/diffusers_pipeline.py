@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import torch
-from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, Audio, Frames
+from svdpp.models.base import LATENTS, Audio, Frames, Source
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.reference import Reference
 
 
 def latents_and_frames(
-    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Image.Image | None
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
 ) -> tuple[list[torch.Tensor], Frames]:
     """Latents after each step, and frames, of the pipeline as it ships."""
     return whole_clip(model, sampling, request, image)[:2]
 
 
 def whole_clip(
-    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Image.Image | None
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
     """The same and the sound."""
     checkpoint = find_checkpoint(model)
@@ -32,7 +31,7 @@ def run_reference(
     reference: Reference,
     sampling: SamplingConfig,
     request: ClipRequest,
-    image: Image.Image | None = None,
+    image: Source | None = None,
 ) -> tuple[list[torch.Tensor], Frames]:
     """Latents after each step, and frames."""
     latents: list[torch.Tensor] = []

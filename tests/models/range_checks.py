@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig
-from svdpp.models.base import Frames, Tensors
+from svdpp.models.base import Frames, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
@@ -26,20 +26,31 @@ def request_of(
     return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)
 
 
-def read_folder(folder: Path, variant: str | None = None) -> Any:
+def read_folder(folder: Path, variant: str | None = None, family: str | None = None) -> Any:
     """The checkpoint in `folder`; reads no weight."""
-    return find_checkpoint(ModelConfig(name=str(folder), variant=variant), weights=False)
+    model = ModelConfig(name=str(folder), variant=variant, family=family)
+    return find_checkpoint(model, weights=False)
 
 
 def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
     """The model that a checkpoint belongs to."""
-    return ModelConfig(name=checkpoint.name, variant=checkpoint.variant, dtype=dtype)
+    name, family = checkpoint.name, checkpoint.family
+    return ModelConfig(name=name, family=family, variant=checkpoint.variant, dtype=dtype)
 
 
 def photograph() -> Image.Image:
     """A picture that fits no size of the tests."""
     pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def source(sampling: Any) -> Source:
+    """The picture, or frames of a video, fitted."""
+    if not sampling.from_video:
+        return photograph()
+    shape = (sampling.num_frames, sampling.height, sampling.width, 3)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return [Image.fromarray(frame) for frame in pixels]
 
 
 def nothing(_: int, __: torch.Tensor) -> None:
@@ -87,7 +98,7 @@ def check_every_cut(
     num_steps: int,
     reference: tuple[list[torch.Tensor], Frames],
     request: ClipRequest,
-    image: Image.Image | None,
+    image: Source | None,
 ) -> None:
     """Fails unless the packets of the ranks of `rank_for` equal the reference's at every cut.
 

@@ -25,6 +25,7 @@ from tests.models.range_checks import (
     photograph,
     read_folder,
     request_of,
+    source,
 )
 from tests.models.test_rows import CASES, STEPS
 from tests.models.tiny_rows import save_tiny
@@ -79,7 +80,8 @@ FIRST = {CASES[name].family: name for name in reversed(NAMES)}.values()
 
 def saved(name: str, folder: Path) -> Any:
     case = CASES[name]
-    return read_folder(save_tiny(case.family, folder, image=case.image, **case.changes))
+    made = save_tiny(case.family, folder, image=case.image, **case.changes)
+    return read_folder(made, family=case.family)
 
 
 def loaded(checkpoint: Any, name: str, sampling: SamplingConfig) -> EngineModel:
@@ -101,7 +103,7 @@ def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None
     checkpoint = saved(name, tmp_path)
     sampling = checkpoint.resolve(CASES[name].config())
     models = [loaded(checkpoint, name, sampling) for _ in range(2)]
-    image = models[0].prepare(photograph()) if CASES[name].image else {}
+    image = models[0].prepare(source(sampling)) if CASES[name].image else {}
     request = ClipRequest(seed=3) if CASES[name].family == "svd" else request_of()
     packet = models[0].encode(image, request)
     alone = models[0].denoise(packet, 0, STEPS, nothing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,19 +20,7 @@ from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
-
-
 SHARD = "unet/diffusion_pytorch_model-00001-of-00001.safetensors"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 def error_of(name: str | Path, **options: Any) -> ModelError:
@@ -120,14 +107,11 @@ HTML = b"\n<!DOCTYPE html><html><title>Sign in</title></html>"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 MODEL_INDEX = "model_index.json"
 SCHEDULER = "scheduler/scheduler_config.json"
+DENOISER, ENCODER = "unet/config.json", "image_encoder/config.json"
 
 
 def content(name: str, data: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_bytes(data)
-
-
-def values(name: str, **changes: object) -> Callable[[Path], Any]:
-    return lambda folder: edit_json(folder / name, **changes)
 
 
 def replace_by_folder(folder: Path) -> None:
@@ -159,49 +143,50 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index not UTF-8": (content(MODEL_INDEX, b'{"\xff": 1}'), NOT_JSON),
     "index huge": (content(MODEL_INDEX, b" " * (16 * 2**20 + 1)), "is too long"),
     "index a web page": (content(MODEL_INDEX, HTML), f"{MODEL_INDEX} is a web page"),
-    "custom pipeline": (
-        values(MODEL_INDEX, _class_name=["pipeline", "Mine"]),
-        "the pipeline is ['pipeline', 'Mine']",
-    ),
-    "component null": (values(MODEL_INDEX, vae=[None, None]), "the component vae is missing"),
-    "component odd": (values(MODEL_INDEX, vae="x\n\x1b[2J" * 999), "the vae is of class"),
-    "component a number": (values(MODEL_INDEX, vae=5), "the vae is of class 5"),
-    "denoiser of another class": (
-        values(MODEL_INDEX, unet=["diffusers", "UNet2DConditionModel"]),
-        "the unet is of class 'UNet2DConditionModel'",
-    ),
-    "encoder of another class": (
-        values(MODEL_INDEX, image_encoder=["transformers", "AutoModel"]),
-        "the image_encoder is of class 'AutoModel'",
-    ),
     "code beside the index": (content("pipeline.py", b"1"), "'pipeline.py'"),
-    "key that loads a kernel": (
-        values("image_encoder/config.json", attn_implementation="someone/kernel"),
-        "image_encoder/config.json: the key 'attn_implementation'",
-    ),
-    "scipy sigmas": (values(SCHEDULER, use_beta_sigmas=True), "use_beta_sigmas"),
-    "training steps above the limit": (
-        values(SCHEDULER, num_train_timesteps=10**9),
-        f"{SCHEDULER}: num_train_timesteps is 1000000000",
-    ),
-    "frames true": (values("unet/config.json", num_frames=True), "num_frames is True"),
-    "embedding differs": (
-        values("unet/config.json", cross_attention_dim=1024),
-        "unet/config.json: cross_attention_dim is 1024 but must be 16",
-    ),
-    "image size differs": (
-        values("image_encoder/config.json", image_size=336),
-        "image_encoder/config.json: image_size is 336 but must be 224",
-    ),
     "weights a folder": (replace_by_folder, UNET),
     "weights empty": (content(UNET, b""), f"{UNET} is empty (0 bytes)"),
-    "weights a pointer": (content(UNET, LFS), f"{UNET} is a git-lfs pointer"),
-    "variant only": (rename_to_variant, "available variants: fp16"),
     "shard with absolute path": (shards("/x.safetensors"), "'/x.safetensors'"),
     "shard a pickle": (shards("part.bin"), "'part.bin'"),
     "shard a list": (shards([1]), "[1]"),
     "index of shards without map": (write_index({}), f"{INDEX}: not an index of shards"),
 }
+
+
+CONFIGS = [
+    (MODEL_INDEX, {"_class_name": ["pipeline", "Mine"]}, "the pipeline is ['pipeline', 'Mine']"),
+    (MODEL_INDEX, {"vae": [None, None]}, "the component vae is missing"),
+    (MODEL_INDEX, {"vae": "x\n\x1b[2J" * 999}, "the vae is of class"),
+    (MODEL_INDEX, {"vae": 5}, "the vae is of class 5"),
+    (
+        MODEL_INDEX,
+        {"unet": ["diffusers", "UNet2DConditionModel"]},
+        "the unet is of class 'UNet2DConditionModel'",
+    ),
+    (
+        MODEL_INDEX,
+        {"image_encoder": ["transformers", "AutoModel"]},
+        "the image_encoder is of class 'AutoModel'",
+    ),
+    (ENCODER, {"attn_implementation": "x/kernel"}, f"{ENCODER}: the key 'attn_implementation'"),
+    (ENCODER, {"image_size": 336}, f"{ENCODER}: image_size is 336 but must be 224"),
+    (SCHEDULER, {"use_beta_sigmas": True}, "use_beta_sigmas"),
+    (SCHEDULER, {"num_train_timesteps": 10**9}, f"{SCHEDULER}: num_train_timesteps is 1000000000"),
+    (DENOISER, {"num_frames": True}, "num_frames is True"),
+    (
+        DENOISER,
+        {"cross_attention_dim": 1024},
+        f"{DENOISER}: cross_attention_dim is 1024 but must be 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "changes", "words"), CONFIGS)
+def test_a_wrong_value_is_named(
+    folder: Path, file: str, changes: dict[str, Any], words: str
+) -> None:
+    edit_json(folder / file, **changes)
+    assert words in error_of(folder).message
 
 
 @pytest.mark.parametrize("defect", [*DEFECTS, *(name for name in MODEL_FAULTS if name != "a file")])
@@ -218,30 +203,30 @@ def test_another_scheduler_is_refused_by_name(folder: Path, name: object) -> Non
     assert "is not supported: this family's steps are proven with EulerDiscreteScheduler" in message
 
 
-def test_hint_names_the_option(folder: Path) -> None:
-    rename_to_variant(folder)
-    assert error_of(folder).hint == "use --variant fp16"
+@pytest.mark.parametrize(
+    ("change", "options", "message", "hint"),
+    [
+        (rename_to_variant, {}, "available variants: fp16", "use --variant fp16"),
+        (str, {"variant": "fp16"}, "model.fp16.safetensors is missing", "omit --variant"),
+        (content(UNET, LFS), {}, f"{UNET} is a git-lfs pointer", "git lfs pull"),
+    ],
+)
+def test_the_hint_says_what_to_do(
+    folder: Path, change: Callable[[Path], Any], options: dict[str, Any], message: str, hint: str
+) -> None:
+    change(folder)
+    error = error_of(folder, **options)
+    assert message in error.message
+    assert error.hint == hint
 
 
-def test_missing_variant(folder: Path) -> None:
-    error = error_of(folder, variant="fp16")
-    assert "model.fp16.safetensors is missing" in error.message
-    assert error.hint == "omit --variant"
+NO_FOLDER = ("./nowhere", "/no/where", "~/nowhere", "a/b/c", "x\\y")
+NO_NAME = ("https://huggingface.co/org/model", "a b", "--x", "n" * 5000)
 
 
-def test_hint_for_a_pointer_is_git_lfs(folder: Path) -> None:
-    (folder / UNET).write_bytes(LFS)
-    assert error_of(folder).hint == "git lfs pull"
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "x\\y"])
-def test_missing_folder(name: str) -> None:
-    assert "there is no folder" in error_of(name).message
-
-
-@pytest.mark.parametrize("name", ["https://huggingface.co/org/model", "a b", "--x", "n" * 5000])
-def test_invalid_name(name: str) -> None:
-    assert "hub id" in error_of(name).message
+@pytest.mark.parametrize("name", [*NO_FOLDER, *NO_NAME])
+def test_a_name_of_nothing(name: str) -> None:
+    assert ("there is no folder" if name in NO_FOLDER else "hub id") in error_of(name).message
 
 
 def test_file_instead_of_a_folder(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Memory estimates of Wan and LTX-Video: exact for weights, close to torch's allocator otherwise.
+"""Memory estimates of 15 set-ups of eleven rows: exact for weights, within 10% for activations.
 
-The clips are large enough, and the weights small enough, that activations dominate. The issue asks
-for 15%.
+The figure to compare with is what torch's allocator allocates in a rank's own encode, two steps and
+decode, and what the rank has received. The clips are large enough that activations dominate.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import LtxSampling, WanSampling
-from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.memory import MemoryEstimate, estimate, num_bytes
+from svdpp.config import WanSampling
+from svdpp.models.base import Tensors
+from svdpp.models.engine.model import load_model
+from svdpp.models.memory import estimate, num_bytes
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak
 from tests.models.range_checks import (
@@ -26,75 +27,68 @@ from tests.models.range_checks import (
     read_folder,
     request_of,
 )
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.test_rows import CASES
+from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
-SIZES: dict[str, Any] = {
-    **{"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9},
-    "max_sequence_length": 16,
+#: Side, frames and tokens of each clip.
+SIZES = {
+    "svd": (192, 4, None),
+    "wan-image-bf16": (160, 13, 256),
+    "ltx-image": (192, 17, 256),
+    "ltx2": (96, 9, 256),
+    "hunyuan-video-image": (128, 9, 420),
+    "cogvideox-image": (128, 9, 64),
+    "mochi": (128, 7, 256),
+    "wan": (160, 13, 256),
+    "wan-2.1-image": (160, 13, 256),
+    "wan-5b-image": (192, 13, 256),
+    "ltx-timestep": (192, 17, 256),
+    "ltx-condition-image": (96, 9, 256),
+    "wan-vace-image": (96, 9, 256),
+    "skyreels-v2": (160, 13, 256),
+    "framepack": (96, 37, 8),
 }
-QUICK = "ltx-timestep"
-MORE = [pytest.mark.long, pytest.mark.full]
-
-WAN: dict[str, Any] = {"boundary_ratio": 0.875, "width": 8}
-CASES = {
-    "wan-t2v": (WAN, "fp32", False),
-    "wan-i2v": ({**WAN, "image_to_video": True, "dtype": torch.bfloat16}, "bf16", True),
-    "wan-2.1-i2v": ({"image_encoder": True, "image_to_video": True, "width": 8}, "fp32", True),
-    "wan-5b-i2v": ({"expand_timesteps": True, "width": 8}, "fp32", True),
-    "ltx": ({"width": 8}, "fp32", False),
-    "ltx-i2v": ({"width": 8, "dtype": torch.bfloat16}, "bf16", True),
-    "ltx-timestep": ({"width": 8, "timestep_conditioning": True}, "fp32", False),
-}
-
-
-def _loaded(folder: Path, name: str) -> tuple[MemoryEstimate, EngineModel]:
-    """The estimate, and a model with all parts."""
-    options, dtype, from_image = CASES[name]
-    experts = frozenset({0, 1} if "boundary_ratio" in options else {0})
-    roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
-    is_wan = name.startswith("wan")
-    save: Any = save_tiny_wan if is_wan else save_tiny_ltx
-    checkpoint = read_folder(save(folder, **options))
-    family: Any = WanSampling if is_wan else LtxSampling
-    sampling = checkpoint.resolve(family(**SIZES, from_image=from_image))
-    model = model_of(checkpoint, dtype)
-    estimated = estimate(checkpoint, model, sampling, device="cpu")
-    return estimated, load_model(checkpoint, model, sampling, "cpu", roles)
+ONE_OF_EACH = list(SIZES)[:7]
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        QUICK,
-        pytest.param("wan-i2v", marks=pytest.mark.long),
-        *(pytest.param(name, marks=MORE) for name in CASES if name not in (QUICK, "wan-i2v")),
-    ],
+    [pytest.param(name, marks=[] if name in ONE_OF_EACH else [pytest.mark.full]) for name in SIZES],
 )
-def test_the_estimate_is_what_a_rank_holds_and_allocates(tmp_path: Path, name: str) -> None:
-    estimated, model = _loaded(tmp_path, name)
-    prepared = model.prepare(photograph()) if CASES[name][2] else {}
+def test_the_estimate_is_what_a_rank_receives_and_allocates(tmp_path: Path, name: str) -> None:
+    case, (side, frames, tokens) = CASES[name], SIZES[name]
+    sizes = {"height": side, "width": side, "num_frames": frames, "num_inference_steps": 2}
+    more = {} if tokens is None else {"max_sequence_length": tokens}
+    folder = save_tiny(case.family, tmp_path, image=case.image, **case.changes)
+    checkpoint = read_folder(folder)
+    sampling = checkpoint.resolve(case.config(**sizes, **more))
+    named = model_of(checkpoint, case.dtype)
+    experts = frozenset(range(checkpoint.num_experts))
+    roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
+    model = load_model(checkpoint, named, sampling, "cpu", roles)
+    prepared = model.prepare(photograph()) if case.image else {}
+    request = request_of("a cat" if checkpoint.row.takes_prompt else None)
 
     def encode() -> Any:
         model._texts.clear()  # a prompt that is not cached
-        return model.encode(prepared, request_of())
+        return model.encode(prepared, request)
 
     packet = encode()
     last = {**packet, **model.denoise(packet, 0, 2, nothing)}
-    works: dict[str, Callable[[], object]] = {
-        "encode": encode,
-        "denoise": lambda: model.denoise(packet, 0, 2, nothing),
-        "decode": lambda: model.decode(last),
+    works: dict[str, tuple[Tensors, Callable[[], object]]] = {
+        "encode": (prepared, encode),
+        "denoise": (packet, lambda: model.denoise(packet, 0, 2, nothing)),
+        "decode": (last, lambda: model.decode(last)),
     }
-    for part, work in works.items():
-        memory, measured = getattr(estimated, part), allocated_peak(work)
-        print(name, part, memory.activation_bytes, measured, memory.activation_bytes / measured)
-        if part == "encode" and not prepared:  # the text encoder's weights dominate
-            measured += memory.weight_bytes
-            assert memory.peak_bytes == pytest.approx(measured, rel=0.15)
-        else:
-            assert memory.activation_bytes == pytest.approx(measured, rel=0.15)
+    estimated = estimate(checkpoint, named, sampling, device="cpu")
+    for part, (received, work) in works.items():
+        activations = getattr(estimated, part).activation_bytes
+        measured = allocated_peak(work) + sum(tensor.nbytes for tensor in received.values())
+        print(f"{name} {part} {activations} {measured} {activations / measured:.3f}")
+        assert activations == pytest.approx(measured, rel=0.1), part
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -102,7 +96,8 @@ def test_weights_that_stay_in_float32_count_in_float32(tmp_path: Path, dtype: An
     """transformers keeps some of T5 in fp16 alone, diffusers some of Wan in both."""
     checkpoint = read_folder(save_tiny_wan(tmp_path))
     model = model_of(checkpoint, dtype)
-    sampling = checkpoint.resolve(WanSampling(**SIZES))
+    sizes = {"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9}
+    sampling = checkpoint.resolve(WanSampling(**sizes, max_sequence_length=16))
     estimated = estimate(checkpoint, model, sampling, device="cpu")
     for part, component in (("encode", "text_encoder"), ("denoise", "transformer")):
         roles = Roles(**{each: each == part for each in ("encode", "denoise", "decode")})

@@ -27,30 +27,12 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.redaction import redact
 from tests.cli.shell import svdpp_here
-from tests.models.builders import save_tiny_checkpoint
+from tests.models.test_checkpoint import error_of
 from tests.models.tiny_families import save_tiny_wan
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_" + "x" * 34
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-def error_of(name: str, **options: Any) -> ModelError:
-    """The error for model `name`; checks what every such error must have."""
-    with pytest.raises(ModelError) as caught:
-        find_checkpoint(ModelConfig(name=name, **options))
-    error = caught.value
-    assert error.exit_code == 5
-    for text in (error.message, error.hint):
-        assert text
-        assert text.isprintable()
-        assert len(text) < 400
-    return error
 
 
 class Hub(BaseHTTPRequestHandler):

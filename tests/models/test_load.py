@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,17 +24,6 @@ from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 CLIP = "image_encoder/model.safetensors"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +55,6 @@ def assert_same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 
 
 # Loaded components.
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None:
-    parts = parts_of(demo, dtype=dtype)
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(demo.folder, dtype=DTYPES[dtype])
-    for name in ("unet", "vae", "image_encoder"):
-        module = getattr(parts, name)
-        assert_same_weights(module, getattr(pipeline, name))
-        assert {tensor.dtype for tensor in module.parameters()} == {DTYPES[dtype]}
-        assert module.dtype == DTYPES[dtype]
-        # As in diffusers' pipeline, because the bits depend on it.
-        assert all(tensor.requires_grad for tensor in module.parameters())
-        assert not any(each.training for each in module.modules())
 
 
 @pytest.mark.long
@@ -119,20 +92,6 @@ def test_a_rank_loads_only_what_its_roles_need(tiny: Path, roles: str, present: 
         halves = {name for name, _ in parts.vae.named_children()}
         encode = {"encoder", "quant_conv"} if "E" in roles else set()
         assert halves == encode | ({"decoder"} if "D" in roles else set())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_half_a_vae_has_the_bits_of_the_whole_one(demo: Checkpoint, dtype: str) -> None:
-    whole, generator = parts_of(demo, "ED", dtype=dtype).vae, torch.Generator().manual_seed(1)
-    encoder, decoder = (parts_of(demo, role, dtype=dtype).vae for role in "ED")
-    latents = torch.randn(2, 4, 4, 4, generator=generator).to(DTYPES[dtype])
-    frames = [vae.decode(latents, num_frames=2).sample for vae in (decoder, whole)]
-    assert torch.equal(*frames)
-    image = torch.randn(1, 3, 32, 32, generator=generator)
-    # diffusers encodes in float32 and converts the VAE back, so `.to` has to work on a half.
-    encoded = [vae.to(torch.float32).encode(image).latent_dist.mode() for vae in (encoder, whole)]
-    assert torch.equal(*encoded)
-    assert encoder.to(DTYPES[dtype]).dtype == DTYPES[dtype]
 
 
 @pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorPil"])

@@ -6,8 +6,8 @@ import pytest
 
 from svdpp.config import Dtype, ModelConfig, SamplingConfig, SvdSampling
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.free_memory import activation_bound, weight_bytes
 from svdpp.models.memory import estimate
-from svdpp.models.memory_bound import activation_bound, weight_bytes
 
 pytestmark = pytest.mark.long
 

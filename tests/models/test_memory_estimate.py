@@ -17,8 +17,7 @@ from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.live_bytes import LiveBytes
-from svdpp.models.memory import MemoryEstimate, PartMemory, estimate, num_bytes
+from svdpp.models.memory import LiveBytes, MemoryEstimate, PartMemory, estimate, num_bytes
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak
@@ -83,7 +82,6 @@ def test_parameters_change_the_estimate() -> None:
     smaller_chunk = _estimated(decode_chunk_size=1)
     assert smaller_chunk.decode is not None
     assert smaller_chunk.decode.activation_bytes < plain.decode.activation_bytes / 3
-    assert smaller_chunk.decode.flops == plain.decode.flops
     assert smaller_chunk.denoise == plain.denoise
     longer = _estimated(num_frames=12, decode_chunk_size=6)
     assert longer.denoise.activation_bytes > 1.5 * plain.denoise.activation_bytes
@@ -139,7 +137,8 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
 @pytest.mark.full
 def test_bare_process_bytes_include_the_libraries() -> None:
     code = (
-        "from svdpp.models.memory import bare_process_bytes\n"
+        "import svdpp.models.memory\n"
+        "from svdpp.models.free_memory import bare_process_bytes\n"
         "print(bare_process_bytes())\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
     )

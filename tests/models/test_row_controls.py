@@ -16,7 +16,7 @@ import torch
 from svdpp.models.base import GENERATOR, LATENTS, Tensors
 from svdpp.models.engine.call import STRUCTURE
 from svdpp.models.engine.model import EngineModel
-from tests.models.range_checks import nothing, photograph, ranks, request_of
+from tests.models.range_checks import nothing, ranks, request_of, source
 from tests.models.test_rows import CASES, checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +39,7 @@ UNREAD: dict[str, str] = {
     "timestep_list": "UniPC keeps timesteps of which only another solver reads more than one",
     "cogvideox result.0.0.1": "of this family's other scheduler, step reads it",
     "cogvideox-image result.0.0.1": "of this family's other scheduler, step reads it",
+    "cogvideox-video result.0.0.1": "of this family's other scheduler, step reads it",
     "ltx-condition noise": "a clip from an image reads it",
     "ltx-condition _step_index": "each position's noise level is found by its timestep",
     "ltx-condition-image _step_index": "each position's noise level is found by its timestep",
@@ -97,7 +98,7 @@ def half(request: pytest.FixtureRequest, checkpoints: Callable[[str], Any]) -> H
     sampling = checkpoint.resolve(case.config(num_inference_steps=steps))
     rank_for = ranks(checkpoint, sampling)
     encoder = rank_for(0, 0)
-    prepared = encoder.prepare(photograph()) if case.image else {}
+    prepared = encoder.prepare(source(sampling)) if case.image else {}
     prompt = PROMPT if checkpoint.row.takes_prompt else None
     clip = request_of(prompt, negative_prompt=prompt)
     packet = rank_for(0, 1).denoise(encoder.encode(prepared, clip), 0, 1, nothing)

@@ -40,6 +40,8 @@ TEXT = 16
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
     """Saves a pipeline of a family with random weights to `folder`, and returns the folder."""
+    if family == "wan_v2v":
+        return save_tiny_wan(folder, **changes)
     if family == "wan":
         return save_tiny_wan(folder, image_to_video=image, **changes)
     if family == "ltx":
@@ -524,6 +526,8 @@ _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "framepack": _framepack,
     "hunyuan_video_15": _hunyuan_video_15,
     "cogvideox": _cogvideox,
+    "wan_vace_control": _wan_vace,
+    "cogvideox_v2v": lambda _: _cogvideox(image=False),
     "skyreels_v2": _skyreels_v2,
     "skyreels_v2_df": _skyreels_v2_df,
     "kandinsky5": _kandinsky5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -23,18 +24,31 @@ costs = st.builds(
 )
 
 
-#: Wan 2.2 A14B, roughly: GiB of one expert, of the text encoder and of the VAE.
-WAN_COSTS = Costs(
-    step_seconds=4,
-    encode_seconds=2,
-    decode_seconds=10,
-    encode_weights_gib=11,
-    denoise_weights_gib=27,
-    decode_weights_gib=0.5,
-    encode_work_gib=1,
-    denoise_work_gib=9,
-    decode_work_gib=6,
-)
+def memory(weights: tuple[float, float, float], work: tuple[float, float, float]) -> dict[str, Any]:
+    """The GiB of encode, denoise and decode, as options of `Costs`."""
+    parts = ("encode", "denoise", "decode")
+    given = {f"{part}_weights_gib": gib for part, gib in zip(parts, weights, strict=True)}
+    return given | {f"{part}_work_gib": gib for part, gib in zip(parts, work, strict=True)}
+
+
+#: Wan 2.2 A14B in 40 steps, roughly; its first part is the text encoder, the second one expert.
+WAN: dict[str, Any] = {
+    "num_steps": 40,
+    "expert_boundary": 13,
+    "costs": Costs(
+        step_seconds=4, encode_seconds=2, decode_seconds=10, **memory((11, 27, 0.5), (1, 9, 6))
+    ),
+}
+
+
+def data_parallel_routes(
+    num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
+) -> list[Route]:
+    """Each clip on one rank, ranks in rotation: the usual way to run diffusers on several GPUs."""
+    return [
+        Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
+        for index, clip in enumerate(clips)
+    ]
 
 
 def pipeline_routes(

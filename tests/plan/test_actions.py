@@ -50,34 +50,12 @@ def test_round_trip(action: Action) -> None:
 
 
 BAD = [
-    "",
-    " ",
-    "ENCODE",
-    "ENCODE c0",
-    "encode c0 @0",
-    "ENCODE c0 @0 ",
-    " ENCODE c0 @0",
-    "ENCODE c0 @0\n",
-    "ENCODE c-1 @0",
-    "ENCODE c0 @-1",
-    "ENCODE c0 @0 >1",
-    "ENCODE c0 0:7",
-    "ENCODE  c0 @0",
-    "ENCODE c٣ @0",
-    "RECV c0 @7",
-    "RECV c0 @7 <",
-    "RECV c0 @7 <-1",
-    "RECV c0 @7 =0",
-    "RECV c0 0:7 <0",
-    "DENOISE c0 @7",
-    "DENOISE c0 7",
-    "DENOISE c0 0:7 >1",
-    "DENOISE c0 0:",
-    "DECODE c0 @28 <1",
-    "DECODE c0 @28 0:1",
-    "GATHER c0 @28 >1 0:1/2",
-    "PRAY c0 @0",
-    "ENCODE c0 @0; ENCODE c1 @0",
+    *("", " ", "ENCODE", "ENCODE c0", "encode c0 @0", "ENCODE c0 @0 ", " ENCODE c0 @0"),
+    *("ENCODE c0 @0\n", "ENCODE c-1 @0", "ENCODE c0 @-1", "ENCODE c0 @0 >1", "ENCODE c0 0:7"),
+    *("ENCODE  c0 @0", "ENCODE c٣ @0", "RECV c0 @7", "RECV c0 @7 <", "RECV c0 @7 <-1"),
+    *("RECV c0 @7 =0", "RECV c0 0:7 <0", "DENOISE c0 @7", "DENOISE c0 7", "DENOISE c0 0:7 >1"),
+    *("DENOISE c0 0:", "DECODE c0 @28 <1", "DECODE c0 @28 0:1", "GATHER c0 @28 >1 0:1/2"),
+    *("PRAY c0 @0", "ENCODE c0 @0; ENCODE c1 @0", "SEND c0 @7 <1", "RECV c0 @7 >1"),
 ]
 
 
@@ -87,12 +65,6 @@ def test_other_texts_are_refused(text: str) -> None:
         Action.parse(text)
 
     assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["SEND c0 @7 <1", "RECV c0 @7 >1"])
-def test_an_arrow_that_points_the_wrong_way_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not an action"):
-        Action.parse(text)
 
 
 @given(st.text(max_size=30))

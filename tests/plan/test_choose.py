@@ -13,21 +13,13 @@ from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.compare import compare_layouts
 from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.experts import divisors
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from svdpp.plan.replicas import divisors
-from tests.plan.plans import costs
+from tests.plan.plans import costs, memory
 
 A100 = PRESETS["svd-xt-a100"]
-WITH_MEMORY = replace(
-    A100,
-    encode_weights_gib=1.5,
-    denoise_weights_gib=3.0,
-    decode_weights_gib=0.5,
-    encode_work_gib=1.0,
-    denoise_work_gib=6.0,
-    decode_work_gib=8.0,
-)
+WITH_MEMORY = replace(A100, **memory((1.5, 3.0, 0.5), (1.0, 6.0, 8.0)))
 
 
 def choose(**options: Any) -> tuple[Layout, str]:

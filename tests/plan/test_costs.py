@@ -15,16 +15,11 @@ from svdpp.config.files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs
+from tests.plan.plans import memory
 
 NUMBERS = [
-    *(
-        "step_seconds",
-        "encode_seconds",
-        "decode_seconds",
-        "transfer_seconds",
-        "transfer_bytes_per_second",
-    ),
-    *("packet_bytes", "write_seconds", "encode_weights_gib", "decode_work_gib"),
+    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds", "packet_bytes"),
+    *("transfer_bytes_per_second", "encode_weights_gib", "decode_work_gib"),
 ]
 BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
 MEASURED = Costs(
@@ -34,13 +29,7 @@ MEASURED = Costs(
     transfer_seconds=0.5,
     transfer_bytes_per_second=1e6,
     packet_bytes=250_000,
-    write_seconds=0.125,
-    encode_weights_gib=1.5,
-    denoise_weights_gib=3.0,
-    decode_weights_gib=0.25,
-    encode_work_gib=1.0,
-    denoise_work_gib=6.0,
-    decode_work_gib=8.0,
+    **memory((1.5, 3.0, 0.25), (1.0, 6.0, 8.0)),
     name="demo",
     source="measured",
     device="2 cores",
@@ -115,6 +104,11 @@ def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
 
 def test_a_step_alone_is_enough() -> None:
     assert Costs.from_json({"schema_version": 1, "step_seconds": 2}, "f") == Costs(step_seconds=2)
+
+
+def test_what_earlier_versions_measured_is_passed_over() -> None:
+    old = {"write_seconds": 0.5, "offload_gib_per_second": 2.0}
+    assert Costs.from_json({**GOOD, **old}, "f") == Costs()
 
 
 GOOD = {"schema_version": 1, "step_seconds": 1.0}

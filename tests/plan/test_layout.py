@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,26 +19,29 @@ from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
     check_schedule,
-    data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import layouts, pipeline_routes
+from tests.plan.plans import WAN, data_parallel_routes, layouts, memory, pipeline_routes
 
 num_clips = st.integers(1, 20)
 
 
-def schedule_of(layout: Layout, clips: int) -> Schedule:
-    return build_schedule(layout.routes(range(clips)), layout.world_size)
-
-
-@given(layouts(pairs=True), num_clips)
+@pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.long)])
+@given(layouts(pairs=True), num_clips, st.data())
 @settings(max_examples=200)
-def test_any_layout_can_be_performed(layout: Layout, clips: int) -> None:
+def test_any_layout_can_be_performed(
+    is_resumed: bool, layout: Layout, clips: int, data: st.DataObject
+) -> None:
     """Each step is done once and in order, without deadlock, with at most two packets in flight."""
-    schedule = schedule_of(layout, clips)
+    routes = layout.routes(range(clips))
+    ats = [data.draw(st.integers(0, layout.num_steps)) if is_resumed else 0 for _ in routes]
+    resumed = [route.resumed(at) if at else route for route, at in zip(routes, ats, strict=True)]
+    schedule = build_schedule(resumed, layout.world_size)
 
     check_schedule(schedule, layout.num_steps)
     replay(schedule, layout.costs)
+    assert talking(schedule) <= set(layout.links)
+    assert talking(schedule, decode=True) <= set(layout.decode_links)
     for actions in schedule:
         posted: set[int] = set()
         for action in actions:
@@ -46,22 +50,6 @@ def test_any_layout_can_be_performed(layout: Layout, clips: int) -> None:
             else:
                 posted.discard(action.clip)
                 assert len(posted) <= 1
-
-
-@pytest.mark.long
-@given(layouts(pairs=True), num_clips, st.data())
-def test_so_can_it_when_clips_are_resumed(layout: Layout, clips: int, data: st.DataObject) -> None:
-    routes = layout.routes(range(clips))
-    ats = [data.draw(st.none() | st.integers(1, layout.num_steps)) for _ in routes]
-    resumed = [
-        route if at is None else route.resumed(at) for route, at in zip(routes, ats, strict=True)
-    ]
-    schedule = build_schedule(resumed, layout.world_size)
-
-    check_schedule(schedule, layout.num_steps)
-    replay(schedule, layout.costs)
-    assert talking(schedule) <= set(layout.links)
-    assert talking(schedule, decode=True) <= set(layout.decode_links)
 
 
 @given(layouts(pairs=True), num_clips)
@@ -103,14 +91,15 @@ def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
 @given(layouts(pairs=True))
 def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     """Many clips use no other links or roles; rare dithered cuts may not occur among them."""
-    schedule = schedule_of(layout, 60 * layout.replicas * layout.decoders)
+    clips = range(60 * layout.replicas * layout.decoders)
+    schedule = build_schedule(layout.routes(clips), layout.world_size)
     used = [used_roles(layout, actions) for actions in schedule]
 
     assert talking(schedule) <= set(layout.links)
     assert talking(schedule, decode=True) <= set(layout.decode_links)
     assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
-        assert role | own == role
+        assert set(own.split()) <= set(role.split())
     if layout.split != "dithered":
         # A clip that is resumed starts at another pair.
         starts = {pair for pair in layout.pairs if layout.roles[pair[0]].denoise}
@@ -188,19 +177,17 @@ def test_roles_say_what_need_not_be_loaded() -> None:
 
 
 def test_peak_memory_follows_the_roles() -> None:
-    costs = Costs(
-        decode_seconds=4,
-        encode_weights_gib=1,
-        denoise_weights_gib=3,
-        decode_weights_gib=0.5,
-        encode_work_gib=1,
-        denoise_work_gib=5,
-        decode_work_gib=9,
-    )
-    options = {"num_steps": 12, "world_size": 4, "costs": costs}
+    costs = Costs(decode_seconds=4, **memory((1, 3, 0.5), (1, 5, 9)))
+    options: dict[str, Any] = {"num_steps": 12, "world_size": 4, "costs": costs}
     assert Layout(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
     assert Layout(**options, replicas=4).peak_gib == (13.5,) * 4
     assert Layout(num_steps=12, world_size=4).peak_gib == (None,) * 4
+
+
+NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
+EVENLY = "{} cannot be split evenly over {}"
+EXPERTS = "13 high-noise and 27 low-noise steps"
+BOUNDARY = "--expert-boundary must be 1 or more and less than the number of steps (40), got {}"
 
 
 @pytest.mark.parametrize(
@@ -208,32 +195,16 @@ def test_peak_memory_follows_the_roles() -> None:
     [
         ({"world_size": 0}, "the number of ranks must be 1 or more, got 0", ""),
         ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
-        (
-            {"replicas": 3},
-            "8 ranks cannot form 3 replicas of equal size",
-            "use --replicas 2 or --replicas 4",
-        ),
-        (
-            {"replicas": 0},
-            "8 ranks cannot form 0 replicas of equal size",
-            "use --replicas 1 or --replicas 2",
-        ),
-        (
-            {"replicas": 16},
-            "8 ranks cannot form 16 replicas of equal size",
-            "use --replicas 4 or --replicas 8",
-        ),
+        ({"replicas": 3}, NOT_EQUAL.format(3), "use --replicas 2 or --replicas 4"),
+        ({"replicas": 0}, NOT_EQUAL.format(0), "use --replicas 1 or --replicas 2"),
+        ({"replicas": 16}, NOT_EQUAL.format(16), "use --replicas 4 or --replicas 8"),
         ({"decoders": 0}, "--decoders must be 1 to 8, the size of a replica, got 0", ""),
         (
             {"decoders": 5, "replicas": 2},
             "--decoders must be 1 to 4, the size of a replica, got 5",
             "",
         ),
-        (
-            {"split": "equal"},
-            "--split must be one of uniform, balanced, dithered, got 'equal'",
-            "",
-        ),
+        ({"split": "equal"}, "--split must be one of uniform, balanced, dithered, got 'equal'", ""),
         (
             {"costs": Costs(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
@@ -241,23 +212,49 @@ def test_peak_memory_follows_the_roles() -> None:
         ),
         (
             {"num_steps": 25, "decoders": 2},
-            "25 steps cannot be split evenly over the 7 stages of a replica",
+            EVENLY.format("25 steps", "the 7 stages of a replica"),
             "use --split balanced or --split dithered, which allow any number of steps",
         ),
         (
             {"num_steps": 25},
-            "25 steps cannot be split evenly over 8 ranks; the nearest step counts that can are "
-            "24 and 32",
+            EVENLY.format("25 steps", "8 ranks; the nearest step counts that can are 24 and 32"),
             "use --steps 24 or --steps 32, or --world 5, or --split dithered",
+        ),
+        ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
+        ({**WAN, "expert_boundary": 0, "replicas": 8}, BOUNDARY.format(0), ""),
+        (
+            WAN,
+            EVENLY.format(EXPERTS, "8 ranks that hold one expert each"),
+            "use --split dithered, or --world 4 or --world 10",
+        ),
+        (
+            {**WAN, "world_size": 50},
+            EVENLY.format(EXPERTS, "50 ranks that hold one expert each"),
+            "use --split dithered, or --world 40",
+        ),
+        (
+            {**WAN, "replicas": 2, "decoders": 2},
+            EVENLY.format(EXPERTS, "the 3 stages of a replica, each with one expert"),
+            "use --split dithered, or --world 6 or --world 10",
+        ),
+        (
+            {**WAN, "decoders": 4, "replicas": 2, "split": "dithered"},
+            "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
+            "must hold the other",
+            "use --layout data-parallel or --share-experts for ranks that hold both",
         ),
     ],
     ids=str,
 )
-def test_refused(options: dict[str, object], message: str, hint: str) -> None:
+def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
+    options = {"num_steps": 24, "world_size": 8, **options}
     with pytest.raises(RequestError) as caught:
-        Layout(**{"num_steps": 24, "world_size": 8, **options})  # type: ignore[arg-type]
+        Layout(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
+    if "expert_boundary" in options:
+        for world_size in caught.value.details.get("nearest", []):
+            assert Layout(**{**options, "world_size": world_size})
 
 
 @pytest.mark.parametrize(

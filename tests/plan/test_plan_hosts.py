@@ -9,10 +9,10 @@ import pytest
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
+from svdpp.plan.experts import assign_replicas
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from svdpp.plan.replicas import assign_replicas
 from svdpp.plan.schedule import build_schedule
 
 COSTS = Costs(

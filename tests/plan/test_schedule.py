@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from svdpp.plan.schedule import (
     build_schedule,
     check_schedule,
     connect_rounds,
-    data_parallel_routes,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import Pipeline, pipeline_routes, pipelines, route_lists
+from tests.plan.plans import Pipeline, data_parallel_routes, pipeline_routes, pipelines, route_lists
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -62,21 +62,13 @@ GOLDEN_SCHEDULES = {
     # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.
     "schedule_two_decoders_w3_n8_m4.txt": build_schedule(
         Layout(
-            num_steps=8,
-            world_size=3,
-            split="balanced",
-            decoders=2,
-            costs=Costs(decode_seconds=4),
+            num_steps=8, world_size=3, split="balanced", decoders=2, costs=Costs(decode_seconds=4)
         ).routes(range(4)),
         3,
     ),
     # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
     "schedule_pairs_w4_n4_m3.txt": build_schedule(
-        [
-            *PAIRS.routes(range(2)),
-            PAIRS.route(2).resumed(3),
-        ],
-        4,
+        [*PAIRS.routes(range(2)), PAIRS.route(2).resumed(3)], 4
     ),
     # Both ranks of a pair decode; the last clip was resumed after its last step.
     "schedule_pair_decodes_w2_n4_m3.txt": build_schedule(
@@ -89,9 +81,8 @@ GOLDEN_SCHEDULES = {
     # Rank 0 only encodes, rank 3 only decodes; two replicas share both.
     "schedule_two_replicas.txt": build_schedule(
         [
-            Route(0, (StepRange(0, 0, 0), StepRange(1, 0, 4), StepRange(3, 4, 4))),
-            Route(1, (StepRange(0, 0, 0), StepRange(2, 0, 4), StepRange(3, 4, 4))),
-            Route(2, (StepRange(0, 0, 0), StepRange(1, 0, 4), StepRange(3, 4, 4))),
+            Route(clip, (StepRange(0, 0, 0), StepRange(rank, 0, 4), StepRange(3, 4, 4)))
+            for clip, rank in enumerate((1, 2, 1))
         ],
         4,
     ),
@@ -108,7 +99,10 @@ def test_golden_text(name: str) -> None:
 
 @given(route_lists())
 def test_any_routes_give_lists_that_pass_the_check(case: tuple[list[Route], int]) -> None:
-    """Each rank gets its clips in the order of the routes, and posts one receive ahead."""
+    """Each rank gets its clips in the order of the routes, and posts one receive ahead.
+
+    Each clip is encoded first, delivered last, and both once.
+    """
     routes, _ = case
     schedule = build_schedule(*case)
     check_schedule(schedule, {route.clip: route.ranges[-1].end for route in routes})
@@ -122,14 +116,6 @@ def test_any_routes_give_lists_that_pass_the_check(case: tuple[list[Route], int]
                 assert len(posted) <= 1
         clips = [action.clip for action in rank_actions if action.kind is not Kind.RECV]
         assert clips == sorted(clips)
-
-
-@given(route_lists())
-def test_each_clip_is_encoded_first_delivered_last_and_once(
-    case: tuple[list[Route], int],
-) -> None:
-    routes, _ = case
-    schedule = build_schedule(*case)
     for route in routes:
         own = {
             rank: [action for action in rank_actions if action.clip == route.clip]
@@ -142,11 +128,8 @@ def test_each_clip_is_encoded_first_delivered_last_and_once(
         assert kinds[-1] is Kind.FINISH
         assert kinds.count(Kind.ENCODE) == kinds.count(Kind.FINISH) == 1
         assert kinds.count(Kind.DECODE) == route.decodes
-        done = 0
-        for action in in_order:
-            assert action.start == done
-            done = action.end
-        assert done == route.ranges[-1].end
+        assert [0, *(action.end for action in in_order)][:-1] == [a.start for a in in_order]
+        assert in_order[-1].end == route.ranges[-1].end
 
 
 @pytest.mark.parametrize(
@@ -235,25 +218,16 @@ def test_check_catches_a_missing_or_doubled_action(
             check_schedule(broken, NUM_STEPS)
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        (Kind.ENCODE, Kind.DENOISE),
-        (Kind.DENOISE, Kind.SEND),
-        (Kind.DENOISE, Kind.DECODE),
-        (Kind.DECODE, Kind.FINISH),
-    ],
-    ids=lambda kinds: f"{kinds[1]} before {kinds[0]}",
-)
-def test_check_catches_neighbours_of_one_clip_in_the_wrong_order(kinds: tuple[Kind, Kind]) -> None:
+def test_check_catches_neighbours_of_one_clip_in_the_wrong_order() -> None:
+    kinds = set()
     for rank, rank_actions in enumerate(WHOLE):
         for index, pair in enumerate(itertools.pairwise(rank_actions)):
-            if (pair[0].kind, pair[1].kind) == kinds and pair[0].clip == pair[1].clip:
-                copy = list(rank_actions)
-                copy[index : index + 2] = reversed(pair)
-                broken = (*WHOLE[:rank], tuple(copy), *WHOLE[rank + 1 :])
+            if pair[0].clip == pair[1].clip:
+                kinds.add((pair[0].kind, pair[1].kind))
+                broken = (*rank_actions[:index], *pair[::-1], *rank_actions[index + 2 :])
                 with pytest.raises(ValueError, match="clip"):
-                    check_schedule(broken, NUM_STEPS)
+                    check_schedule((*WHOLE[:rank], broken, *WHOLE[rank + 1 :]), NUM_STEPS)
+    assert len(kinds) == 4
 
 
 def test_check_catches_work_before_its_receive() -> None:
@@ -277,26 +251,13 @@ def test_receives_in_another_order_than_the_sends_are_caught() -> None:
         prove((WHOLE[0], (second, first, *work)), NUM_STEPS)
 
 
-@pytest.mark.parametrize(
-    ("line", "other"),
-    [
-        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c0 @1 >1"),
-        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c1 @2 >1"),
-        ("rank 0: SEND c0 @2 >1", "rank 0: SEND c0 @2 >0"),
-        ("rank 1: RECV c1 @2 <0", "rank 1: RECV c1 @3 <0"),
-        ("rank 1: RECV c1 @2 <0", "rank 1: RECV c0 @2 <0"),
-        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c0 0:1"),
-        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c0 0:3"),
-        ("rank 0: DENOISE c0 0:2", "rank 0: DENOISE c1 0:2"),
-        ("rank 1: DENOISE c1 2:4", "rank 1: DENOISE c1 2:5"),
-        ("rank 1: DENOISE c1 2:4", "rank 1: DENOISE c1 3:4"),
-    ],
-)
-def test_check_catches_a_changed_action(line: str, other: str) -> None:
+def test_check_catches_every_change_of_one_number() -> None:
     text = as_text(WHOLE)
-    assert text.count(line + "\n") == 1
-    with pytest.raises(ValueError, match=r"clip|transfer"):
-        check_schedule(from_text(text.replace(line, other), 2), NUM_STEPS)
+    for found in re.finditer(r"(?<!rank )\b\d|(?<=c)\d", text):
+        for digit in set("0123456789") - {found[0]}:
+            changed = text[: found.start()] + digit + text[found.end() :]
+            with pytest.raises(ValueError, match=r"clip|transfer"):
+                check_schedule(from_text(changed, 2), NUM_STEPS)
 
 
 def test_check_wants_all_steps() -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-import typer
+import click
 
 from svdpp.cli.console import Console
 from svdpp.cli.failures import answered
@@ -81,5 +81,5 @@ if __name__ == "__main__":
     try:
         with answered(Console(), debug=False):
             work(folder=Path(sys.argv[1]), num_clips=int(sys.argv[2]))
-    except typer.Exit as ended:
+    except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)

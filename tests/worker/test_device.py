@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from svdpp.comm import streams
 from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World
-from svdpp.worker.bounded_executor import BoundedExecutor
-from svdpp.worker.device import take_device
-from svdpp.worker.memory import MemoryPressure
+from svdpp.worker import writers
+from svdpp.worker.device import MemoryPressure, take_device
+from svdpp.worker.writers import BoundedExecutor
 
 GPU = torch.device("cuda:1")
 WORLD = World(rank=1, local_rank=1, size=2, local_size=2)
@@ -25,9 +26,11 @@ def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: took.update({threading.current_thread().name: d})
     )
-    executor = BoundedExecutor("writer", GPU)
-    name = executor.submit(lambda: threading.current_thread().name).result()
-    assert took == {name: GPU}
+    monkeypatch.setattr(writers, "SideStream", Mock())
+    executor, names = BoundedExecutor("writer", GPU, Mock()), list[str]()
+    executor.submit(lambda: names.append(threading.current_thread().name))
+    executor.finish()
+    assert took == {names[0]: GPU}
     link = streams.one_thread("to-1", GPU)
     assert took[link.submit(lambda: threading.current_thread().name).result()] == GPU
 

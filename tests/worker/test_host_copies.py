@@ -23,11 +23,12 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
-from svdpp.worker import latent_checkpoints, stage, tensor_store
-from svdpp.worker.clip_writer import ClipWriter
+from svdpp.worker import latent_checkpoints, stage, tensor_store, writers
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.writers import ClipWriter
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)
@@ -84,7 +85,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "beside", beside)
-    for module in (streams, reference, latent_checkpoints):
+    for module in (streams, reference, writers):
         monkeypatch.setattr(module, "mark", lambda _: marked)
     yield
     assert all(after is marked for after in waited)
@@ -106,7 +107,8 @@ def test_the_reference(tmp_path: Path) -> None:
         checkpoint=None,
         requests=(ClipRequest(seed=0),),
         steps=frozenset({1, 2}),
-        tensor_folder=str(tmp_path),
+        folder=tmp_path,
+        predictions=False,
     )
     reporter = Mock()
     reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
@@ -122,19 +124,17 @@ def test_a_rank(tmp_path: Path) -> None:
     written = Mock()
     kept = TensorStore(tmp_path)
     rank = stage.PipelineStage(
-        0,
+        RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
         _model(),
-        link,
         ClipWriter(written, {}, CPU, kept, fps=7),
-        reporter,
         SvdSampling(),
         checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
-        tensor_store=kept,
     )
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
-    jobs = tuple(ClipJob(clip=clip, request=ClipRequest(seed=0)) for clip in (0, 1))
-    rank.expect(Work(actions=texts + sent, jobs=jobs, latents_keys={1: "0" * 64}))
+    requests = ClipRequest(seed=0), ClipRequest(seed=0, latents_key="0" * 64)
+    jobs = tuple(ClipJob(clip=clip, request=request) for clip, request in enumerate(requests))
+    rank.expect(Work(actions=texts + sent, jobs=jobs))
     for text in texts + sent:
         rank.perform(Action.parse(text))
     rank.finish()

@@ -11,7 +11,7 @@ import torch
 from svdpp.errors import OutOfMemoryError
 from svdpp.models import free_memory
 from svdpp.plan.actions import Action
-from svdpp.worker.memory import out_of_memory_named
+from svdpp.worker.device import out_of_memory_named
 
 # The message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
 CUDA = torch.OutOfMemoryError(

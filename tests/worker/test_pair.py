@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from svdpp.comm.packet import Packet
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import Tensors
 from svdpp.plan.actions import Action
-from svdpp.worker.pair import NotWantedError, Pair
+from svdpp.worker.steps import Denoising, NotWantedError, RankTools
 
 THEIRS = {"prediction": torch.ones(1)}
 
@@ -42,16 +43,9 @@ class _Links:
         self.calls.append(("tombstone" if packet.tombstone else "send", packet.next_step))
 
 
-def _pair(links: Any, clip: Packet | None = None) -> Pair:
-    return Pair(
-        links,
-        0,
-        Action.parse("DENOISE c0 2:4 =1"),
-        clip or Packet(0, 2, 0.0, {}),
-        waiting=lambda _: nullcontext(),
-        sent=lambda _, tensors: tensors,
-        received=lambda *_: None,
-    )
+def _pair(links: Any, clip: Packet | None = None) -> Denoising:
+    tools = RankTools(rank=0, device=torch.device("cpu"), transport=links, reporter=Mock())
+    return Denoising(tools, Action.parse("DENOISE c0 2:4 =1"), clip or Packet(0, 2, 0.0, {}))
 
 
 def _predict() -> Tensors:

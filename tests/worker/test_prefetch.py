@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,23 +47,47 @@ def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None
 
 
 def test_one_photograph_is_read_ahead_and_no_more(
-    paths: list[Path],
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    second = threading.Event()
+    second, read_bytes = threading.Event(), photos.read_bytes
 
-    def noting(clip: int, path: Path) -> bytes:  # noqa: ARG001
+    def noting(path: Path) -> bytes:
         read.append(path.stem)
         if len(read) == 2:
             second.set()
-        return photos.read_bytes(path)
+        return read_bytes(path)
 
-    reader = PhotoReader(SAMPLING, _first_pixel, CPU, noting)
+    monkeypatch.setattr(photos, "read_bytes", noting)
+    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)
     reader._thread.submit(int).result()  # all calls queued before are done now
     assert read == ["10", "20"]
+    reader.close()
+
+
+def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path]) -> None:
+    may_end, prepared = threading.Event(), threading.Event()
+    shades: list[object] = []
+
+    def slow(image: Image.Image, sampling: SamplingConfig) -> dict[str, torch.Tensor]:
+        shades.append(image.getpixel((0, 0)))
+        assert image.getpixel((0, 0)) != (10, 10, 10) or may_end.wait(30)
+        return _first_pixel(image, sampling)
+
+    reader = PhotoReader(SAMPLING, slow, CPU)
+    large, *small = (request for _, request in _requests(paths))
+    reader.prepare_early(large, lambda _: prepared.set())
+    reader.expect(enumerate(small))
+    assert [reader.take(clip)["pixel"].tolist()[0] for clip in (0, 1)] == [20, 30]
+    assert not prepared.is_set()
+    may_end.set()
+    assert prepared.wait(30)
+    reader.expect([(2, replace(large, seed=5)), (3, replace(large, image=str(paths[1])))])
+    assert [reader.take(clip)["pixel"].tolist()[0] for clip in (2, 3)] == [10, 20]
+    assert shades.count((10, 10, 10)) == 1
     reader.close()
 
 

@@ -10,7 +10,6 @@ import torch
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.launch.group import RankContext
 from svdpp.launch.world import World
-from svdpp.plan.layout import Roles
 from svdpp.worker import rank
 from svdpp.worker.messages import Cancel, Failed, Finished, Stop, parse_event
 
@@ -51,7 +50,6 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
         join=lambda: None,
         leave=lambda: left.append(len(parent.commands)),
     )
-    roles = (Roles(encode=True, denoise=True, decode=False),)
-    rank.rank_main(context, rank.RankSetup(config=config, checkpoint=None, roles=roles, links=()))
+    rank.rank_main(context, rank.RankSetup(config=config, checkpoint=None))
     assert left == [0]
     assert not any(isinstance(event, Failed) for event in parent.said)

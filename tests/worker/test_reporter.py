@@ -1,16 +1,18 @@
-"""What a rank's heartbeats report."""
+"""What a rank's heartbeats report, and of whose host its errors speak."""
 
 from __future__ import annotations
 
 import queue
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
+from svdpp.errors import InputError
 from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker import reporter as module
-from svdpp.worker.messages import Heartbeat, parse_event
+from svdpp.worker.messages import ClipFailed, Heartbeat, parse_event
 from svdpp.worker.reporter import Reporter
 
 
@@ -44,3 +46,15 @@ def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.Monke
     reporter.start()
     assert channel.heartbeat() == Heartbeat(action="DENOISE c0 0:2")
     reporter.stop()
+
+
+@pytest.mark.parametrize(
+    ("other_host", "message"), [("", "no such file"), ("host1", "on host1: no such file")]
+)
+def test_a_lost_clip_names_a_host_that_is_not_rank_0s(other_host: str, message: str) -> None:
+    channel = Mock()
+    Reporter(channel, other_host).clip_failed(3, InputError("no such file"))
+    (sent,) = channel.send.call_args.args
+    assert parse_event(sent) == ClipFailed(
+        clip=3, error={"type": "InputError", "message": message, "hint": ""}
+    )

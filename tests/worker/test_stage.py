@@ -15,6 +15,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.worker import stage
 from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event, Work
+from svdpp.worker.steps import RankTools
 
 
 class _Clock:
@@ -55,7 +56,8 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
     model = DummyModel(spec, 1, torch.device("cpu"))
     doubles: Any = clock
-    alone = stage.PipelineStage(0, model, doubles, doubles, doubles, SvdSampling())
+    tools = RankTools(rank=0, device=model.device, transport=doubles, reporter=doubles)
+    alone = stage.PipelineStage(tools, model, doubles, SvdSampling())
     for clip in range(2):
         texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
         job = ClipJob(clip=clip, request=ClipRequest(seed=0))
@@ -73,9 +75,14 @@ def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
     model = DummyModel(spec, 1, torch.device("cpu"))
     doubles: Any = clock
-    alone = stage.PipelineStage(
-        *(0, model, doubles, doubles, doubles, SvdSampling()), is_cancelled=cancelled.__contains__
+    tools = RankTools(
+        rank=0,
+        device=model.device,
+        transport=doubles,
+        reporter=doubles,
+        is_cancelled=cancelled.__contains__,
     )
+    alone = stage.PipelineStage(tools, model, doubles, SvdSampling())
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DECODE c0 @1", "FINISH c0 @1"
     alone.expect(Work(actions=texts, jobs=(ClipJob(clip=0, request=ClipRequest(seed=0)),)))
     for text in texts:

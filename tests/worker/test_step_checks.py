@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from svdpp.errors import NotFiniteError
-from svdpp.worker.step_checks import StepChecks
+from svdpp.worker.steps import StepChecks
 
 CPU = torch.device("cpu")
 FINE = torch.zeros(3)

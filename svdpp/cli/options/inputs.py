@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, setting, switch
+from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, argument, setting, switch
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import (
     MAX_MEGAPIXELS,
@@ -17,10 +16,10 @@ from svdpp.config.limits import (
 from svdpp.errors import InputError, RequestError
 
 
-def _take_from(context: typer.Context, path: Path | None) -> Path | None:
+def _take_from(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
     """Makes the options of an earlier run the defaults."""
     if path is not None:
-        from svdpp.cli.repeated_run import recorded_options
+        from svdpp.cli.command_line import recorded_options
 
         context.default_map = {**(context.default_map or {}), **recorded_options(path)}
     return path
@@ -100,10 +99,9 @@ class ImageOptions:
 class InputOptions(ImageOptions):
     """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
 
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="INPUT...", help="Image files, folders of images, or quoted globs."),
-    ] = None
+    inputs: list[str] | None = argument(
+        "INPUT...", "Images or videos: files, folders, quoted globs."
+    )
     seeds: str | None = setting(
         VIDEO, "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
     )

@@ -1,23 +1,96 @@
-"""The options for how ranks share the work, and for the costs that decide it."""
+"""The options for ranks: number, devices, threads, timeouts, and how they share the work."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from svdpp.cli.console import counted
-from svdpp.cli.options.declare import LAYOUT, setting, switch
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, setting, switch
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.plan.choose import faster_layout
+from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.layout import SPLITS
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
-# A remark names a layout only if it is faster by at least this factor.
-_WORTH_A_REMARK = 1.05
+#: The default device.
+AUTO_DEVICE = "auto"
 
 _LAYOUTS = ("auto", "pipeline", "data-parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The number of ranks, and what each may use."""
+
+    world: int | None = setting(
+        LAYOUT,
+        "W",
+        "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
+        "--gpus",
+        "--world",
+    )
+    device: str = setting(
+        LAYOUT,
+        "auto|cuda|cpu|cuda:N",
+        "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
+        "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
+        default=AUTO_DEVICE,
+        choices=("auto", "cuda", "cpu", "cuda:0"),
+    )
+    threads: int | None = setting(
+        LAYOUT,
+        "T",
+        "CPU threads of each rank, at most 16 per core. Bits depend on this number.",
+        shown="cores divided by ranks; on CUDA 1",
+    )
+    timeout: float = setting(
+        RECOVERY, "SECONDS", "End the run if a rank makes no progress for this long.", default=600.0
+    )
+    start_timeout: float = setting(
+        RECOVERY,
+        "SECONDS",
+        "End the run if the ranks are not ready after this long.",
+        default=600.0,
+    )
+    checksum: bool = switch(DIAGNOSTICS, "Send a crc32 with each packet and compare it on arrival.")
+
+    allow_mixed_devices: bool = switch(
+        LAYOUT,
+        "Accept ranks on different GPUs or library versions. Their bits may differ, so "
+        "clips are not marked as exact.",
+    )
+
+    def device_for(self, model: str) -> str:
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""
+        if self.device != AUTO_DEVICE:
+            return self.device
+        if visible_gpus():
+            import torch
+
+            if torch.cuda.is_available():  # False for a CPU build of torch
+                return "cuda"
+        if model.lower() in (DEMO_MODEL, DUMMY_MODEL):  # "Demo" is refused with a better hint
+            return "cpu"
+        raise RequestError(
+            "there is no GPU, and this model takes minutes for each step on a CPU",
+            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
+            details={"asked": AUTO_DEVICE, "found": 0},
+        )
+
+    def threads_on(self, device: str, num_local: int) -> int:
+        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
+
+        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
+        the number of ranks.
+        """
+        if self.threads is not None:
+            return self.threads
+        if device.startswith("cuda"):
+            return 1
+        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +219,6 @@ class LayoutOptions:
             return {"replicas": max(1, world_size // self.pair_size), **given}
         return {**self.refined, **given}
 
-    def remark(self, layout: Layout, num_clips: int, *, is_real: bool) -> str:
-        """Names a faster layout if the user has not chosen one; else "".
-
-        `is_real` says whether the assumed costs fit the model.
-        """
-        if self.given or (self.costs is None and not is_real):
-            return ""
-        faster = faster_layout(layout, num_clips, by=_WORTH_A_REMARK)
-        if faster is None:
-            return ""
-        other, times = faster
-        whose = f"the costs of {ASSUMED_COSTS}" if self.costs is None else "these costs"
-        fits = ", if each device has room for the whole model" if other.replica_size == 1 else ""
-        return (
-            f"layout: by {whose} {options_for(other)} would be {times:.2f} times as fast for "
-            f"{counted(num_clips, 'clip')}{fits}"
-        )
-
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
         """The costs of `--costs`, or else published costs of SVD.
 
@@ -175,14 +230,3 @@ class LayoutOptions:
         if self.costs is not None:
             return find_costs(self.costs)
         return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
-
-
-def options_for(layout: Layout) -> str:
-    """The options that select `layout`."""
-    pairs = " --cfg-parallel 2" if layout.cfg_parallel == 2 else ""
-    if layout.replica_size == 1:
-        return f"--layout data-parallel{pairs}"
-    simple = {"split": "uniform", "replicas": 1, "decoders": 1}
-    chosen = {name: getattr(layout, name) for name in simple}
-    texts = [f"--{name} {value}" for name, value in chosen.items() if value != simple[name]]
-    return (" ".join(texts) or "--layout pipeline") + pairs

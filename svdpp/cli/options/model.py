@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import typer
+import click
 
 from svdpp.cli.options.declare import MODEL, setting, switch
 from svdpp.config import (
@@ -28,7 +28,7 @@ _DTYPES: dict[str, Dtype] = {
 }
 
 
-def _known_models(context: typer.Context) -> list[str]:
+def _known_models(context: click.Context) -> list[str]:
     """Models that a shell completes; the dummy only for commands with `--latent-shape`."""
     takes_dummy = any(each.name == "latent_shape" for each in context.command.params)
     return [DEMO_MODEL, *([DUMMY_MODEL] if takes_dummy else []), DEFAULT_MODEL]
@@ -44,6 +44,12 @@ class ModelOptions:
         "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
         default=DEFAULT_MODEL,
         choices=_known_models,
+    )
+    as_family: str | None = setting(
+        MODEL,
+        "NAME",
+        "Run the model by another family, such as wan_v2v.",
+        "--family",
     )
     revision: str | None = setting(
         MODEL, "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
@@ -90,7 +96,7 @@ class ModelOptions:
     @property
     def family(self) -> str:
         """The model's family; reads its `model_index.json`, and may download it."""
-        if self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+        if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return "svd"
         from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
 
@@ -100,6 +106,7 @@ class ModelOptions:
         """The configuration on `device`."""
         return ModelConfig(
             name=self.model,
+            family=self.as_family,
             revision=self.revision,
             variant=self.variant,
             local_files_only=self.local_files_only,

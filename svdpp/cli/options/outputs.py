@@ -1,14 +1,17 @@
-"""The options for output files: clips, existing files, traces and pictures."""
+"""The options for output: clips and existing files, the log, and the terminal."""
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, NamedTuple
 
+from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, setting, switch
 from svdpp.config import OutputConfig
 from svdpp.errors import RequestError
+from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import OutputPolicy
@@ -146,3 +149,46 @@ def _has_fields(text: str) -> bool:
             f"--out has an unknown field {{{name}}}", "fields are {name}, {seed} and {index}"
         )
     return bool(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TalkOptions:
+    """Options that every command has; its `Console` follows them."""
+
+    as_json: bool = switch(DIAGNOSTICS, "Print results and errors as JSON.", "--json")
+    debug: bool = switch(DIAGNOSTICS, "Show tracebacks with errors.")
+    quiet: bool = switch(DIAGNOSTICS, "Print no progress and no remarks.", "--quiet", "-q")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """Options of the log."""
+
+    verbose: int = switch(
+        DIAGNOSTICS,
+        "Log ranks, transfers and clips to stderr; -vv adds every step.",
+        "--verbose",
+        "-v",
+        default=0,
+        count=True,
+    )
+    log_file: Path | None = setting(
+        DIAGNOSTICS,
+        "FILE",
+        "Append the log to this file as JSON lines, with -v every step; at 50 MB it "
+        "becomes FILE.1, and four old files are kept.",
+    )
+
+    def open(self, console: Console, launched: World | None) -> None:
+        """Opens the log; of the ranks of a host only the first makes remarks."""
+        from svdpp.cli.log import open_log
+
+        quiet = console.quiet or (launched is not None and launched.local_rank != 0)
+        if quiet:
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the hub's library
+        open_log(
+            verbosity=self.verbose,
+            log_file=self.log_file,
+            write=console.err.print,
+            quiet=quiet,
+        )

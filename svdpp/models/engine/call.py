@@ -10,47 +10,45 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
 from svdpp.models.engine.branches import Branches
+from svdpp.models.engine.patches import (
+    component_methods,
+    own_methods,
+    range_class,
+    refuse_caches,
+    replaced,
+    step_callback,
+)
+from svdpp.models.engine.records import Records
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import (
     Node,
     NotPackableError,
     Packer,
     changed_state,
+    copied,
     describe,
-    leaves,
+    differ,
     packed_state,
     snapshot,
+    tensors_in,
     unpack,
     zeros,
 )
 
 #: Name of the tensor that holds a packet's structure: JSON, in host memory.
 STRUCTURE = "structure"
-
-# The record whose first tensor is the latent before the first step.
-_NOISE_RECORD = "prepare_latents"
-# What the noise is called in a packet after the first step.
-_NOISE = {"first_step": None, "in_latents": LATENTS, "later_steps": "noise"}
-_METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
-_PREPROCESS = ("preprocess", "preprocess_video")
-_PIPELINES = "diffusers.pipelines"
-_NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 
 class _Stop(Exception):
@@ -82,11 +80,9 @@ class RangeCall:
         self._given: Node | None = self.packet[0] if self.packet else None
         self._received: Tensors = self.packet[1] if self.packet else {}
         self._device = self.pipe._execution_device
-        self._queues: dict[str, list[Node]] = {}
-        for record in self._given["records"] if self._given else ():
-            self._queues.setdefault(record["name"], []).append(record)
-        self._records: list[tuple[str, Any, list[torch.Tensor] | None]] = []
-        self._depth, self._in_steps = 0, False
+        # No method of this object, which would keep the packet after the call.
+        self._unpacked = functools.partial(unpack, tensors=self._received, device=self._device)
+        self._records = Records(self.row, self._unpacked, self.generators, self._given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -111,12 +107,12 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        _refuse_caches(self.pipe)
+        refuse_caches(self.pipe)
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, name = _global_states(self._device), None, type(self.pipe).__name__
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if _differ(before, _global_states(self._device)):
+        if differ(before, _global_states(self._device)):
             raise ModelError(
                 f"{name} draws random numbers from torch's global generator, so that no two runs "
                 "are equal"
@@ -128,55 +124,14 @@ class RangeCall:
             )
         return result
 
-    # 1. What is outside the steps is recorded once, and replayed.
-
-    def _recorded(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or self._in_steps:
-                return real(*args, **kwargs)
-            if self._given is not None:
-                return self._replay(name, real, args, kwargs)
-            before = self._generator_states()
-            self._depth += 1
-            try:
-                result = real(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            after = self._generator_states()
-            drew = _differ(before, after)
-            if drew or _has_tensors(result):
-                self._records.append((name, _copied(result), after if drew else None))
-            return result
-
-        return call
-
-    def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
-        if not self._queues.get(name):
-            return real(*args, **kwargs)  # it returned no tensors when it was called to encode
-        record = self._queues[name].pop(0)
-        if record["drew"] is not None:
-            self._restore(record["drew"])
-        return self._unpacked(record["result"])
-
-    def _restore(self, node: Node) -> None:
-        for generator, state in zip(self.generators, self._unpacked(node), strict=True):
-            generator.set_state(state)
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
-
-    def _unpacked(self, node: Node) -> Any:
-        return unpack(node, self._received, self._device)
-
-    # 2. A step.
+    # 1. A step.
 
     def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
         real = module.forward
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._in_steps = True
+            self._records.in_steps = True
             self._begin_step()
             if self._index < self.start:
                 return self._phantom_output()
@@ -231,7 +186,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.row.results_in_latents
-        self._results.append((place, result, _copied(result) if travels else None))
+        self._results.append((place, result, copied(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -241,7 +196,7 @@ class RangeCall:
             self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
-            self._restore(step["generators"])
+            self._records.restore(step["generators"])
         chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
@@ -259,7 +214,7 @@ class RangeCall:
     def _reached(self) -> torch.Tensor:
         """The latent after the step that ran: of the callback, if the pipeline has one."""
         latents = self._latents
-        return _tensors_in(self._results[0][1])[0] if latents is None else latents
+        return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
@@ -268,7 +223,7 @@ class RangeCall:
             return {}
         return {LATENTS: self._unpacked(self._given["step"]["latents"])}
 
-    # 3. The loop.
+    # 2. The loop.
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
@@ -278,7 +233,7 @@ class RangeCall:
         if self.end is not None:
             self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
-        self._in_steps = False
+        self._records.in_steps = False
 
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
@@ -286,49 +241,21 @@ class RangeCall:
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
 
-    # 4. The packet.
+    # 3. The packet.
 
     def _pack(self) -> None:
         try:
             if self._given is None:
-                records, step = self._packed_records(), None
+                records, step = self._records.packed(self._packer), None
             else:
                 # Often the result of `step` itself.
                 latents = self._packer.pack(self._reached(), LATENTS)
                 step = {"latents": latents, **self._packed_step()}
-                records = self._passed_on()
+                records = self._records.passed_on(self._received, self._packer.tensors)
         except NotPackableError as error:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
         self.structure = {"records": records, "step": step}
-
-    def _packed_records(self) -> list[Node]:
-        for name, result, _ in self._records:
-            if name == _NOISE_RECORD:
-                self._packer.pack(_tensors_in(result)[0], LATENTS)
-        records, packer = [], self._packer
-        for place, (name, result, drew) in enumerate(self._records):
-            sent = name not in self.row.unsent
-            node = packer.pack(result, f"record.{place}") if sent else describe(result)
-            states = None if drew is None else packer.pack(drew, f"drew.{place}")
-            records.append({"name": name, "result": node, "drew": states})
-        return records
-
-    def _passed_on(self) -> list[Node]:
-        """The records that were received; what is still used of the noise is in the latent."""
-        assert self._given is not None
-        records: list[Node] = copy.deepcopy(self._given["records"])
-        for record in records:
-            record["drew"] = None  # each step's state is in the packet
-            for leaf in leaves(record["result"]):
-                name = leaf["name"]
-                if name == LATENTS:
-                    leaf["name"] = _NOISE[self.row.noise_use]
-                elif record["name"] in self.row.only_first_step:
-                    leaf["name"] = None
-                if leaf["name"] not in (None, LATENTS):
-                    self.tensors[leaf["name"]] = self._received[name]
-        return records
 
     def _packed_results(self, name: str) -> list[list[Node]]:
         """What `step` returned last, of each scheduler."""
@@ -337,7 +264,7 @@ class RangeCall:
             if before is None:
                 results[place].append(describe(result))
                 continue
-            is_changed = _differ(_tensors_in(before), _tensors_in(result))
+            is_changed = differ(tensors_in(before), tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -352,18 +279,18 @@ class RangeCall:
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": self._packer.pack(self._generator_states(), GENERATOR),
+            "generators": self._packer.pack(self._records.generator_states(), GENERATOR),
         }
 
-    # 5. The pipeline, its components and its scheduler, while the call lasts.
+    # 4. The pipeline, its components and its scheduler, while the call lasts.
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         pipe = self.pipe
         with ExitStack() as patches:
             patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in _own_methods(pipe.__class__):
-                method = self._recorded(name, getattr(pipe, name))
+            for name in own_methods(pipe.__class__):
+                method = self._records.wrapped(name, getattr(pipe, name))
                 patches.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
                 if part in self.row.denoisers and component is not None:
@@ -375,7 +302,7 @@ class RangeCall:
                 if isinstance(value, VaeImageProcessor):
                     patches.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__, scheduler._range_call = _range_class(scheduler.__class__), self
+            scheduler.__class__, scheduler._range_call = range_class(scheduler.__class__), self
             try:
                 yield
             finally:
@@ -383,101 +310,15 @@ class RangeCall:
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = component_methods(component).items()
-        recorded = {name: self._recorded(f"{part}.{name}", method) for name, method in methods}
+        recorded = {
+            name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
+        }
         if self._given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
-
-
-# 6. What the call and the reference share.
-
-
-def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """The methods by which pipelines call a component."""
-    names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
-    found = {name: getattr(component, name, None) for name in names}
-    return {name: method for name, method in found.items() if callable(method)}
-
-
-def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """The argument of `__call__` that is called after each step; empty if there is none."""
-    name = "callback_on_step_end"
-    return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
-
-
-def _refuse_caches(pipe: Any) -> None:
-    """They keep state from step to step, which no packet carries."""
-    for part, component in pipe.components.items():
-        if (cache := getattr(component, "_cache_config", None)) is not None:
-            raise ModelError(
-                f"{part} has the cache {type(cache).__name__}, which keeps state from step to step",
-                f"call {part}.disable_cache()",
-            )
-
-
-@contextmanager
-def replaced(target: Any, **methods: Any) -> Iterator[None]:
-    """Replaces methods of this one object, a pipeline or a part of it, while the context lasts."""
-    before = {name: vars(target)[name] for name in methods if name in vars(target)}
-    for name, method in methods.items():
-        object.__setattr__(target, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            object.__delattr__(target, name)
-        for name, method in before.items():
-            object.__setattr__(target, name, method)
-
-
-@functools.cache
-def _range_class(real: Any) -> Any:
-    """A subclass of the scheduler class `real` whose steps belong to a call."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
-
-    # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
-    methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
-    return type(real.__name__, (real,), methods)
-
-
-@functools.cache
-def _own_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """The methods that the pipeline's class defines, and not diffusers' base classes."""
-    names: dict[str, Any] = {}
-    for cls in pipeline_class.__mro__:
-        is_base = cls in DiffusionPipeline.__mro__
-        names |= vars(cls) if cls.__module__.startswith(_PIPELINES) and not is_base else {}
-    return tuple(
-        name
-        for name, value in names.items()
-        if callable(getattr(value, "__func__", value)) and name not in _NOT_RECORDED
-    )
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a value, also in a distribution of latents."""
-    try:
-        return bool(leaves(describe(value)))
-    except NotPackableError:
-        return bool(_tensors_in(value))
-
-
-def _copied(value: Any) -> Any:
-    """The value with copies of its tensors, in the same order in memory."""
-    return tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's global generators, which are in host memory for all devices."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return not all(map(torch.equal, before, after))

@@ -73,7 +73,7 @@ def read_json(folder: Path, name: str) -> JsonFile:
 
 def check_start(data: bytes, label: str) -> None:
     """Detects what a failed download or clone leaves in place of a file."""
-    start = data[:_CHECKED_BYTES].lstrip().lower()
+    start = data[:CHECKED_BYTES].lstrip().lower()
     if not data:
         raise ModelError(f"{label} is empty (0 bytes)")
     if start.startswith(b"version https://git-lfs"):
@@ -199,7 +199,7 @@ def first_line(error: BaseException) -> str:
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
-_CHECKED_BYTES = 512
+CHECKED_BYTES = 512
 _MAX_CONFIG_BYTES = 16 * 2**20
 _SCHEDULER = "scheduler/scheduler_config.json"
 _REFUSED_OF_SCHEDULERS = {

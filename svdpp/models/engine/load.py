@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+import tqdm
+import transformers
+from transformers.initialization import no_init_weights
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.config import ModelConfig
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
-from svdpp.models.engine.call import replaced
-from svdpp.models.engine.configs import library_errors
+from svdpp.models.engine.configs import first_line, library_errors, short_repr
+from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
+from svdpp.models.free_memory import free_bytes
 from svdpp.models.hub import show_name
-from svdpp.models.loading import (
-    load_module,
-    load_processor,
-    new_module,
-    silence_libraries,
-)
 from svdpp.models.lora import LoraFile
+from svdpp.models.safetensors_header import num_elements
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
 _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 #: Submodules of VAEs that are used by an encode of images alone, and by a decode.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
+#: Weights of these dtypes need scales.
+_QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
+
+
+def silence_libraries() -> None:
+    """Turns off the progress bars and warnings of diffusers and transformers in this process.
+
+    Call it before the first import of a diffusers pipeline, which prints warnings.
+    """
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    # tqdm's own lock has a semaphore, which a rank that a signal ends would leave behind.
+    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def preload(family: str) -> None:
     """Imports diffusers' pipelines of a family, and with them its other classes."""
     silence_libraries()
-    for name in (ROWS[family].text, ROWS[family].image):
-        if name is not None:
-            getattr(diffusers, name)
+    for name in filter(None, (ROWS[family].text, ROWS[family].image)):
+        getattr(diffusers, name)
+
+
+# 1. A pipeline.
 
 
 def load_pipeline(
@@ -53,24 +73,15 @@ def load_pipeline(
         if not has_weights(part):
             parts[part] = load_processor(checkpoint, part, cls) if part in needed else None
         elif part in needed:
-            module = parts[part] = load_module(checkpoint, part, cls, dtype, place)
+            module = parts[part] = _load_module(checkpoint, part, cls, dtype, place)
             for unused in module._modules.keys() & unused_parts(checkpoint, part, roles, sampling):
                 delattr(module, unused)
             apply_memory_options(checkpoint, part, module, model)
         else:
-            parts[part] = skeleton(cls, checkpoint, part, dtype, place)
+            parts[part] = _skeleton(cls, checkpoint, part, dtype, place)
     pipe = new_pipeline(checkpoint, sampling.from_image, parts, place)
     load_loras(pipe, checkpoint)
     return pipe
-
-
-def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the bits depend on besides request and device: the class of SVD's image processor."""
-    return {
-        part: component_class(part, name).__name__
-        for part, name in checkpoint.classes
-        if part == "feature_extractor"
-    }
 
 
 def new_pipeline(
@@ -94,12 +105,34 @@ def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
         pipe.guider = type(guider).from_config({**guider.config, **scale})
 
 
+def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the bits depend on besides request and device: the class of SVD's image processor."""
+    return {
+        part: component_class(part, name).__name__
+        for part, name in checkpoint.classes
+        if part == "feature_extractor"
+    }
+
+
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
+
+
+def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
+    """The dtype of a component's weights."""
+    return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
+
+
+def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
+    """The submodules of a component that a rank with these roles does not use."""
+    if part != "vae":
+        return ()
+    encodes = roles.encode and (part in checkpoint.row.encode or sampling.from_image)
+    return () if encodes and roles.decode else _ONLY_DECODE if encodes else _ONLY_ENCODE
 
 
 def apply_memory_options(
@@ -118,20 +151,105 @@ def apply_memory_options(
                 layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
 
 
-def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
-    """The dtype of a component's weights."""
-    return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
+@functools.cache
+def _on_device(cls: Any, device: str) -> Any:
+    """A subclass of a pipeline's or a module's class that says where its work is done."""
+    place = property(lambda _: torch.device(device))
+    attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), attributes)
 
 
-def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
-    """The submodules of a component that a rank with these roles does not use."""
-    if part != "vae":
-        return ()
-    encodes = roles.encode and (part in checkpoint.row.encode or sampling.from_image)
-    return () if encodes and roles.decode else _ONLY_DECODE if encodes else _ONLY_ENCODE
+# 2. A component.
 
 
-def skeleton(
+def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
+    """A component without weights: a tokenizer, an image processor or a guider."""
+    folder = checkpoint.folder / part
+    if part == "tokenizer" and not (folder / "tokenizer.json").is_file():
+        # transformers would make up a vocabulary.
+        if not (folder / "spiece.model").is_file():
+            raise ModelError("tokenizer/tokenizer.json is missing")
+        if not (is_sentencepiece_available() and is_protobuf_available()):
+            raise ModelError(
+                "tokenizer/spiece.model needs the packages sentencepiece and protobuf",
+                "pip install sentencepiece protobuf",
+            )
+    with library_errors(part, checkpoint):
+        return cls.from_pretrained(folder, local_files_only=True)
+
+
+def _load_module(
+    checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A component in eval mode, on its device.
+
+    On the CPU, weights whose file has the same dtype stay mapped to the file, so that ranks share
+    their memory. Parameters keep requires_grad, as in diffusers' pipeline: without it torch uses
+    other CPU kernels, which give other bits.
+    """
+    with library_errors(part, checkpoint):
+        headers = checkpoint.weight_files(part)
+        dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
+        if quantised := sorted(dtypes & _QUANTISED):
+            raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
+    with _memory_errors(part, num_elements(headers) * dtype.itemsize, device):
+        with library_errors(part, checkpoint):
+            module = _from_pretrained(checkpoint, part, cls, dtype)
+        try:
+            return module.eval().to(device)
+        # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
+        except (AssertionError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
+
+
+def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
+    """Also refuses what the libraries only warn about: weights of another class."""
+    # By default transformers names mismatches on the screen alone.
+    own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
+    module, info = cls.from_pretrained(
+        checkpoint.folder / part,
+        local_files_only=True,
+        use_safetensors=True,
+        variant=checkpoint.variant,
+        dtype=dtype,
+        output_loading_info=True,
+        **{own: True},
+    )
+    # Of shards, diffusers does not say which are missing.
+    absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    for problem, keys in (
+        ("missing", {*info["missing_keys"], *absent}),
+        ("unexpected", info["unexpected_keys"]),
+        ("mismatched", info["mismatched_keys"]),
+    ):
+        if names := sorted(map(str, keys)):
+            first = f"weights are {problem}, the first is {short_repr(names[0])}"
+            raise ModelError(f"{part}: {first} of {len(names)}")
+    return module
+
+
+@contextmanager
+def _memory_errors(part: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free = ", more than is free"
+        if device.type == "cuda":
+            free = f", where {free_bytes(device) / 1e9:.2f} GB are free"
+        raise OutOfMemoryError(
+            f"{part} needs {num_bytes / 1e9:.2f} GB on {device}{free}",
+            "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
+        ) from error
+
+
+# 3. A component without its weights.
+
+
+def _skeleton(
     cls: Any, checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """Stands for a component that this rank does not load: its config, and weights without data.
@@ -146,12 +264,39 @@ def skeleton(
     return module
 
 
-@functools.cache
-def _on_device(cls: Any, device: str) -> Any:
-    """A subclass of a pipeline's or a module's class that says where its work is done."""
-    place = property(lambda _: torch.device(device))
-    attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), attributes)
+def new_module(cls: Any, folder: Path) -> Any:
+    """The module of class `cls` that the config in `folder` describes, without its weights.
+
+    Call it on the meta device or under fake tensors; otherwise it allocates the weights.
+    """
+    if _is_diffusers(cls):
+        return cls.from_config(cls.load_config(folder, local_files_only=True))
+    config = cls.config_class.from_pretrained(folder, local_files_only=True)
+    config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
+    with no_init_weights():
+        module = cls(config)
+    module.tie_weights()
+    return module
+
+
+def fp32_parameters(module: torch.nn.Module) -> list[str]:
+    """The parameters that the libraries load in float32 although the module has another dtype.
+
+    diffusers keeps what a class lists in `_keep_in_fp32_modules`, transformers does so only for
+    float16 (`load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23).
+    """
+    dtype = torch.get_default_dtype()
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):
+        return []
+    return [name for name, _ in module.named_parameters() if kept.intersection(name.split("."))]
+
+
+def _is_diffusers(cls: Any) -> bool:
+    return bool(cls.__module__.split(".")[0] == "diffusers")
+
+
+# 4. LoRAs.
 
 
 def load_loras(pipe: Any, checkpoint: Checkpoint) -> None:
@@ -159,19 +304,18 @@ def load_loras(pipe: Any, checkpoint: Checkpoint) -> None:
     if not checkpoint.loras:
         return
     loadable = [getattr(pipe, part, None) for part in pipe._lora_loadable_modules]
-    skeletons = [module for module in loadable if getattr(module, "is_skeleton", False)]
     with ExitStack() as patches:
         patches.enter_context(warnings.catch_warnings(action="ignore"))
-        for module in skeletons:
-            patches.enter_context(replaced(module, load_lora_adapter=lambda *_, **__: None))
+        for module in loadable:
+            if getattr(module, "is_skeleton", False):
+                patches.enter_context(replaced(module, load_lora_adapter=lambda *_, **__: None))
         for place, file in enumerate(checkpoint.loras):
             with library_errors(f"the LoRA {show_name(file.lora.name)}", checkpoint):
                 _load_lora(pipe, file, f"lora{place}")
     names = {name for names in pipe.get_list_adapters().values() for name in names}
     weights = {f"lora{place}": file.lora.weight for place, file in enumerate(checkpoint.loras)}
-    held = {name: weight for name, weight in weights.items() if name in names}
-    if held:
-        pipe.set_adapters(list(held), list(held.values()))
+    if held := [name for name in weights if name in names]:
+        pipe.set_adapters(held, [weights[name] for name in held])
 
 
 def _load_lora(pipe: Any, file: LoraFile, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine's `VideoModel`: every stage of a rank is a call of diffusers' pipeline."""
+"""The model of one rank: every stage is a call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Audio, Partner, Tensors
+from svdpp.models.base import AfterStep, Audio, Partner, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.call import STRUCTURE, RangeCall, replaced
+from svdpp.models.engine.call import STRUCTURE, RangeCall
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
+from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
 from svdpp.plan.actions import FrameRange
@@ -29,7 +30,7 @@ _MAX_CACHED_TEXTS = 16
 
 
 class EngineModel:
-    """A model of any family that has a row, with resolved sampling parameters."""
+    """The model of one rank: any family that has a row, with resolved sampling parameters."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class EngineModel:
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
+        """Of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
         self._dtype, self._sampling = dtype, sampling
         # Embeddings of the last prompts, so that each distinct prompt is encoded once.
@@ -55,18 +57,26 @@ class EngineModel:
             pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
         return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
 
-    def prepare(self, image: Image.Image) -> Tensors:
-        """What the row prepares, or the pixels of the image: (H, W, 3) uint8."""
+    def prepare(self, source: Source) -> Tensors:
+        """What the row prepares, or the pixels: (H, W, 3) uint8, or (F, H, W, 3) of a video.
+
+        On the CPU; it may run in a thread while the rank denoises another clip.
+        """
         if self._row.prepare is not None:
-            made: Tensors = self._row.prepare(self._pipe, image, self._sampling)
+            made: Tensors = self._row.prepare(self._pipe, source, self._sampling)
             return made
-        return {_IMAGE: torch.from_numpy(np.array(image.convert("RGB")))}
+        if isinstance(source, list):
+            return {_IMAGE: torch.from_numpy(np.stack([np.asarray(frame) for frame in source]))}
+        return {_IMAGE: torch.from_numpy(np.array(source.convert("RGB")))}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
-        """Encodes the prompts and the image, which is `prepared`, and draws the noise."""
+        """The packet before the first step: what later steps and the decode need.
+
+        Encodes the prompts and the image, which is `prepared`, and draws the noise.
+        """
         assert bool(prepared) == self._sampling.from_image
         pixels = prepared.get(_IMAGE)
-        image = self._stand_in() if pixels is None else Image.fromarray(pixels.numpy())
+        source = blank_source(self._sampling) if pixels is None else _source(pixels)
         generator = torch.Generator(self._generator_device).manual_seed(request.seed)
         call = self._call(None, 0, 0, generator)
         with ExitStack() as patches:
@@ -76,7 +86,7 @@ class EngineModel:
                 patches.enter_context(replaced(self._pipe, **{name: cached}))
             call.run(
                 call_arguments(self._pipe, self._checkpoint, self._sampling)
-                | request_arguments(self._row, self._sampling, request, image, generator)
+                | request_arguments(self._row, self._sampling, request, source, generator)
                 | {"output_type": "latent"}
             )
         given = {"negative_prompt": request.negative_prompt is not None}
@@ -90,7 +100,11 @@ class EngineModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Runs steps `start` to `end` (exclusive); returns the packet after them."""
+        """Runs steps `start` to `end` (exclusive); returns the packet after them.
+
+        Does not change `tensors`, the packet before them. With a partner each step evaluates one
+        branch of the guidance, and both get the same result.
+        """
         assert start < end
         structure, tensors = self._opened(tensors, start)
         generator = torch.Generator(self._generator_device)
@@ -141,7 +155,10 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
-        """See `VideoModel`."""
+        """A made-up packet with a real one's shapes, dtypes and devices, to measure without encode.
+
+        With `has_stepped` it is one to decode, otherwise one before the first step.
+        """
         from svdpp.models.memory import probe_packet  # imports this module
 
         model = ModelConfig(name=self._checkpoint.name, dtype=self._dtype)
@@ -193,13 +210,9 @@ class EngineModel:
         negative = "" if structure["given"]["negative_prompt"] else None
         prompt = "" if self._row.takes_prompt else None
         request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
-        given = request_arguments(self._row, self._sampling, request, self._stand_in(), generator)
+        source = blank_source(self._sampling)
+        given = request_arguments(self._row, self._sampling, request, source, generator)
         return arguments | given
-
-    def _stand_in(self) -> Image.Image | None:
-        """An image that is not used, for clips from an image."""
-        size = self._sampling.width, self._sampling.height
-        return Image.new("RGB", size) if self._sampling.from_image else None
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
         """The structure and the tensors of a packet after `steps`."""
@@ -241,7 +254,7 @@ def load_model(
     device: str,
     roles: Roles,
 ) -> EngineModel:
-    """Loads only the components for one rank; see `load_module` for errors."""
+    """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(pipe, checkpoint, model.dtype, sampling)
 
@@ -263,19 +276,34 @@ def request_arguments(
     row: Row,
     sampling: Any,
     request: ClipRequest,
-    image: Image.Image | None,
+    source: Source | None,
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """Arguments of `__call__` for one clip; without those that it does not have."""
-    if image is not None and row.size_from_image:
-        image = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
+    if isinstance(source, Image.Image) and row.size_from_image:
+        source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     given = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
-        row.image_argument: image,
+        row.image_argument: source,
         "generator": generator,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def blank_source(sampling: Any, num_frames: int = 1) -> Source | None:
+    """Black pictures in place of what a clip starts from; None if it starts from text alone."""
+    if not sampling.from_image:
+        return None
+    image = Image.new("RGB", (sampling.width, sampling.height))
+    return [image] * num_frames if sampling.from_video else image
+
+
+def _source(pixels: torch.Tensor) -> Source:
+    """Of the result of `prepare`."""
+    if pixels.dim() == 3:
+        return Image.fromarray(pixels.numpy())
+    return [Image.fromarray(frame) for frame in pixels.numpy()]
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:

@@ -13,16 +13,21 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import in_halves
-from svdpp.models.engine.call import replaced, step_callback
 from svdpp.models.engine.configs import library_errors
-from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, set_up
+from svdpp.models.engine.load import (
+    apply_memory_options,
+    dtype_of,
+    load_loras,
+    set_up,
+    silence_libraries,
+)
 from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
+from svdpp.models.engine.patches import replaced, step_callback
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
-from svdpp.models.loading import silence_libraries
 
 
 class Reference:
@@ -37,7 +42,7 @@ class Reference:
     def run(
         self,
         request: ClipRequest,
-        image: Image.Image | None,
+        source: Source | None,
         sampling: SamplingConfig,
         *,
         before_steps: Callable[[], None],
@@ -48,14 +53,14 @@ class Reference:
 
         Args:
             request: gives seed and prompts.
-            image: fitted to the frame's size; None for a clip from text alone.
+            source: fitted to the frame's shape; None for a clip from text alone.
             sampling: resolved.
             before_steps: called before the first step.
             after_step: called after each step, with its index, the latent and the solver's history.
             divided: evaluate each batch of two as two batches of one, as a pair of ranks does.
         """
         checkpoint, row = self._checkpoint, self._checkpoint.row
-        pipe = self._pipe(image is not None)
+        pipe = self._pipe(source is not None)
         set_up(pipe, checkpoint, sampling)
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
@@ -63,7 +68,7 @@ class Reference:
         with steps.observed(row, divided=divided) as callback:
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling),
-                **request_arguments(row, sampling, request, image, generator),
+                **request_arguments(row, sampling, request, source, generator),
                 **callback,
                 output_type="pil",
             )

@@ -10,43 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from svdpp.config.limits import require
-from svdpp.models.engine import hunyuan, ltx, svd, wan
+from svdpp.models.engine import hunyuan, ltx, others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-_ALL = 1_000
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
-
-
-def _no_length(_: Configs) -> Facts:
-    """The pipeline has a fixed length of prompts."""
-    return {"unused_parameters": ("max_sequence_length",)}
-
-
-def _latte(configs: Configs) -> Facts:
-    frames = configs.of("transformer", video_length=16).count("video_length", 1024)
-    return {**_no_length(configs), "fixed_frames": frames}
-
-
-def _kandinsky5(configs: Configs) -> Facts:
-    """Refuses the sparse attention, whose kernels only CUDA has."""
-    reason = "as sparse attention needs kernels of CUDA, and was never compared"
-    transformer = configs.of("transformer", attention_type="regular")
-    transformer.require("attention_type", "regular", reason)
-    return {}
-
-
-def _kandinsky5_frames(_: Any, sampling: Any) -> None:
-    """The pipeline adapts the first four latent frames to those that follow."""
-    enough = not sampling.from_image or sampling.num_frames >= 17
-    require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
-
-
-def _one_window(_: Any, sampling: Any) -> None:
-    """More frames are made in several loops."""
-    frames = sampling.num_frames
-    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +27,9 @@ class Row:
     image: str | None = None
     """The pipeline's class for clips from an image."""
     image_argument: str = "image"
-    """Of `__call__`, for that image."""
+    """Of `__call__`, for that image, or for the frames of a video."""
+    also: tuple[str, ...] = ()
+    """Other pipelines whose checkpoints the family runs if it is asked for by name."""
     size_from_image: bool = False
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
@@ -67,7 +37,7 @@ class Row:
     denoiser: str
     """The class of the denoisers: others may keep state that no packet carries."""
     takes_prompt: bool = True
-    schedulers: tuple[str, ...] = _FLOW
+    schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
     """What an encode uses."""
@@ -86,7 +56,9 @@ class Row:
     """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: frozenset[str] = frozenset({"video_processor.preprocess"})
+    unsent: frozenset[str] = frozenset(
+        {"video_processor.preprocess", "video_processor.preprocess_video"}
+    )
     """Records that steps and decode do not use."""
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
@@ -142,13 +114,28 @@ _LTX = Row(
     image="LTXImageToVideoPipeline",
     both=True,
     denoiser="LTXVideoTransformer3DModel",
-    schedulers=("FlowMatchEulerDiscreteScheduler",),
     renamed={"frame_rate": "fps"},
     noise_use="in_latents",
     results_in_latents=1,
     facts=ltx.facts,
     check=ltx.check,
     generator_device=ltx.generator_device,
+)
+
+_VACE = Row(
+    title="Wan VACE, whose image is a reference",
+    branches="calls",
+    text="WanVACEPipeline",
+    image="WanVACEPipeline",
+    denoiser="WanVACETransformer3DModel",
+    schedulers=_FLOW,
+    denoisers=("transformer", "transformer_2"),
+    encode=("tokenizer", "text_encoder", "vae"),
+    image_argument="reference_images",
+    fp32=frozenset({"vae"}),
+    unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
+    facts=wan.vace_facts,
+    check=wan.check,
 )
 
 ROWS: Mapping[str, Row] = {
@@ -177,25 +164,34 @@ ROWS: Mapping[str, Row] = {
         text="WanPipeline",
         image="WanImageToVideoPipeline",
         denoiser="WanTransformer3DModel",
+        schedulers=_FLOW,
         denoisers=("transformer", "transformer_2"),
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
         facts=wan.facts,
         check=wan.check,
     ),
-    "wan_vace": Row(
-        title="Wan VACE, whose image is a reference",
+    "wan_vace": _VACE,
+    "wan_vace_control": replace(
+        _VACE,
+        title="Wan VACE, controlled by a video",
+        text=None,
+        image_argument="video",
+        also=("WanVACEPipeline",),
+        facts=lambda configs: {**wan.facts(configs), "image_use": "needed"},
+    ),
+    "wan_v2v": Row(
+        title="Wan 2.1 from a video",
         branches="calls",
-        text="WanVACEPipeline",
-        image="WanVACEPipeline",
-        denoiser="WanVACETransformer3DModel",
-        denoisers=("transformer", "transformer_2"),
-        encode=("tokenizer", "text_encoder", "vae"),
-        image_argument="reference_images",
+        image="WanVideoToVideoPipeline",
+        image_argument="video",
+        also=("WanPipeline",),
+        denoiser="WanTransformer3DModel",
+        schedulers=_FLOW,
         fp32=frozenset({"vae"}),
-        unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
-        facts=wan.vace_facts,
-        check=wan.check,
+        facts=wan.video_facts,
+        check=wan.check_video,
+        arguments=others.all_steps,
     ),
     "ltx": _LTX,
     "ltx_condition": replace(
@@ -213,7 +209,6 @@ ROWS: Mapping[str, Row] = {
         image="LTX2ImageToVideoPipeline",
         both=True,
         denoiser="LTX2VideoTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
         vocoder="vocoder",
@@ -231,7 +226,6 @@ ROWS: Mapping[str, Row] = {
         text="HunyuanVideoPipeline",
         image="HunyuanVideoImageToVideoPipeline",
         denoiser="HunyuanVideoTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_processor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
@@ -242,7 +236,6 @@ ROWS: Mapping[str, Row] = {
         title="FramePack",
         image="HunyuanVideoFramepackPipeline",
         denoiser="HunyuanVideoFramepackTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
@@ -255,7 +248,6 @@ ROWS: Mapping[str, Row] = {
         text="HunyuanVideo15Pipeline",
         image="HunyuanVideo15ImageToVideoPipeline",
         denoiser="HunyuanVideo15Transformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
@@ -273,12 +265,24 @@ ROWS: Mapping[str, Row] = {
         denoiser="CogVideoXTransformer3DModel",
         schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     ),
+    "cogvideox_v2v": Row(
+        title="CogVideoX from a video",
+        branches="batch",
+        image="CogVideoXVideoToVideoPipeline",
+        image_argument="video",
+        also=("CogVideoXPipeline",),
+        denoiser="CogVideoXTransformer3DModel",
+        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+        check=others.check_strength,
+        arguments=others.all_steps,
+    ),
     "skyreels_v2": Row(
         title="SkyReels-V2",
         branches="calls",
         text="SkyReelsV2Pipeline",
         image="SkyReelsV2ImageToVideoPipeline",
         denoiser="SkyReelsV2Transformer3DModel",
+        schedulers=_FLOW,
         encode_image=("vae", "image_encoder", "image_processor"),
         fp32=frozenset({"vae", "image_encoder"}),
     ),
@@ -287,10 +291,11 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
         denoiser="SkyReelsV2Transformer3DModel",
+        schedulers=_FLOW,
         fp32=frozenset({"vae"}),
         noise_use="in_latents",
-        results_in_latents=_ALL,
-        check=_one_window,
+        results_in_latents=1_000,  # all
+        check=others.one_window,
     ),
     "kandinsky5": Row(
         title="Kandinsky 5",
@@ -299,20 +304,18 @@ ROWS: Mapping[str, Row] = {
         image="Kandinsky5I2VPipeline",
         both=True,
         denoiser="Kandinsky5Transformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
         encode=_TWO_ENCODERS,
         texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
         noise_use="in_latents",
         results_in_latents=1,
-        facts=_kandinsky5,
-        check=_kandinsky5_frames,
+        facts=others.kandinsky5,
+        check=others.kandinsky5_frames,
     ),
     "mochi": Row(
         title="Mochi 1",
         branches="batch",
         text="MochiPipeline",
         denoiser="MochiTransformer3DModel",
-        schedulers=("FlowMatchEulerDiscreteScheduler",),
     ),
     "latte": Row(
         title="Latte",
@@ -324,7 +327,7 @@ ROWS: Mapping[str, Row] = {
         texts=(),
         loras=False,
         results_in_latents=1,
-        facts=_latte,
+        facts=others.latte,
     ),
 }
 
@@ -333,18 +336,14 @@ FAMILIES: Mapping[str, str] = {
     pipeline: family
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
-    if pipeline is not None
+    if pipeline is not None and pipeline not in row.also
 }
 
-_VIDEO = "takes a video, and svdpp reads images only"
 _GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "WanVideoToVideoPipeline": _VIDEO,
-    "WanAnimatePipeline": _VIDEO,
-    "CogVideoXVideoToVideoPipeline": _VIDEO,
-    "AnimateDiffVideoToVideoPipeline": _VIDEO,
+    "WanAnimatePipeline": "takes two videos and an image, and svdpp reads one file for a clip",
     "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
     "CosmosTextToWorldPipeline": _GUARDRAIL,

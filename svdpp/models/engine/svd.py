@@ -56,7 +56,7 @@ def prepare(pipe: Any, image: Image.Image, sampling: SvdSampling) -> Tensors:
 @contextmanager
 def prepared(pipe: Any, pixels: Tensors) -> Iterator[None]:
     """While it lasts, the pipeline encodes `pixels`, of `prepare`, in place of its image."""
-    from svdpp.models.engine.call import replaced  # imports torch
+    from svdpp.models.engine.patches import replaced  # imports torch
 
     encode = pipe._encode_image
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.utils import BaseOutput
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 
 from svdpp.models.base import STATE_PREFIX, Tensors
@@ -193,3 +194,26 @@ def _is_unchanged(before: Any, now: Any) -> bool:
         return len(before) == len(now) and all(map(_is_unchanged, before, now))
     plain = isinstance(before, (int, float, str)) and type(before) is type(now)
     return before is now or (plain and bool(before == now))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors in a value, also in a distribution of latents."""
+    try:
+        return bool(leaves(describe(value)))
+    except NotPackableError:
+        return bool(tensors_in(value))
+
+
+def copied(value: Any) -> Any:
+    """The value with copies of its tensors, in the same order in memory."""
+    return tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    """Whether any tensor is another one than before."""
+    return not all(map(torch.equal, before, after))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from svdpp.config import WanSampling
 from svdpp.config.limits import require
 from svdpp.errors import RequestError
 from svdpp.models.engine.configs import Configs, Facts, JsonFile, short_repr
+from svdpp.models.engine.others import all_steps, check_strength
 
 
 def facts(configs: Configs) -> Facts:
@@ -33,8 +35,30 @@ def vace_facts(configs: Configs) -> Facts:
     return {**facts(configs), "image_use": "optional"}
 
 
+def video_facts(configs: Configs) -> Facts:
+    """As `facts`, of a model that the pipeline for videos can run."""
+    found = facts(configs)
+    if found["image_use"] != "refused" or found["boundary_ratio"] is not None:
+        raise configs.index.error("only Wan 2.1 for text makes clips from a video")
+    return {**found, "image_use": "needed"}
+
+
+def check_video(checkpoint: Any, sampling: Any) -> None:
+    """As `check`, of the steps that run."""
+    check_strength(checkpoint, sampling)
+    _check_second_scale(checkpoint, sampling)
+    every = checkpoint.timesteps(replace(sampling, **all_steps(sampling))).tolist()
+    _check_first_timesteps(every[-sampling.num_inference_steps :])
+
+
 def check(checkpoint: Any, sampling: WanSampling) -> None:
     """Refuses parameters that have no effect, or that diffusers cannot run."""
+    _check_second_scale(checkpoint, sampling)
+    if sampling.from_image:
+        _check_first_timesteps(checkpoint.timesteps(sampling).tolist())
+
+
+def _check_second_scale(checkpoint: Any, sampling: WanSampling) -> None:
     if sampling.guidance_scale_2 is not None:
         require(
             checkpoint.boundary_ratio is not None,
@@ -44,8 +68,6 @@ def check(checkpoint: Any, sampling: WanSampling) -> None:
             sampling.guided,
             "--param guidance_scale_2 has no effect: --guidance-scale of 1 or less turns it off",
         )
-    if sampling.from_image:
-        _check_first_timesteps(checkpoint.timesteps(sampling).tolist())
 
 
 def _check_first_timesteps(timesteps: list[float]) -> None:

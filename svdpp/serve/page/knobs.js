@@ -11,6 +11,7 @@ const LABELS = {
   guidance_scale: "Guidance",
   guidance_scale_2: "Guidance, expert 2",
   guidance_rescale: "Guidance rescale",
+  strength: "Strength",
   flow_shift: "Flow shift",
   decode_timestep: "Decode timestep",
   decode_noise_scale: "Decode noise",
@@ -28,6 +29,8 @@ export function shapeForm(model) {
   const names = namesFor(model);
   for (const name of ["prompt", "negative_prompt", "fit"]) field(name).closest("label").hidden = !names.includes(name);
   showPhotoField(model.inputs.input_reference);
+  $("files").accept = model.input_kind === "video" ? "video/*,image/*" : "image/*";
+  setText($("drop").querySelector("strong"), `Choose ${model.input_kind}s`);
   const knobs = names.filter((name) => LABELS[name]);
   if (knobs.join() !== $("knobs").dataset.names) {
     for (const old of [...$("knobs").querySelectorAll(".knob")]) old.remove();

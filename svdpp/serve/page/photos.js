@@ -28,7 +28,8 @@ function addPhotos(files) {
 
 /** Why the server would refuse a file; empty if that is not known. */
 function faultOf(file) {
-  if (file.type && !file.type.startsWith("image/")) return "This is not an image.";
+  const takesVideo = model()?.input_kind === "video" && file.type.startsWith("video/");
+  if (file.type && !file.type.startsWith("image/") && !takesVideo) return "This is not an image.";
   const most = model()?.limits.max_upload_bytes ?? Infinity;
   if (file.size <= most) return "";
   return `The image has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;

@@ -6,7 +6,8 @@ import { duration, now, plural } from "./text.js";
 /** Of all families, in the order in which they are shown. */
 export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed", "motion_bucket_id",
   "noise_aug_strength", "min_guidance_scale", "max_guidance_scale", "guidance_scale", "guidance_scale_2",
-  "guidance_rescale", "flow_shift", "decode_timestep", "decode_noise_scale", "max_prompt_tokens", "fit", "priority"];
+  "guidance_rescale", "strength", "flow_shift", "decode_timestep", "decode_noise_scale", "max_prompt_tokens", "fit",
+  "priority"];
 
 /** The parameters that a clip has a value for. */
 export const parametersOf = (video) =>

@@ -1,0 +1,193 @@
+"""The threads that write beside the denoising: finished clips, and latent checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from svdpp.comm import streams
+from svdpp.comm.packet import Packet
+from svdpp.comm.streams import Mark, SideStream, mark
+from svdpp.errors import OutputError
+from svdpp.media import output_files, video
+from svdpp.models.base import LATENTS, Audio, Frames
+from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.messages import ClipDone, ClipJob
+from svdpp.worker.reporter import Reporter
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
+
+# A slow disk holds the rank back instead of filling its memory.
+_MAX_WAITING = 2
+
+
+class BoundedExecutor:
+    """Makes calls in one thread, in order; the thread makes the rank's device its current one.
+
+    An error that a call raises is reported as the rank's, and waiting for the call raises it.
+    """
+
+    def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
+        self._thread = streams.one_thread(name, device)
+        self._waiting: list[Future[None]] = []
+        self._reporter = reporter
+        self._stream = SideStream(device)
+
+    def submit(self, work: Callable[..., None], *arguments: object) -> None:
+        """Queues one call; blocks while two others are queued."""
+        while len(self._waiting) >= _MAX_WAITING:
+            self._finish_first()
+        self._waiting.append(self._thread.submit(self._reported, work, *arguments))
+
+    def finish(self) -> None:
+        """Waits for all calls."""
+        while self._waiting:
+            self._finish_first()
+
+    def is_busy(self) -> bool:
+        """Whether a call is queued or running; any thread may ask."""
+        return any(not future.done() for future in list(self._waiting))
+
+    def _reported(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._reporter.failed(error)
+            raise
+
+    def _finish_first(self) -> None:
+        self._waiting[0].result()  # a running call counts as queued
+        self._waiting.pop(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedClip:
+    """The result of one clip, on the device or the host.
+
+    The request's output says where files go. The packet's latent, the frames (F, H, W, 3, uint8;
+    None: write none) and the audio are complete behind `ready` in the device's queue.
+    """
+
+    job: ClipJob
+    packet: Packet
+    frames: torch.Tensor | None
+    ready: Mark
+    audio: Audio | None = None
+
+
+class ClipWriter(BoundedExecutor):
+    """Writes clips one at a time, in the order of `put`.
+
+    `fps` is for clips whose requests have no sampling parameters, `host` for each clip's JSON if a
+    launcher has started the ranks.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        conditions: Mapping[str, Any],
+        device: torch.device,
+        tensor_store: TensorStore | None = None,
+        *,
+        fps: int,
+        host: str = "",
+    ) -> None:
+        super().__init__("clip-writer", device, reporter)
+        self._conditions = conditions
+        self._tensor_store = tensor_store
+        self._fps = fps
+        self._host = host
+
+    def put(self, finished: FinishedClip) -> None:
+        """Queues a clip; blocks while two are queued."""
+        self.submit(self._write_or_lose, finished)
+
+    def _write_or_lose(self, finished: FinishedClip) -> None:
+        try:
+            self._write(finished)
+        except OutputError as error:
+            self._reporter.clip_failed(finished.job.clip, error)
+
+    def _write(self, finished: FinishedClip) -> None:
+        begun = time.monotonic()
+        job, packet, frames = finished.job, finished.packet, self._frames_on_host(finished)
+        audio = self._audio_on_host(finished)
+        if self._tensor_store is not None and frames is not None:
+            self._tensor_store.keep_frames(job.clip, frames)
+            self._tensor_store.keep_audio(job.clip, audio)
+        latent = self._stream.to_host(packet.tensors[LATENTS], finished.ready)
+        metadata = {
+            **job.metadata,
+            "conditions": self._conditions,
+            "latents_sha256": tensor_sha256(latent),
+            "frames_sha256": None if frames is None else video.frames_sha256(frames),
+            **audio_hashes(audio),
+            **({"memory_pressure": True} if packet.memory_pressure else {}),
+            "compute_seconds": round(packet.compute_seconds, 3),
+            "wall_seconds": round(time.time() - packet.begun_at, 3),
+            "resumed_from_step": job.request.done_steps,
+            **({"host": self._host} if self._host else {}),
+        }
+        output = job.request.output
+        if output is not None and frames is not None:
+            # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
+            # the hash of the video file.
+            sampling = job.request.sampling
+            fps = self._fps if sampling is None else sampling.fps
+            sound = None if audio is None else (audio.samples.numpy(), audio.rate)
+            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
+            metadata = {**metadata, "file_sha256": sha256}
+            output_files.write_json(Path(output.json_path), metadata)
+        seconds = time.monotonic() - begun
+        self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
+
+    def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
+        if finished.frames is None:
+            return None
+        frames: Frames = self._stream.to_host(finished.frames, finished.ready).numpy()
+        return frames
+
+    def _audio_on_host(self, finished: FinishedClip) -> Audio | None:
+        if finished.audio is None:
+            return None
+        samples = self._stream.to_host(finished.audio.samples, finished.ready)
+        return Audio(samples, finished.audio.rate)
+
+
+class LatentCheckpointWriter(BoundedExecutor):
+    """Writes latent checkpoints in a thread beside the denoising.
+
+    A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
+    The first one is reported, and again the first one after one that could be written.
+    """
+
+    def __init__(
+        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
+    ) -> None:
+        super().__init__("checkpoints", device, reporter)
+        self._checkpoints = checkpoints
+        self._device = device
+        self._is_losing = False
+
+    def put(self, key: str, packet: Packet) -> None:
+        """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
+        self.submit(self._save, key, packet, mark(self._device))
+
+    def _save(self, key: str, packet: Packet, ready: Mark) -> None:
+        try:
+            on_host = {
+                name: self._stream.to_host(tensor, ready).contiguous()
+                for name, tensor in packet.tensors.items()
+            }
+            stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
+            self._checkpoints.save(key, replace(packet, tensors=on_host), stays)
+            self._is_losing = False
+        except OutputError as error:
+            if not self._is_losing:
+                self._is_losing = True
+                self._reporter.checkpoint_lost(error)

@@ -1,0 +1,111 @@
+"""Clips from a video, on the command line: made, verified and resumed as others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from svdpp.bench.config import read_config
+from svdpp.bench.runner import Bench
+from svdpp.cli.bench_fields import pipeline_config
+from svdpp.config import OutputConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.media.video import write_clip
+from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.models.tiny_families import save_tiny_wan
+
+SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Wan for text."""
+    return str(save_tiny_wan(tmp_path_factory.mktemp("wan")))
+
+
+def save_video(path: Path, seed: int = 0) -> str:
+    """Seven frames of 64 x 48."""
+    frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
+    write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
+    return str(path)
+
+
+def given(model: str, *more: str, family: tuple[str, ...] = ("--family", "wan_v2v")) -> list[str]:
+    asked = ("--steps", "4", "--device", "cpu", "--threads", "1", "--gpus", "2", *SIZES)
+    return ["--model", model, *family, *asked, "--prompt", "the sea", *more]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_clip_from_a_video_is_made_verified_and_resumed(model: str, tmp_path: Path) -> None:
+    video, out = save_video(tmp_path / "talk.mp4"), tmp_path / "out"
+    asked = given(model, "--param", "strength=0.6", "--out", str(out))
+    answer = svdpp_here("run", video, *asked)
+    assert answer.code == 0, answer.err
+    clip = out / "talk_0.mp4"
+    record = json.loads(Path(f"{clip}.json").read_text())
+    assert (record["family"], record["strength"], record["num_inference_steps"]) == (
+        *("wan_v2v", 0.6, 4),
+    )
+    answer = svdpp_here("verify", str(clip), "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["checks"]
+    again = svdpp_here("run", video, *asked, "--resume", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(Path(f"{clip}.json").read_text()) == record
+    save_video(tmp_path / "talk.mp4", seed=1)
+    assert_error(svdpp_here("verify", str(clip)), 7, "is not the image that")
+    assert svdpp_here("run", video, *asked, "--overwrite").code == 0
+    other = json.loads(Path(f"{clip}.json").read_text())
+    assert other["input_sha256"] != record["input_sha256"]
+    assert other["latents_sha256"] != record["latents_sha256"]
+
+
+def test_what_no_clip_can_be_made_of_is_refused(model: str, tmp_path: Path) -> None:
+    video, out = save_video(tmp_path / "talk.mp4"), ("--out", str(tmp_path / "out"), "--dry-run")
+    nine = ("--frames", "9")
+    for arguments, code, words in (
+        ((video, *given(model, family=()), *out), 7, "is not an image in PNG"),
+        ((video, *given(model, *nine), *out), 7, "has 7 of the 9 frames"),
+        ((*given(model), *out), 2, "needs a video"),
+        ((video, *given("demo"), *out), 2, "--family 'wan_v2v' does not run"),
+        ((PHOTO, *given(model, family=("--family", "ltx")), *out), 2, "does not run"),
+        ((video, *given(model, "--param", "strength=0.001"), *out), 2, "the limit is 1000"),
+        ((video, *given(model, "--param", "strength=0"), *out), 2, "strength must be above 0"),
+    ):
+        assert_error(svdpp_here("run", *arguments), code, words)
+
+
+@pytest.mark.parametrize("changes", [{"boundary_ratio": 0.875}, {"expand_timesteps": True}])
+def test_models_that_the_pipeline_cannot_run_are_refused(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    folder = str(save_tiny_wan(tmp_path, **changes))  # type: ignore[arg-type]
+    answer = svdpp_here("run", PHOTO, *given(folder), "--dry-run", "--out", str(tmp_path / "out"))
+    assert_error(answer, 5, "only Wan 2.1 for text makes clips from a video")
+
+
+def test_a_bench_takes_videos(model: str, tmp_path: Path) -> None:
+    video, path = save_video(tmp_path / "talk.mp4"), tmp_path / "bench.yaml"
+    sizes = {"frames": 5, "height": 32, "width": 32, "max_sequence_length": 8}
+    workload = {"clips": 2, "steps": 4, **sizes, "images": [video], "strength": 0.5}
+    ranks = {"world": 2, "device": "cpu", "threads": 1}
+    content = {"model": {"name": model, "family": "wan_v2v"}, "pipeline": ranks}
+    path.write_text(yaml.safe_dump({**content, "workload": workload}))
+    point = read_config(str(path), [])
+    bench = Bench(point, Pipeline(pipeline_config(point)).config)
+    assert {request.image for request in bench.requests} == {video}
+    assert vars(bench.config.sampling)["strength"] == 0.5
+
+
+def test_a_family_is_listed_with_its_video() -> None:
+    about = json.loads(svdpp_here("models", "wan_v2v", "--json").out)["families"][0]
+    assert about["inputs"] == ["a video"]
+    assert about["parameters"]["strength"]["lowest"] == 0
+    assert json.loads(svdpp_here("models", "wan", "--json").out)["families"][0][
+        "other_families"
+    ] == ["wan_v2v"]

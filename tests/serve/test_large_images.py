@@ -1,0 +1,131 @@
+"""Other clips go first while the large image of a clip is prepared."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from PIL import Image
+
+from svdpp.plan.costs import Costs
+from svdpp.serve.eta import JobEstimates, MeasuredCosts
+from svdpp.serve.feeder import LargeImage
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.queue import JobQueue
+from svdpp.worker.messages import ActionDone, Event
+from tests.serve.engines import SAMPLING, demo_config, demo_job, dummy_config, dummy_job, serving
+from tests.serve.http_server import QUICK, HttpServer
+
+
+@pytest.fixture(scope="module")
+def photo_24mp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("photo") / "large.jpg"
+    Image.linear_gradient("L").resize((6000, 4000)).save(path)
+    return path
+
+
+def _large_job(folder: Path, seed: int, photo: Path) -> Job:
+    return replace(demo_job(folder, seed, photo), photo_pixels=24_000_000)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
+    tmp_path: Path, photo_24mp: Path, replicas: int
+) -> None:
+    waits: dict[int, float] = {}
+
+    def note(_: int, event: Event) -> None:
+        if isinstance(event, ActionDone) and "photograph" in event.waits:
+            waits[event.action.clip] = event.waits["photograph"]
+
+    config = replace(demo_config(), replicas=replicas)
+    made: list[list[Any]] = []
+    for pixels in (24_000_000, 0):
+        folder = tmp_path / str(pixels)
+        folder.mkdir()
+        with serving(folder, config, observer=note) as service:
+            service.wait(lambda: service.engine.is_idle, "it is not idle")
+            jobs = [_large_job(folder, seed, photo_24mp) for seed in (1, 2)]
+            jobs = [replace(job, photo_pixels=pixels) for job in jobs] + [demo_job(folder, 3)]
+            for job in jobs:
+                service.store.add(job, max_open=None)
+            service.engine.feeder.wake()
+            done = service.wait_final([job.id for job in jobs])
+        assert {job.state for job in done} == {JobState.COMPLETED}
+        made.append([job.metadata["latents_sha256"] for job in done])
+        if pixels:
+            assert min(done, key=lambda job: job.finished_at or 0).seed == 3
+            assert max(waits[1], waits[2]) < 0.5  # no rank has waited for the large images
+    assert made[0] == made[1]
+
+
+@pytest.mark.processes
+def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
+    tmp_path: Path, photo_24mp: Path
+) -> None:
+    with serving(tmp_path, demo_config()) as service:
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+        jobs = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)]
+        for job in jobs:
+            service.store.add(job, max_open=None)
+        service.engine.feeder.wake()
+        service.wait(service.engine.feeder.unprepared, "nothing is prepared")
+        assert not service.engine.is_idle
+        assert service.engine.cancel(jobs[0].id, 30)
+        done = service.wait_final([job.id for job in jobs])
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+    assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]
+
+
+@pytest.mark.processes
+def test_an_image_that_cannot_be_prepared_fails_its_clip_only(
+    tmp_path: Path, photo_24mp: Path
+) -> None:
+    with serving(tmp_path, demo_config()) as service:
+        lost, other = _large_job(tmp_path, 1, photo_24mp), demo_job(tmp_path, 2)
+        (tmp_path / "photos" / lost.photo).unlink()
+        for job in (lost, other):
+            service.store.add(job, max_open=None)
+        service.engine.feeder.wake()
+        done = service.wait_final([lost.id, other.id])
+    assert [job.state for job in done] == [JobState.FAILED, JobState.COMPLETED]
+    assert done[0].error is not None
+    assert "does not exist" in done[0].error["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_size_of_an_uploaded_image_is_stored(tmp_path: Path, photo_24mp: Path) -> None:
+    with HttpServer(tmp_path / "data", *QUICK) as server:
+        server.wait_ready()
+        (id,) = server.add(photo=photo_24mp.read_bytes())
+        server.wait_for(id, "completed")
+    with contextlib.closing(JobQueue(tmp_path / "data")) as store:
+        job = store.get(id)
+        assert job is not None
+        assert job.photo_pixels == 24_000_000
+
+
+def test_the_eta_of_others_is_without_the_image_and_that_of_the_clip_with_it(
+    tmp_path: Path,
+) -> None:
+    config, costs = dummy_config(1), Costs(step_seconds=1.0)
+    store = JobQueue(tmp_path)
+    jobs = [dummy_job(1, photo_pixels=24_000_000), dummy_job(2), dummy_job(3), dummy_job(4)]
+    for job in jobs:
+        store.add(job, max_open=None)
+    image = LargeImage(jobs[0], ranks_left=1, seconds=100.0)
+    feeder = SimpleNamespace(clips=list, unprepared=lambda: image, num_free=2)
+    known = MeasuredCosts(costs, SAMPLING)
+    estimates = JobEstimates(config, store, cast(Any, feeder), known, lambda: 0.0).all()
+    large, *others = (estimates[job.id] for job in jobs)
+    steps = SAMPLING.num_inference_steps
+    assert [each.place for each in (others[0], others[1], large, others[2])] == [0, 1, 2, 3]
+    assert [each.eta_seconds for each in others[:2]] == pytest.approx([steps, 2 * steps])
+    assert large.eta_seconds == pytest.approx(100 + 3 * steps, abs=2)
+    store.close()

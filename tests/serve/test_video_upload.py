@@ -1,0 +1,72 @@
+"""The service for clips from a video: uploads are decoded apart, and clips have a proof."""
+
+from __future__ import annotations
+
+import base64
+import io
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from svdpp.errors import InputError
+from svdpp.serve.job import new_id
+from svdpp.serve.photos import PhotoFolder
+from tests.cli.test_video_input import save_video
+from tests.models.tiny_families import save_tiny_wan
+from tests.serve.http_server import HttpServer, error_of, schema_of_form
+from tests.serve.test_page import driver, opened
+from tests.serve.test_serve_families import WAN, made
+
+__all__ = ["driver"]  # a fixture
+
+
+def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
+    data, folder = Path(save_video(tmp_path / "a.mp4")).read_bytes(), tmp_path / "photos"
+    photos, id = PhotoFolder(folder), new_id()
+    kept = photos.keep(io.BytesIO(data), id, "a.avi", 5)
+    assert (kept.path.name, kept.width, kept.height) == (f"{id}.mp4", 64, 48)
+    assert kept.path.read_bytes() == data
+    with pytest.raises(InputError, match=r"^'a.avi' has 7 of the 8 frames that the clip takes$"):
+        photos.keep(io.BytesIO(data), new_id(), "a.avi", 8)
+    with pytest.raises(InputError, match=r"^'a.avi' cannot be decoded as a video"):
+        photos.keep(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
+    with pytest.raises(InputError, match=r"^'a.avi' is not an image"):
+        photos.keep(io.BytesIO(data), new_id(), "a.avi")
+    assert [path.name for path in folder.iterdir()] == [kept.path.name]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_are_made_from_videos(driver: Any, tmp_path: Path) -> None:
+    file = Path(save_video(tmp_path / "a.mp4"))
+    data, folder = file.read_bytes(), str(save_tiny_wan(tmp_path / "wan"))
+    asked = ("--model", folder, "--family", "wan_v2v")
+    with HttpServer(tmp_path / "data", *WAN, *asked) as server:
+        server.wait_ready()
+        schema = schema_of_form(server)
+        assert schema["properties"]["input_reference"]["description"].startswith("The video: MP4")
+        video = made(server, photo=data, name="a.mp4", prompt="the sea", strength=0.5)
+        assert (video["proof"], video["strength"]) == ("equal", 0.5)
+        answer = server.client.get(f"/v1/videos/{video['id']}/input")
+        assert (answer.content, answer.headers["content-type"]) == (data, "video/mp4")
+        text = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        form = {"input_reference": text, "prompt": "the sea"}
+        answer = server.client.post("/v1/videos", json=form)
+        assert answer.status_code == 202, answer.text
+        server.wait_for(answer.json()["id"], "completed")
+        with contextmanager(opened)(driver, server) as page:
+            page.wait_text("#drop", "Choose videos")
+            page.run("document.querySelector('details').open = true")
+            page.fill("prompt", "the sea")
+            page.fill("strength", 0.7)
+            page.choose(file)
+            page.one("#make").click()
+            page.wait(lambda: len(page.all(".card")) == 3)
+        (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
+        assert (newest["input"]["name"], newest["strength"]) == ("a.mp4", 0.7)
+        few = server.request(photo=data, name="a.mp4", prompt="the sea", frames=9)
+        assert "has 7 of the 9 frames" in error_of(few, 422, "invalid_image")["message"]
