@@ -27,9 +27,9 @@ from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
-from svdpp.serve.admission import Admission
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
+from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue

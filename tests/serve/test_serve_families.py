@@ -19,8 +19,8 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
-from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
+from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities, form_of
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.tensor_store import tensor_sha256
