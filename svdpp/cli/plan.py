@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,10 +31,12 @@ _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# Options that only --memory uses.
+# Options that only --memory and --decode-ranks use.
+_OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
+# Options that only --memory uses, and those.
 _OF_MEMORY = frozenset(
     {
-        *("dtype", "device", "height", "width", "num_frames", "decode_chunk_size"),
+        *("dtype", "device", "height", "width", *_OF_CHUNKS),
         *("memory_opt", "lora"),
     }
 )
@@ -160,7 +163,7 @@ def plan(
     from svdpp.cli.plan_report import Request
 
     if not forecast.memory:
-        _refuse_idle(context)
+        _refuse_idle(context, divides_decode=layout.decode_ranks is not None)
     family = model.family
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
@@ -185,7 +188,11 @@ def plan(
         "expert_boundary": boundary,
         "share_experts": layout.share_experts,
     }
-    show = _show_comparison if forecast.compare else _show_layout
+    show = (
+        _show_comparison
+        if forecast.compare
+        else partial(_show_layout, _chunks(layout, model, sampling))
+    )
     try:
         show(console, layout, request, counts, limits)
     except RequestError as error:
@@ -226,6 +233,7 @@ def _show_comparison(
 
 
 def _show_layout(
+    chunks: tuple[int, ...],
     console: Console,
     layout: LayoutOptions,
     request: Request,
@@ -247,7 +255,39 @@ def _show_layout(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave --device-memory out",
         )
-    show_layout(console, request, Layout(**counts, **layout.fields(counts["world_size"])))
+    fields = {**counts, **layout.fields(counts["world_size"]), "chunks": chunks}
+    show_layout(console, request, Layout(**fields))
+
+
+def _chunks(
+    layout: LayoutOptions, model: ModelOptions, sampling: SamplingOptions
+) -> tuple[int, ...]:
+    """The frames of each chunk that is decoded on its own; empty: each rank decodes as many."""
+    from svdpp.plan.layout import check_chunks, frame_chunks
+
+    if layout.decode_ranks is None:
+        return ()
+    _refuse_auto_chunk(sampling)
+    config = sampling.to_config(model, from_image=needs_image(model))
+    size, frames = config.decode_chunk_size, config.num_frames
+    if size is None and frames is None:
+        return ()
+    if size is None or frames is None:
+        raise RequestError(
+            "a plan of --decode-ranks counts chunks by --frames and --decode-chunk-size together",
+            "give both, or leave both out",
+        )
+    chunks = frame_chunks(frames, size)
+    check_chunks(layout.decode_ranks, chunks)
+    return chunks
+
+
+def _refuse_auto_chunk(sampling: SamplingOptions) -> None:
+    if sampling.measures_chunk:
+        raise RequestError(
+            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
+            "give a number, such as --decode-chunk-size 4",
+        )
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -292,11 +332,7 @@ def _with_memory(
     from svdpp.driver.resolve import resolve
     from svdpp.models.memory import estimate
 
-    if sampling.measures_chunk:
-        raise RequestError(
-            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
-            "give a number, such as --decode-chunk-size 4",
-        )
+    _refuse_auto_chunk(sampling)
     asked = PipelineConfig(
         world_size=1,
         model=model.to_config(device),
@@ -322,10 +358,11 @@ def _check_experts(layout: LayoutOptions, forecast: ForecastOptions, boundary: i
         )
 
 
-def _refuse_idle(context: click.Context) -> None:
-    """Refuses options that have no effect without --memory."""
+def _refuse_idle(context: click.Context, *, divides_decode: bool) -> None:
+    """Refuses options that have no effect without --memory, or --decode-ranks."""
+    needed = _OF_MEMORY - _OF_CHUNKS if divides_decode else _OF_MEMORY
     for name, option in given_options(context).items():
-        if name in _OF_MEMORY:
+        if name in needed:
             raise RequestError(
                 f"{option} has an effect only with --memory", f"add --memory, or leave out {option}"
             )

@@ -94,40 +94,23 @@ def median_costs(
         elsewhere: of other layouts, with the steps of ranks that do none in the pipeline; without
             them such a rank counts as fast as the others.
     """
-
-    def seconds_by_rank(traces: Sequence[Trace]) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
-        for step in (step for trace in traces for step in trace.steps if step.clip >= first_clip):
-            found.setdefault(step.rank, []).append(step.end - step.start)
-        return found
-
-    def of(kind: Kind) -> float:
-        spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
-        return median([s.end - s.start for s in spans if s.action.clip >= first_clip])
-
-    by_rank = {**seconds_by_rank(elsewhere), **seconds_by_rank(traces)}
-    steps = {rank: median(seconds) for rank, seconds in by_rank.items()}
-    usual = median([*steps.values()])
     ranks_per_host = None if world is None else world.ranks_per_host
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
-    transfers: dict[bool, list[float]] = {True: [], False: []}
     packets = [
         packet
         for trace in traces
         for packet in trace.transfers
         if packet.direction == "recv" and packet.clip >= first_clip
     ]
+    transfers: dict[bool, list[float]] = {True: [], False: []}
     for packet in packets:
         crosses_hosts = host_of(packet.rank) != host_of(packet.peer)
         transfers[crosses_hosts].append(packet.end - packet.start)
+    by_rank = {**_steps_by_rank(elsewhere, first_clip), **_steps_by_rank(traces, first_clip)}
     return Costs(
-        step_seconds=_step_costs(
-            config,
-            [steps.get(rank, usual) for rank in range(config.world_size)],
-            spans_hosts=ranks_per_host is not None,
-        ),
-        encode_seconds=of(Kind.ENCODE),
-        decode_seconds=of(Kind.DECODE),
+        step_seconds=_step_costs(config, by_rank, spans_hosts=ranks_per_host is not None),
+        encode_seconds=_action_seconds(traces, Kind.ENCODE, first_clip),
+        decode_seconds=_action_seconds(traces, Kind.DECODE, first_clip),
         transfer_seconds=median(transfers[False]),
         packet_bytes=float(max((packet.num_bytes for packet in packets), default=0)),
         ranks_per_host=ranks_per_host,
@@ -138,15 +121,30 @@ def median_costs(
     )
 
 
+def _steps_by_rank(traces: Sequence[Trace], first_clip: int) -> dict[int, float]:
+    """The median step of each rank that does any."""
+    found: dict[int, list[float]] = {}
+    for step in (step for trace in traces for step in trace.steps if step.clip >= first_clip):
+        found.setdefault(step.rank, []).append(step.end - step.start)
+    return {rank: median(seconds) for rank, seconds in found.items()}
+
+
+def _action_seconds(traces: Sequence[Trace], kind: Kind, first_clip: int) -> float:
+    spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
+    return median([span.end - span.start for span in spans if span.clip >= first_clip])
+
+
 def median(values: Sequence[float]) -> float:
     """The median of seconds; 0 if nothing was measured."""
     return statistics.median(values) if values else 0.0
 
 
 def _step_costs(
-    config: PipelineConfig, steps: Sequence[float], *, spans_hosts: bool
+    config: PipelineConfig, by_rank: dict[int, float], *, spans_hosts: bool
 ) -> float | tuple[float, ...]:
     """One number, unless GPUs or hosts differ; on one CPU, differences are noise."""
+    usual = median([*by_rank.values()])
+    steps = [by_rank.get(rank, usual) for rank in range(config.world_size)]
     if (config.device == "cuda" or spans_hosts) and max(steps) > _SAME_SPEED * min(steps):
         return tuple(steps)
     return statistics.median(steps)

@@ -89,9 +89,11 @@ def check_outputs(
         existing += taken_places(output)[:1]
         places.append(output)
     if existing and not (policy.overwrite or policy.keeps_finished):
-        count = "1 output exists" if len(existing) == 1 else f"{len(existing)} outputs exist"
+        first, others = str(existing[0]), len(existing) - 1
         raise RequestError(
-            f"{count} already, the first is {str(existing[0])!r}",
+            f"{len(existing)} outputs exist already, the first is {first!r}"
+            if others
+            else f"1 output exists already: {first!r}",
             "--resume keeps what is finished, --overwrite replaces it",
             details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )

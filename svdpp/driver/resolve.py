@@ -9,7 +9,7 @@ from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
-from svdpp.plan.layout import Roles
+from svdpp.plan.layout import Roles, check_chunks
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]
@@ -65,22 +65,16 @@ def resolved_for(
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """The ranks that decode each clip together; by default both of a pair, where that helps."""
     in_chunks = checkpoint is None or checkpoint.row.decodes_in_chunks
-    chunks, count = len(config.chunks) or 1, config.decode_ranks
+    chunks, count = config.chunks or (config.sampling.frames,), config.decode_ranks
     if count is None:
-        return min(config.cfg_parallel, chunks) if in_chunks else 1
+        return min(config.cfg_parallel, len(chunks)) if in_chunks else 1
     if count > 1 and checkpoint is not None and not in_chunks:
         raise RequestError(
             f"--decode-ranks {count} cannot divide the decode of {checkpoint.label}: it is not in "
             "chunks of frames that are decoded on their own",
             "leave --decode-ranks out",
         )
-    if count > chunks:
-        raise RequestError(
-            f"--decode-ranks {count} needs as many chunks of frames, and a clip of "
-            f"{config.sampling.frames} frames is decoded in {chunks}",
-            f"use --decode-ranks {chunks} or fewer, or a smaller --decode-chunk-size, on which the "
-            "bits depend",
-        )
+    check_chunks(count, chunks)
     return count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -428,3 +428,14 @@ class Layout:
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
     """The frames of each chunk of a clip whose frames are decoded `size` at a time."""
     return tuple(min(size, num_frames - first) for first in range(0, num_frames, size))
+
+
+def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
+    """RequestError if a clip has fewer chunks of frames than ranks that decode it together."""
+    if decode_ranks > len(chunks):
+        raise RequestError(
+            f"--decode-ranks {decode_ranks} needs as many chunks of frames, and a clip of "
+            f"{sum(chunks)} frames is decoded in {len(chunks)}",
+            f"use --decode-ranks {len(chunks)} or fewer, or a smaller --decode-chunk-size, on "
+            "which the bits depend",
+        )

@@ -42,7 +42,7 @@ class Job:
         sampling: resolved, so that the frame count is known.
         photo: name of the file in the folder of photographs; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
-        photo_pixels: width times height; 0 if an earlier svdpp stored the job.
+        photo_pixels: width times height; 0 without an image.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         attempts: how often ranks have died during this clip.

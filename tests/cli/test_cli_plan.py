@@ -381,3 +381,19 @@ def test_the_guide_shows_what_its_commands_print(
 
     assert answer.code == 0, answer.err
     assert [line.rstrip() for line in answer.out.splitlines()] == output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ((), 1 / 2),  # the chunks are not known
+        (("--frames", "25", "--decode-chunk-size", "10"), 15 / 25),  # 10 frames, and 10 and 5
+        (("--frames", "24", "--decode-chunk-size", "6"), 1 / 2),
+    ],
+)
+def test_a_plan_counts_the_chunks_that_ranks_decode(options: tuple[str, ...], most: float) -> None:
+    asked = ("plan", "--gpus", "2", "--clips", "1", "--decode-ranks", "2", "--json", *options)
+    forecast = strict_json(svdpp_here(*asked).out)["forecast"]
+    costs = A100_COSTS
+    others = costs.encode_on(0) + 28 * costs.step_on(0) + most * costs.decode_on(1)
+    assert forecast["makespan_seconds"] == pytest.approx(others, rel=1e-3)

@@ -117,7 +117,7 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     for words in (
         "out/rocket_0.mp4\n",
         "1 clip to make: 2 frames of 32x32, 2 steps",
-        "disk\n",
+        "disk\n  needed: ",
     ):
         assert words in answer.out
     assert list(Path().iterdir()) == []

@@ -177,7 +177,7 @@ def test_half_a_clip_is_not_replaced_unasked(photo: Photo, gone: str, tmp_path: 
     _finish(photo, output)
     Path(output.json_path if gone == "json" else output.path).unlink()
     left = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RequestError, match="1 output exists already"):
+    with pytest.raises(RequestError, match="1 output exists already: "):
         _plan(photo, OutputPolicy(folder=tmp_path))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
     other = replace(CONFIG, sampling=replace(CONFIG.sampling, num_inference_steps=4))

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.environment import environment
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RankError
 from svdpp.launch import gpus
 from svdpp.media.examples import example_photos
+from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.worker.messages import Event, StepDone
 
 #: Set to 1, the tests run on the CPU at small sizes: that they run at all, and no more.
 REHEARSAL = "GPU_REHEARSAL"
@@ -132,6 +139,24 @@ def python(*arguments: str, code: int = 0, **variables: str) -> str:
     return done.stderr if code else done.stdout
 
 
+def seconds_until_named(
+    pipeline: Pipeline, requests: list[ClipRequest], number: signal.Signals, kind: type = StepDone
+) -> float:
+    """Seconds from a signal to rank 1, at its first event of `kind`, to the end that names it."""
+    began: list[float] = []
+
+    def strike(rank: int, event: Event) -> None:
+        if rank == 1 and isinstance(event, kind) and not began:
+            began.append(time.monotonic())
+            pids: list[int] = pipeline._entered.supervisor._group.pids  # type: ignore[attr-defined]
+            os.kill(pids[1], number)
+
+    pipeline.observe(strike)
+    with pytest.raises(RankError, match="rank 1 "), pipeline:
+        pipeline.run(requests)
+    return time.monotonic() - began[0]
+
+
 @dataclass
 class Report:
     """Figures of the tests, written as `gpu-report.json` and as a Markdown table."""
@@ -143,6 +168,16 @@ class Report:
         """Adds the figures of one test."""
         self.figures[name] = values
         self.write()
+
+    def prove(
+        self, name: str, config: PipelineConfig, requests: list[ClipRequest], folder: Path
+    ) -> None:
+        """Fails unless a run in `folder` has the bits of diffusers; adds whether."""
+        run_pipelined(config, requests, folder)
+        run_sequential(config, requests, folder)
+        result = compare(config, len(requests), folder)
+        self.add(name, bitwise=result.bitwise, checks=len(result.checks))
+        assert result.bitwise, result.first_difference
 
     def write(self) -> None:
         """Writes what there is so far: a run that is cut off leaves its figures."""

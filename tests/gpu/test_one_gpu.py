@@ -24,11 +24,11 @@ from svdpp.launch.group import RankContext
 from svdpp.launch.started import StartedGroup
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.messages import Event, GpuSample, StepDone
+from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.faults.stops import InjectedStop
-from tests.gpu.machine import Machine, Report
+from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -44,13 +44,8 @@ def test_three_ranks_on_one_gpu_are_exact(
     machine: Machine, report: Report, tmp_path: Path, deterministic: bool
 ) -> None:
     config = machine.config(3, split="dithered", deterministic=deterministic)
-    requests = machine.requests(6)
-    run_pipelined(config, requests, tmp_path)
-    run_sequential(config, requests, tmp_path)
-    result = compare(config, len(requests), tmp_path)
     name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
-    report.add(name, bitwise=result.bitwise, checks=len(result.checks))
-    assert result.bitwise, result.first_difference
+    report.prove(name, config, machine.requests(6), tmp_path)
 
 
 def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path) -> None:
@@ -90,19 +85,7 @@ def test_a_rank_that_is_gone_is_named(
     machine: Machine, report: Report, number: signal.Signals
 ) -> None:
     config = machine.config(3, heartbeat_timeout_seconds=4.0)
-    pipeline = Pipeline(config)
-    began: list[float] = []
-
-    def strike(rank: int, event: Event) -> None:
-        if rank == 1 and isinstance(event, StepDone) and not began:
-            began.append(time.monotonic())
-            pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr]
-            os.kill(pids[1], number)
-
-    pipeline.observe(strike)
-    with pytest.raises(RankError, match="rank 1 "), pipeline:
-        pipeline.run(machine.requests(3))
-    seconds = time.monotonic() - began[0]
+    seconds = seconds_until_named(Pipeline(config), machine.requests(3), number)
     report.add(f"rank 1 by {number.name}", seconds_until_the_run_ended=seconds)
     assert seconds < 30
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import RankError
-from svdpp.verification.verify import compare, run_pipelined, run_sequential
-from svdpp.worker.messages import Event, StepDone, TransferDone
-from tests.gpu.machine import Machine, Report
+from svdpp.worker.messages import StepDone, TransferDone
+from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [
     pytest.mark.processes,
@@ -74,11 +70,7 @@ def test_all_cards_at_full_size_are_exact(
     }[layout]
     config = _full_size(machine, full_size, **changes)
     requests = machine.requests(world_size + 1)
-    run_pipelined(config, requests, tmp_path)
-    run_sequential(config, requests, tmp_path)
-    result = compare(config, len(requests), tmp_path)
-    report.add(f"full size, {world_size} cards, {layout}", bitwise=result.bitwise)
-    assert result.bitwise, result.first_difference
+    report.prove(f"full size, {world_size} cards, {layout}", config, requests, tmp_path)
 
 
 def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Report) -> None:
@@ -97,18 +89,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs(
 ) -> None:
     kind = StepDone if moment == "step" else TransferDone
     pipeline = Pipeline(_config(machine))
-    began: list[float] = []
-
-    def strike(rank: int, event: Event) -> None:
-        if rank == 1 and isinstance(event, kind) and not began:
-            began.append(time.monotonic())
-            pids: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr]
-            os.kill(pids[1], signal.SIGKILL)
-
-    pipeline.observe(strike)
-    with pytest.raises(RankError, match="rank 1 "), pipeline:
-        pipeline.run(machine.requests(8))
-    seconds = time.monotonic() - began[0]
+    seconds = seconds_until_named(pipeline, machine.requests(8), signal.SIGKILL, kind)
     report.add(f"rank 1 killed in a {moment}", seconds_until_the_run_ended=seconds)
     assert seconds < 15
 

@@ -141,7 +141,21 @@ def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
         connections.connect(store, HELLO, replace(TERMS, start_timeout=0.3))
 
 
-def test_clocks_are_compared(store: InMemoryStore, listener: RankListener) -> None:
+@pytest.mark.parametrize("num_pauses", [0, connections._NUM_ROUNDS - 1])
+def test_clocks_are_compared(
+    store: InMemoryStore,
+    listener: RankListener,
+    monkeypatch: pytest.MonkeyPatch,
+    num_pauses: int,
+) -> None:
+    """Also by a thread that is paused, each time but one, before it reads its wall clock."""
+    pauses, own, wall_clock = iter(range(num_pauses)), threading.current_thread(), time.time
+
+    def read() -> float:
+        if threading.current_thread() is own and next(pauses, None) is not None:
+            time.sleep(0.1)
+        return wall_clock()
+
     connected: list[connections.Connection] = []
     thread = _connect_in_thread(store, connected)
     _, connection = _accept(listener)
@@ -149,6 +163,7 @@ def test_clocks_are_compared(store: InMemoryStore, listener: RankListener) -> No
     deadline = time.monotonic() + 20
     answering = threading.Thread(target=connections.answer_clock, args=(connection, deadline))
     answering.start()
+    monkeypatch.setattr(time, "time", read)
     offset = connections.compare_clocks(connected[0], deadline)
     answering.join()
     assert abs(offset.monotonic_ahead) < 0.05

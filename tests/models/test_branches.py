@@ -46,20 +46,20 @@ class Half:
         return tensors
 
 
-def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) -> list[Tensors]:
-    """What both ranks of a pair have after steps `start` to `end`."""
+def both(work: Callable[[Half], Any]) -> list[Any]:
+    """What `work` returns in each of two threads that are partners; the first error of one."""
     ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
+
     results: dict[int, Any] = {}
 
-    def denoise(branch: int) -> None:
-        partner = Half(branch, ends[branch], ends[1 - branch])
+    def side(branch: int) -> None:
         try:
-            results[branch] = models[branch].denoise(packet, start, end, nothing, partner)
+            results[branch] = work(Half(branch, ends[branch], ends[1 - branch]))
         except Exception as error:
             results[branch] = error
             ends[branch].put((-1, {}))
 
-    threads = [threading.Thread(target=denoise, args=(branch,)) for branch in (0, 1)]
+    threads = [threading.Thread(target=side, args=(branch,)) for branch in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -68,6 +68,13 @@ def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) ->
         if isinstance(result, Exception):
             raise result
     return [results[0], results[1]]
+
+
+def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) -> list[Tensors]:
+    """What both ranks of a pair have after steps `start` to `end`."""
+    return both(
+        lambda partner: models[partner.branch].denoise(packet, start, end, nothing, partner)
+    )
 
 
 NAMES = [
@@ -165,11 +172,8 @@ def test_what_may_not_be_divided_is_refused(arguments: dict[str, Any], words: st
 
 def test_both_ranks_have_predictions_with_the_same_order_in_memory() -> None:
     """Kernels differ by it, and the second rank makes the tensor before it knows the values."""
-    ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
-    results: dict[int, list[torch.Tensor]] = {}
 
-    def evaluate(branch: int) -> None:
-        partner = Half(branch, ends[branch], ends[1 - branch])
+    def evaluate(partner: Half) -> list[torch.Tensor]:
         branches = Branches("calls", partner, torch.device("cpu"), [])
         for step in range(2):  # the shapes are known in the second one
             predictions = [
@@ -177,13 +181,8 @@ def test_both_ranks_have_predictions_with_the_same_order_in_memory() -> None:
                 for call in (1.0, 2.0)
             ]
             branches.end_step(step)
-        results[branch] = predictions
+        return predictions
 
-    threads = [threading.Thread(target=evaluate, args=(branch,)) for branch in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for call, (first, second) in enumerate(zip(*results.values(), strict=True)):
+    for call, (first, second) in enumerate(zip(*both(evaluate), strict=True)):
         assert first.stride() == second.stride() == (12, 1, 4)
         assert first.unique().tolist() == second.unique().tolist() == [call + 1.0]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
@@ -36,19 +36,56 @@ TOKEN = "hf_" + "x" * 34
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub that answers every request with one kind of error."""
+    """A hub with one model, which records the requested files; or every answer is one error."""
 
     status: ClassVar[int] = 200
     error_code: ClassVar[str] = ""
+    folder: ClassVar[Path]
+    requested: ClassVar[list[str]]
+    broken: ClassVar[str] = ""
+    """Ends the connection in place of this file."""
+    refused: ClassVar[str] = ""
+    """Answers 403 for this file."""
 
     def do_GET(self) -> None:
-        self.send_response(type(self).status)
-        self.send_header("X-Error-Code", type(self).error_code)
-        self.send_header("X-Error-Message", f"denied for {TOKEN}")
-        self.send_header("Content-Length", "0")
+        answer = self._answer() if self.status == 200 else b""
+        if answer is None:
+            return
+        self.send_response(self.status)
+        if self.status != 200:
+            self.send_header("X-Error-Code", self.error_code)
+            self.send_header("X-Error-Message", f"denied for {TOKEN}")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", hashlib.sha256(answer).hexdigest())
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
+        if self.command == "GET" and not (self.broken and self.path.endswith(self.broken)):
+            self.wfile.write(answer)
 
     do_HEAD = do_GET
+
+    def _answer(self) -> bytes | None:
+        """None if it was an error, which has been sent."""
+        files = {
+            path.relative_to(self.folder).as_posix(): path
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+        if "/tree/" in self.path:
+            tree = [
+                {"type": "file", "path": name, "size": path.stat().st_size, "oid": name}
+                for name, path in files.items()
+            ]
+            return json.dumps(tree).encode()
+        if self.path.startswith("/api/models/org/tiny"):
+            siblings = [{"rfilename": name} for name in files]
+            return json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+        name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+        if name == self.path or name == self.refused:  # the first is another of the library's
+            self.send_error(404 if name == self.path else 403)
+            return None
+        self.requested.append(name)
+        return files[name].read_bytes()
 
     def log_message(self, *args: object) -> None:
         """Prints nothing."""
@@ -68,12 +105,14 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     assert not cache.exists()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     huggingface_hub.close_session()
-    handler = type("OneHub", (Hub,), {})
+    handler = type("OneHub", (Hub,), {"requested": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    addresses = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
     yield handler
     huggingface_hub.close_session()
     server.shutdown()
@@ -84,12 +123,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 @pytest.mark.parametrize(
     ("status", "error_code", "message", "hint"),
     [
-        (
-            403,
-            "GatedRepo",
-            "accept the licence",
-            "https://huggingface.co/org/tiny, then: hf auth",
-        ),
+        (403, "GatedRepo", "accept the licence", "https://huggingface.co/org/tiny, then: hf auth"),
         (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
         (404, "RevisionNotFound", "has no revision 'v9'", "omit --revision"),
         (401, "", "the hub answered 401", "hf auth login"),
@@ -159,78 +193,20 @@ def test_commit_of_a_cached_snapshot(tiny: Path, cache: Path) -> None:
     assert "hf download org/tiny --include 'unet/*'" in error.hint
 
 
-class _Served(Hub):
-    """A hub with one model, which records the requested files."""
-
-    folder: ClassVar[Path]
-    requested: ClassVar[list[str]]
-    broken: ClassVar[str] = ""
-    """Ends the connection in place of this file."""
-    refused: ClassVar[str] = ""
-    """Answers 403 for this file."""
-
-    def do_GET(self) -> None:
-        files = {
-            path.relative_to(self.folder).as_posix(): path
-            for path in self.folder.rglob("*")
-            if path.is_file()
-        }
-        if "/tree/" in self.path:
-            tree = [
-                {"type": "file", "path": name, "size": path.stat().st_size, "oid": name}
-                for name, path in files.items()
-            ]
-            answer = json.dumps(tree).encode()
-        elif self.path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": name} for name in files]
-            answer = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
-        elif not self.path.startswith("/org/tiny/"):  # some other request of the library
-            self.send_error(404)
-            return
-        else:
-            name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
-            if name == self.refused:
-                self.send_error(403)
-                return
-            self.requested.append(name)
-            answer = files[name].read_bytes()
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", hashlib.sha256(answer).hexdigest())
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        if self.command == "GET" and not (self.broken and self.path.endswith(self.broken)):
-            self.wfile.write(answer)
-
-    do_HEAD = do_GET
-
-
-@pytest.fixture
-def served(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> type[_Served]:
-    """The hub's answers are those of `_Served`; set its `folder`."""
-    constants = huggingface_hub.constants
-    addresses = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
-    for name in ("do_GET", "do_HEAD", "folder", "requested", "broken", "refused"):
-        value = [] if name == "requested" else getattr(_Served, name, None)
-        monkeypatch.setattr(hub, name, value, raising=False)
-    return cast("type[_Served]", hub)
-
-
 def _weights(names: Iterable[str]) -> set[str]:
     return {name for name in names if "safetensors" in name}
 
 
 @pytest.mark.long
 def test_only_configs_are_downloaded_without_weights(
-    served: type[_Served], tiny: Path, cache: Path
+    hub: type[Hub], tiny: Path, cache: Path
 ) -> None:
     """`plan --memory` needs only configs; afterwards it works without a network."""
-    served.folder = tiny
+    hub.folder = tiny
     model = ModelConfig(name="org/tiny")
     found = find_checkpoint(model, weights=False)
-    assert "unet/config.json" in served.requested
-    assert not _weights(served.requested)
+    assert "unet/config.json" in hub.requested
+    assert not _weights(hub.requested)
     assert not list(cache.rglob("*.safetensors"))
     assert found.revision == COMMIT
     assert found.resolve(SvdSampling()).num_frames == 4
@@ -242,10 +218,10 @@ def test_only_configs_are_downloaded_without_weights(
     with pytest.raises(ModelError, match="not fully cached"):
         find_checkpoint(cached)
     find_checkpoint(model)
-    assert UNET in served.requested
-    served.requested.clear()
+    assert UNET in hub.requested
+    hub.requested.clear()
     find_checkpoint(cached)
-    assert not served.requested
+    assert not hub.requested
 
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -277,9 +253,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def wan(served: type[_Served], repository: Path) -> type[_Served]:
-    served.folder = repository
-    return served
+def wan(hub: type[Hub], repository: Path) -> type[Hub]:
+    hub.folder = repository
+    return hub
 
 
 def _in_use(folder: Path, parts: Iterable[str]) -> set[str]:
@@ -305,7 +281,7 @@ def _on_host(host: int | None) -> World | None:
     ],
 )
 def test_a_host_downloads_what_its_ranks_need(
-    wan: type[_Served], host: int | None, expected: tuple[str, ...]
+    wan: type[Hub], host: int | None, expected: tuple[str, ...]
 ) -> None:
     config, checkpoint = resolve(CONFIG, world=_on_host(host))
     assert _weights(wan.requested) == _in_use(wan.folder, expected)
@@ -319,7 +295,7 @@ def test_a_host_downloads_what_its_ranks_need(
     assert _weights(wan.requested) == _in_use(wan.folder, PARTS)
 
 
-def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[_Served]) -> None:
+def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> None:
     wrong = replace(CONFIG, sampling=LtxSampling(num_inference_steps=4))
     with pytest.raises(RequestError, match="of the family wan, not ltx"):
         resolve(wrong)
@@ -329,7 +305,7 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[_Served]) 
 
 @pytest.mark.parametrize("bars", ["0", "1"])
 def test_a_download_is_announced(
-    wan: type[_Served],
+    wan: type[Hub],
     repository: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -358,7 +334,7 @@ def test_a_download_is_announced(
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(
-    wan: type[_Served], monkeypatch: pytest.MonkeyPatch
+    wan: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -388,7 +364,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     ids=["variant", "pickle", "shard"],
 )
 def test_a_repository_without_weights_costs_no_download(
-    wan: type[_Served], tmp_path: Path, removed: str, message: str, hint: str
+    wan: type[Hub], tmp_path: Path, removed: str, message: str, hint: str
 ) -> None:
     wan.folder = Path(shutil.copytree(wan.folder, tmp_path / "less"))
     for path in wan.folder.glob(removed):
@@ -404,7 +380,7 @@ def test_a_repository_without_weights_costs_no_download(
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["broken", "refused", "disk"])
 def test_a_download_that_fails(
-    wan: type[_Served], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    wan: type[Hub], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     if fault == "broken":

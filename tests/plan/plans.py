@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from svdpp.plan.costs import Costs
+from svdpp.plan.experts import divisors
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import Part, StepRange, split_steps
@@ -94,13 +95,18 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 @st.composite
 def layouts(
-    draw: st.DrawFn, *, unequal: bool = True, experts: int | None = None, pairs: bool = False
+    draw: st.DrawFn,
+    *,
+    experts: int | None = None,
+    pairs: bool = False,
+    hosts: bool = False,
 ) -> Layout:
     """Any layout that can be built.
 
     Args:
         experts: of the model; None: 1 or 2.
         pairs: whether a pair of ranks can stand for each rank.
+        hosts: whether the ranks can be on several hosts.
     """
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
@@ -123,9 +129,17 @@ def layouts(
     if has_two and boundary is None:
         boundary = draw(st.integers(1, num_steps - 1))
     each = draw(costs)
-    if unequal and draw(st.booleans()):
+    if draw(st.booleans()):
         steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
         each = replace(each, step_seconds=tuple(draw(steps)[:world_size]))
+    if hosts:
+        between = draw(seconds)
+        each = replace(
+            each,
+            ranks_per_host=cfg_parallel
+            * draw(st.sampled_from(divisors(world_size // cfg_parallel))),
+            inter_host_transfer_seconds=between,
+        )
     return Layout(
         num_steps=num_steps,
         world_size=world_size,

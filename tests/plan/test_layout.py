@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,12 +55,9 @@ def test_any_layout_can_be_performed(
 
 @given(layouts(pairs=True), num_clips)
 def test_a_clips_way_depends_on_its_index_alone(layout: Layout, clips: int) -> None:
-    again = Layout(**{name: getattr(layout, name) for name in vars(Layout(**BARE))})
+    again = replace(layout)
 
     assert layout.routes(range(clips)) == [again.route(clip) for clip in range(clips)]
-
-
-BARE = {"num_steps": 1, "world_size": 1}
 
 
 def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]:

@@ -10,7 +10,6 @@ from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.experts import assign_replicas
-from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import build_schedule
@@ -73,23 +72,6 @@ def test_a_hop_between_hosts_that_nobody_measured_is_no_guess() -> None:
         forecast_layout(layout, 4)
     assert "--inter-host-transfer-seconds SECONDS" in error.value.hint
     assert forecast_layout(replace(layout, replicas=2), 4).clips == 4, "these need none"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "replicas", "per_host"),
-    [(8, 1, 4), (8, 2, 4), (12, 4, 4), (12, 2, 4), (6, 2, 2)],
-)
-def test_the_recurrence_counts_hosts_as_the_replay_does(
-    world_size: int, replicas: int, per_host: int
-) -> None:
-    costs = replace(COSTS, ranks_per_host=per_host)
-    layout = Layout(
-        num_steps=24, world_size=world_size, replicas=replicas, split="dithered", costs=costs
-    )
-    schedule = build_schedule(layout.routes(range(13)), world_size)
-    replayed = summarise(replay(schedule, costs), world_size)
-    assert forecast_layout(layout, 13).makespan == pytest.approx(replayed.makespan)
-    assert forecast_layout(layout, 13).seconds_per_clip == pytest.approx(replayed.seconds_per_clip)
 
 
 def test_one_slow_hop_delays_each_clip_once() -> None:

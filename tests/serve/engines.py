@@ -109,7 +109,7 @@ class Serving:
     def pids(self) -> list[int]:
         pipeline = self.engine._pipeline
         assert pipeline is not None
-        found: list[int] = pipeline._supervisor._group.pids  # type: ignore[union-attr,attr-defined,unused-ignore]
+        found: list[int] = pipeline._entered.supervisor._group.pids  # type: ignore[attr-defined]
         return found
 
     def kill(self, rank: int) -> None:

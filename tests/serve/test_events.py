@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -25,18 +27,30 @@ def test_news_of_a_job_come_at_once_and_from_any_thread(monkeypatch: pytest.Monk
     monkeypatch.setattr(events, "_LOOK_SECONDS", 60.0)
 
     async def follow() -> None:
-        followers = Followers()
-        mine, other = (asyncio.create_task(_looks(followers, name, 2)) for name in "ab")
-        while followers.number < 2:
-            await asyncio.sleep(0.001)
-        for _ in range(2):
+        followers, looks = Followers(), Counter[str]()
+
+        async def look(name: str) -> None:
+            with followers.follow(name) as news:
+                for _ in range(2):
+                    await news()
+                    looks[name] += 1
+
+        async def until(happens: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not happens():
+                    await asyncio.sleep(0.001)
+
+        mine, other = (asyncio.create_task(look(name)) for name in "ab")
+        await until(lambda: followers.number == 2)
+        for count in (1, 2):
             threading.Thread(target=followers.wake, args=("a",)).start()
-            await asyncio.sleep(0.1)
-        assert (mine.done(), other.done()) == (True, False)
+            await until(lambda: looks["a"] == count)  # noqa: B023  it is awaited here
+        await mine
+        assert (looks["b"], other.done()) == (0, False)
         threading.Thread(target=followers.close).start()
-        await asyncio.sleep(0.1)
+        await until(lambda: looks["b"] == 1)
         followers.wake("b")
-        await asyncio.wait_for(other, 10)
+        await asyncio.wait_for(other, 30)
         assert followers.is_closed
         assert not followers._flags
 

@@ -60,7 +60,7 @@ def work(folder: Path, num_clips: int) -> None:
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
-        group = pipeline._supervisor._group  # type: ignore[union-attr]
+        group = pipeline._entered.supervisor._group
         resumed = sum(request.done_steps > 0 for request in todo)
         _say(ready=group.pids, resumed=resumed)  # type: ignore[attr-defined]
         pipeline.submit(todo)
