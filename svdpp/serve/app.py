@@ -30,8 +30,6 @@ The routes have the shape of OpenAI's video API. Every answer of 400 and above, 
 """
 
 _PAGE = Path(__file__).parent / "page"
-#: In place of the ids of other owners' clips.
-_OTHER = "other"
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
 server = APIRouter(tags=["server"])
@@ -86,9 +84,8 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
 
     @functools.cache
     def shown(id: str | None) -> str | None:
-        job = None if id is None else service.queue.get(id)
-        is_shown = id is None or (job is not None and job.owner == owner.name)
-        return id if is_shown else _OTHER
+        job = service.queue.get(id or "")
+        return id if id is None or (job is not None and job.owner == owner.name) else "other"
 
     return EngineStatus(
         state=engine.state,

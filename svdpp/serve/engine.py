@@ -19,13 +19,13 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
+from svdpp.serve.clips import ToRequest
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
 from svdpp.serve.events import Notifier
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.ranks import RankView
-from svdpp.serve.to_request import ToRequest
 from svdpp.worker.messages import Event, ImageReady
 
 State = Literal["starting", "ready", "restarting", "closing"]

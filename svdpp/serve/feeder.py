@@ -18,10 +18,10 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
+from svdpp.serve.clips import ClipToMake, ToRequest
 from svdpp.serve.events import Notifier
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.to_request import ClipToMake, ToRequest
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")

@@ -13,7 +13,6 @@ from svdpp.errors import BrokenLinkError, Interrupted
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
 
-Doing = Literal["compute", "wait", "idle"]
 SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
@@ -35,7 +34,7 @@ class Rank:
     """The kind, in lower case; empty between actions."""
     step: int | None
     """None outside of denoising."""
-    doing: Doing
+    doing: Literal["compute", "wait", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,10 @@ class RankView:
         if at.action is None:
             return Rank(rank, at.device, None, "", None, "idle")
         step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
-        doing: Doing = "wait" if at.waits else "compute"
-        kind = at.action.kind.lower()
-        return Rank(rank, at.device, self._job_of(at.action.clip), kind, step, doing)
+        job = self._job_of(at.action.clip)
+        return Rank(
+            rank, at.device, job, at.action.kind.lower(), step, "wait" if at.waits else "compute"
+        )
 
     def spans(self) -> list[RankSpan]:
         """The spans of the last 60 seconds, and those of the actions at work."""

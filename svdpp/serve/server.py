@@ -27,9 +27,9 @@ from svdpp.driver.resolve import resolved_for
 from svdpp.errors import OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
-from svdpp.serve.admission import Admission
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
+from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -184,9 +184,9 @@ class Server:
 def _allow_connections() -> None:
     """Raises the limit of open files, which is often 1024, to what an administrator allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if 0 <= soft < _MAX_FILES:  # infinity is negative
+        most = _MAX_FILES if hard < 0 else min(hard, _MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 class _Http(uvicorn.Server):

@@ -19,9 +19,9 @@ from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS
 from svdpp.plan.costs import Costs
-from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
+from svdpp.serve.clips import Admission
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers

@@ -39,7 +39,7 @@ class ErrorBody(BaseModel):
     code: str
     message: str
     hint: str = ""
-    details: dict[str, Any] = Field(default_factory=dict)
+    details: dict[str, Any] = {}
 
 
 class TypedError(ErrorBody):

@@ -11,8 +11,8 @@ from svdpp.driver import memory_check
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
-from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import as_api_error
+from svdpp.serve.clips import Admission
 
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
 SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)

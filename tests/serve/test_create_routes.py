@@ -76,6 +76,8 @@ def frames_of(clip: bytes) -> bytes:
         ({"input_reference": {"file_id": "file-1"}}, "input_reference", ""),
         ({"input_reference": "data:image/png,abc"}, "input_reference", "must be in base64"),
         ({"input_reference": "a photograph"}, "input_reference", "base64"),
+        ({"input_reference": BASE64, "num_inference_steps": 0}, "num_inference_steps", "1 or more"),
+        ({"image_reference": "a photograph"}, "image_reference", "base64"),
         ({"input_reference": BASE64, "seed": True}, "seed", "must be a whole number, got True"),
         ({"input_reference": BASE64, "fit": {"a": "x" * 99}}, "fit", "got '...'"),
         ([1], "body", ""),

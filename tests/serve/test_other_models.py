@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig
-from svdpp.serve.admission import Admission
+from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError

@@ -14,15 +14,16 @@ pytest.importorskip("fastapi")
 
 from pydantic import ValidationError
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
+from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.examples import example_photos
 from svdpp.media.video import frames_sha256
-from svdpp.serve.admission import Admission
 from svdpp.serve.api_errors import ApiError
+from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities, form_of
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.views import FIELDS
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
@@ -267,6 +268,11 @@ def test_a_form_has_the_fields_of_its_family_alone() -> None:
     assert set(from_text.model_fields) - set(of_both.model_fields) == {
         *("guidance_scale_2", "flow_shift")
     }
+
+
+def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:
+    forms = [form_of(family, "needed") for family in SAMPLING_CLASSES]
+    assert {name for form in forms for name in form.model_fields} == FIELDS
 
 
 def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
