@@ -105,13 +105,13 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
-    send = stuck._entered.send
+    send = stuck._entered.supervisor.send
 
     def interrupt(rank: int, message: bytes) -> None:
         send(rank, message)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stuck._entered, "send", interrupt)
+    monkeypatch.setattr(stuck._entered.supervisor, "send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stuck.submit(clips(2))
     with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
