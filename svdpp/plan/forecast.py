@@ -221,9 +221,9 @@ def summarise(
     for span in spans:
         clip = span.action.clip
         first[clip] = min(first.get(clip, span), span, key=lambda each: each.start)
-        last[clip] = max(last.get(clip, span), span, key=lambda each: (each.end, each.start))
+        last[clip] = max(last.get(clip, span), span, key=_end)
         if not span.action.helps:
-            finishers[clip] = max(finishers.get(clip, span), span, key=lambda each: each.end)
+            finishers[clip] = max(finishers.get(clip, span), span, key=_end)
     came = {clip: span.start for clip, span in first.items()} | dict(arrivals or {})
     return sum_up(
         [(came[clip], last[clip].end) for clip in sorted(first)],
@@ -231,6 +231,11 @@ def summarise(
         world_size=world_size,
         num_finishers=len({span.rank for span in finishers.values()}),
     )
+
+
+def _end(span: Span) -> tuple[float, float]:
+    """When it ends; a span that takes no time comes after the one at whose end it starts."""
+    return span.end, span.start
 
 
 def sum_up(

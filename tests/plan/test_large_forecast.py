@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
@@ -47,6 +47,11 @@ def test_any_routes_are_walked_as_they_are_replayed(
     assert busy == sum(seconds for way in ways for _, seconds in way)
 
 
+# The decode takes no time, and ends with the step before it, on another rank.
+@example(
+    Layout(num_steps=1, world_size=4, split="dithered", replicas=2, costs=Costs(step_seconds=0.25)),
+    3,
+)
 @given(layouts(pairs=True), st.integers(1, 20))
 def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
     layout = replace(layout, decodes=True)
