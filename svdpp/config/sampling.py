@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -63,7 +64,7 @@ LastScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, _LAST_HELP)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonSampling:
+class CommonSampling(ABC):
     """The parameters that the pipelines of all families take; each family has its subclass."""
 
     #: Height and width are multiples of this number of pixels.
@@ -106,9 +107,9 @@ class CommonSampling:
         )
 
     @property
+    @abstractmethod
     def guided(self) -> bool:
         """Whether classifier-free guidance does two forward passes for each step."""
-        raise NotImplementedError
 
     @property
     def frames(self) -> int:
