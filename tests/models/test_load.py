@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError
+from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import load_pipeline
 from svdpp.plan.layout import Roles
@@ -67,6 +68,21 @@ def test_shards_and_variants_are_loaded(tmp_path: Path, vae_factor: int) -> None
     parts, expected = parts_of(sharded), parts_of(whole)
     for name in ("unet", "vae", "image_encoder"):
         assert_same_weights(getattr(parts, name), getattr(expected, name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_those_of_the_pipeline(demo: Checkpoint, dtype: str) -> None:
+    parts = parts_of(demo, dtype=dtype)
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(demo.folder, dtype=DTYPES[dtype])
+    for name in ("unet", "vae", "image_encoder"):
+        module = getattr(parts, name)
+        assert_same_weights(module, getattr(pipeline, name))
+        assert {tensor.dtype for tensor in module.parameters()} == {DTYPES[dtype]}
+        assert module.dtype == DTYPES[dtype]
+        # As in diffusers' pipeline, because the bits depend on it.
+        assert all(tensor.requires_grad for tensor in module.parameters())
+        assert not any(each.training for each in module.modules())
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from svdpp.models.engine import load
 from svdpp.models.engine.ltx import generator_device
 from tests.models.builders import edit_json
 from tests.models.conftest import Save
-from tests.models.range_checks import nothing, ranks, read_folder, request_of
+from tests.models.range_checks import loaded, nothing, ranks, read_folder, request_of
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +64,16 @@ def test_weights_are_mapped_and_the_other_expert_is_not_opened(
     assert mapped == {path for part in parts for path in (folder / part).glob("*.safetensors")}
     assert len(list((folder / "transformer_2").glob("*.safetensors"))) > (make is T2V_SHARDS)
     del models
+
+
+def test_a_rank_of_ltx_holds_only_what_it_runs(save: Save) -> None:
+    rank_for = ranks(read_folder(save(LTX)), ltx())
+    ends = ((0, 0), (0, 1), (STEPS, STEPS))
+    assert [{*loaded(rank_for(*each))} for each in ends] == [
+        {"text_encoder"},
+        {"transformer"},
+        {"vae"},
+    ]
 
 
 def test_a_missing_shard_is_named_before_a_rank_starts(tmp_path: Path) -> None:
