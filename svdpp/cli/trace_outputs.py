@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from svdpp import __version__
 from svdpp.cli.console import counted
-from svdpp.cli.options.declare import DIAGNOSTICS, setting
+from svdpp.cli.options.declare import DIAGNOSTICS
 from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
@@ -24,18 +24,14 @@ if TYPE_CHECKING:
 class TraceOptions:
     """Pictures and traces of a run. A trace is written while it goes on, a timeline at its end."""
 
-    trace: Path | None = setting(
-        DIAGNOSTICS,
+    trace: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
     )
-    timeline: Path | None = setting(
-        DIAGNOSTICS,
-        "FILE.svg|png",
-        "Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
+    timeline: Path | None = DIAGNOSTICS.setting(
+        "FILE.svg|png", "Draw the timeline of the ranks, measured and forecast. Needs matplotlib."
     )
-    profile: Path | None = setting(
-        DIAGNOSTICS,
+    profile: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
         "every kernel in Chrome's trace format.",

@@ -92,7 +92,7 @@ def test_photographs_that_are_stretched_are_named_once() -> None:
     options = ("run", PHOTO, photograph("other.jpg"), *DEMO, *TINY, "--dry-run")
     stretched, cropped = svdpp_here(*options), svdpp_here(*options, "--fit", "crop")
 
-    said = "fit: 'rocket.jpg' (640x427) and 1 more are stretched to 32x32; --fit crop keeps"
+    said = "fit: 'rocket.jpg' and 1 more are stretched to 32x32; --fit crop keeps"
     assert stretched.err.count("fit:") == 1
     assert said in stretched.err
     assert "fit:" not in cropped.err

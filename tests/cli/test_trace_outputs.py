@@ -19,21 +19,6 @@ SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "
 RUN = ("run", PHOTO, *DEMO, *TINY)
 
 
-@pytest.mark.parametrize("command", [("simulate", *SMALL), RUN], ids=("simulate", "run"))
-@pytest.mark.parametrize(
-    ("option", "name", "words"),
-    [
-        ("--timeline", "photo.jpg", "--timeline must end in .svg or .png, got 'photo.jpg'"),
-        ("--trace", "photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
-        ("--profile", "photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
-    ],
-)
-def test_names_of_other_files_are_refused(
-    command: tuple[str, ...], option: str, name: str, words: str
-) -> None:
-    assert_error(svdpp_here(*command, option, name), 2, words)
-
-
 @pytest.mark.parametrize("option", ["--trace", "--timeline"])
 def test_a_place_that_takes_no_file_is_refused_before_the_run(option: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -93,20 +78,3 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.processes
-def test_a_verify_that_finds_a_difference_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = svdpp_here(
-        *("verify", "--model", "dummy", "--device", "cpu", *SMALL, "--json", "-q"),
-        *("--inject-fault", "ulp@rank0.clip1"),
-    )
-
-    assert answer.code == 3
-    verdict = json.loads(answer.out)
-    assert verdict["equal"] is False
-    assert "cpu_capability" in verdict["conditions"]
-    assert "clip 1, the latent after step 0, done by rank 0" in answer.err
