@@ -182,7 +182,7 @@ class RunRequest:
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
             profile_path=None if traces is None else traces.profile_path,
-            trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
+            trace_clips=_TRACE_CLIPS,
         )
 
     @cached_property

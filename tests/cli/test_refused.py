@@ -95,7 +95,6 @@ RUN = [
     ("--seeds 1,a", "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
     ("--model dummy", "the dummy model makes no video files"),
     ("--model ''", "--model is empty"),
-    ("--timeline photo.jpg", "--timeline must end in .svg or .png, got 'photo.jpg'"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
     ("--profile photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
 ]
