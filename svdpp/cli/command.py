@@ -154,7 +154,9 @@ class Command(click.Command):
         for title, members in panels.items():
             if members and title not in others:
                 _section(formatter, title, [one.get_help_record(ctx) for one in members])
-        more = [(name, " ".join(one.names[-1] for one in found)) for name, found in others.items()]
+        more = [
+            (name, " ".join(_long_name(one) for one in found)) for name, found in others.items()
+        ]
         _section(formatter, "More, described by --help-all", more)
         if self.examples:
             formatter.write("\nExamples:\n" + "".join(f"  {one}\n" for one in self.examples))
@@ -216,6 +218,10 @@ def panels_of(command: Command) -> dict[str, list[Option]]:
     panels = {title: members for title, members in panels.items() if members}
     panels["Common" if command.common else [*panels][-1]] += last
     return panels
+
+
+def _long_name(option: Option) -> str:
+    return next(name for name in option.names if name.startswith("--"))
 
 
 def _section(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -90,9 +90,9 @@ class CommonSampling(ABC):
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
+        check_sides(self, (self.side_unit, self.side_unit))
         for name, param in params_of(kind).items():
             param.check(getattr(self, name))
-        check_sides(self, (self.side_unit, self.side_unit))
         require(
             self.fit in get_args(Fit),
             f"--fit must be crop, pad or stretch, got {shown(self.fit)}",
@@ -272,12 +272,14 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
     """Checks that height and width are multiples of `units`; the hint names the nearest ones."""
     for name, unit in zip(("height", "width"), units, strict=True):
         side = getattr(sampling, name)
-        if side % unit:
-            below = side // unit * unit
-            nearest = [str(each) for each in (below, below + unit) if 0 < each <= MAX_SIDE]
+        if isinstance(side, int) and not (0 < side <= MAX_SIDE and side % unit == 0):
+            below = min(max(side // unit * unit, unit), MAX_SIDE)
+            above = min(max(-(-side // unit) * unit, unit), MAX_SIDE)
+            nearest = " or ".join(dict.fromkeys(map(str, (below, above))))
             raise RequestError(
-                f"--{name} must be a multiple of {unit} from {unit} to {MAX_SIDE}, got {side}",
-                f"nearest: --{name} {' or '.join(nearest)}",
+                f"--{name} must be a multiple of {unit} from {unit} to {MAX_SIDE}, got "
+                f"{shown(side)}",
+                f"nearest: --{name} {nearest}",
             )
 
 

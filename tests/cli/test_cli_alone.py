@@ -155,12 +155,12 @@ def test_debug_alone_shows_the_traceback() -> None:
 
 
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from svdpp.plan import layout
+    from svdpp.cli import plan_report
 
-    def broken(**_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(layout, "Layout", broken)
+    monkeypatch.setattr(plan_report, "show_layout", broken)
     answer = svdpp_here("plan")
 
     assert (answer.code, answer.out) == (1, "")

@@ -266,7 +266,7 @@ def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Pat
         ("workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
         ("pipeline.share_experts=true", "--share-experts is for models with two"),
         ("workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
-        ("workload.prompts=['','a cat']", "workload.prompts is empty"),
+        ("workload.prompts=['','a cat']", "--prompt is empty"),
     ],
 )
 def test_a_bench_refuses_fields_of_another_family(
