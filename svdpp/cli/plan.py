@@ -66,8 +66,8 @@ class ForecastOptions(ClipOptions):
         "downloading weights. Takes seconds, since it imports torch."
     )
     device_memory: str | None = MEMORY.setting(
-        "GIB|CARDS",
-        "Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
+        "GIB,GIB",
+        "Memory of each device, or of all, such as 79,79,47,47; --layout auto and --compare "
         "leave out layouts that need more.",
     )
 
@@ -84,16 +84,22 @@ class ForecastOptions(ClipOptions):
         asked = self.device_memory
         if asked is None:
             return ()
-        cards = [gib for entry in asked.split(",") for gib in _cards(entry, world_size)]
-        if len(cards) == 1:
-            return (cards[0],) * world_size
-        if len(cards) != world_size:
+        try:
+            sizes = tuple(map(float, asked.split(",")))
+        except ValueError:
+            sizes = (math.nan,)
+        if not all(math.isfinite(size) and size > 0 for size in sizes):
             raise RequestError(
-                f"--device-memory {asked} names {len(cards)} devices, but there are {world_size} "
-                "ranks",
-                f"use --gpus {len(cards)}, or name {world_size} devices",
+                f"--device-memory must be finite numbers above 0, got {asked!r}",
+                "such as --device-memory 79, or 79,79,47,47 for devices that differ",
             )
-        return tuple(cards)
+        if len(sizes) not in (1, world_size):
+            raise RequestError(
+                f"--device-memory {asked} names {len(sizes)} devices, but there are {world_size} "
+                "ranks",
+                f"use --gpus {len(sizes)}, or name {world_size} devices",
+            )
+        return sizes if len(sizes) == world_size else sizes * world_size
 
 
 def _seconds(help: str) -> Any:
@@ -266,22 +272,6 @@ def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
             "leave --world out",
         )
     return num_hosts * per_host, per_host
-
-
-def _cards(entry: str, most: int) -> list[float]:
-    """The GiB of each card of an entry such as 79 or 2x79; at most one card more than `most`."""
-    count, times, gib = entry.rpartition("x")
-    try:
-        size = float(gib)
-        number = int(count) if times else 1
-    except ValueError:
-        size = number = 0
-    if not (math.isfinite(size) and size > 0 and number > 0):
-        raise RequestError(
-            f"--device-memory must be a finite number above 0, got {entry!r}",
-            "such as --device-memory 79, or 2x79,2x47 for devices that differ",
-        )
-    return [size] * min(number, most + 1)
 
 
 def _with_memory(
