@@ -7,15 +7,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
-from tests.cli.batch import Outcome, run_batch
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_alone
+from tests.cli.shell import DEMO, PHOTO, TINY, Answer, assert_error, python, svdpp_alone
 from tests.media.pictures import encoded, gradient, png
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
@@ -38,7 +37,6 @@ BAD_IMAGES: dict[str, tuple[Content, str]] = {
     "device.png": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
     "loop.png": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "dangling.png": (lambda path: path.symlink_to("nowhere"), "does not exist"),
-    "secret.png": (lambda path: path.touch(mode=0), "cannot be read: Permission denied"),
 }
 
 ROTATED = Image.Exif()
@@ -58,6 +56,36 @@ def put(path: Path, content: Content) -> None:
         path.write_bytes(content)
     else:
         content(path)
+
+
+class Outcome(NamedTuple):
+    """The answer of a command, and its resources."""
+
+    answer: Answer
+    cpu_seconds: float
+    peak_bytes: int
+    """Largest resident memory until then."""
+
+
+# One process for all commands, because the start of Python takes seconds.
+BATCH = """
+import json, resource, sys, time
+import svdpp.driver.pipeline
+from tests.cli.shell import svdpp_here
+for command in json.load(sys.stdin):
+    begun = time.process_time()
+    answer = svdpp_here(*command)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps([vars(answer), time.process_time() - begun, peak]))
+"""
+
+
+def run_batch(commands: list[tuple[str, ...]], cwd: Path) -> list[Outcome]:
+    """Runs each of `commands` (arguments of svdpp) in `cwd`, one after the other."""
+    done = python("-c", BATCH, cwd=cwd, stdin=json.dumps(commands))
+    assert done.code == 0, done
+    lines = (json.loads(line) for line in done.out.splitlines())
+    return [Outcome(Answer(**answer), seconds, peak) for answer, seconds, peak in lines]
 
 
 def assert_quick_and_small(outcome: Outcome, base: Outcome) -> None:
