@@ -191,33 +191,32 @@ def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (("profile", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
-        (("simulate", "--flow-shift", "3"), "--flow-shift is now --param flow_shift=X"),
-        (("simulate", "--param", "stg_scale=3"), "has no parameter 'stg_scale'"),
-        (("simulate", "--share-experts"), "--share-experts is for models with two experts"),
-        (("doctor", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
+        ("profile --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
+        ("simulate --model LTX --flow-shift 3", "--flow-shift is now --param flow_shift=X"),
+        ("simulate --model LTX --param stg_scale=3", "has no parameter 'stg_scale'"),
+        ("simulate --model LTX --share-experts", "--share-experts is for models with two experts"),
+        ("doctor --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
+        ("simulate --model demo --prompt cat", "--prompt is not for demo"),
+        ("simulate --prompt cat", "--prompt is not for dummy"),
+        ("simulate --height 64", "--height has no effect on the dummy model"),
+        ("simulate --model demo --guidance-scale 2", "--guidance-scale is not for demo"),
+        ("bench LTX.yaml --workload.motion_bucket_id=7", "--motion-bucket-id is not for"),
+        ("bench LTX.yaml --workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
+        ("bench LTX.yaml --pipeline.share_experts=true", "--share-experts is for models with two"),
+        ("bench LTX.yaml --workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
+        ("bench LTX.yaml --workload.prompts=['']", "--prompt is empty"),
+        ("bench smoke --workload.prompts=[cat]", "workload.prompts is not for demo, a model of"),
     ],
 )
-def test_what_a_family_cannot_do_is_refused(
-    arguments: tuple[str, ...], words: str, folders: dict[str, str]
+def test_options_of_another_family_are_refused(
+    line: str, words: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    answer = svdpp_here(*arguments, "--model", folders["ltx"], "--device", "cpu")
-    assert_error(answer, 2, words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--model", "demo", "--prompt", "a cat"), "--prompt is not for demo"),
-        (("--prompt", "a cat"), "--prompt is not for dummy"),
-        (("--height", "64"), "--height has no effect on the dummy model"),
-        (("--model", "demo", "--guidance-scale", "2"), "--guidance-scale is not for demo"),
-    ],
-)
-def test_other_models_refuse_the_families_options(arguments: tuple[str, ...], words: str) -> None:
-    assert_error(svdpp_here("simulate", *arguments), 2, words)
+    names = {"LTX": folders["ltx"], "LTX.yaml": bench_file(tmp_path, "ltx", folders)}
+    arguments = [names.get(word, word) for word in line.split()]
+    device = () if arguments[0] == "bench" else ("--device", "cpu")
+    assert_error(svdpp_here(*arguments, *device), 2, words)
 
 
 def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: object) -> str:
@@ -257,28 +256,6 @@ def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Pat
     assert {each.image for each in bench.requests} == {PHOTO}
     assert bench.asked.workload.steps == 50
     assert bench.config.sampling.fps == 25
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("workload.motion_bucket_id=7", "--motion-bucket-id is not for"),
-        ("workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
-        ("pipeline.share_experts=true", "--share-experts is for models with two"),
-        ("workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
-        ("workload.prompts=['','a cat']", "--prompt is empty"),
-    ],
-)
-def test_a_bench_refuses_fields_of_another_family(
-    override: str, words: str, folders: dict[str, str], tmp_path: Path
-) -> None:
-    name = bench_file(tmp_path, "ltx", folders)
-    assert_error(svdpp_here("bench", name, f"--{override}"), 2, words)
-
-
-def test_a_bench_of_svd_takes_no_prompts() -> None:
-    answer = svdpp_here("bench", "smoke", "--workload.prompts=[a cat]")
-    assert_error(answer, 2, "workload.prompts is not for demo, a model of the family svd")
 
 
 @pytest.mark.processes
