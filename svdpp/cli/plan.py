@@ -31,13 +31,10 @@ _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# Options that only --memory uses; --decode-ranks uses two of them.
-_OF_MEMORY = frozenset(
-    {
-        *("dtype", "device", "height", "width", "num_frames", "decode_chunk_size"),
-        *("memory_opt", "lora"),
-    }
-)
+# Options that only --memory uses, and --decode-ranks two of them.
+_OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
+_OF_MEMORY = ("dtype", "device", "height", "width", "memory_opt", "lora", *_OF_CHUNKS)
+_OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,22 +294,24 @@ def _with_memory(
 
 def _refuse_idle(context: click.Context, forecast: ForecastOptions, layout: LayoutOptions) -> None:
     """Refuses options that have no effect beside the others."""
-    idle, needs = set(_OF_MEMORY), "--memory"
-    if forecast.memory:
-        idle, needs = {"expert_boundary"}, "a model whose boundary is not known: not with --memory"
-    elif layout.decode_ranks is not None:
-        idle -= {"num_frames", "decode_chunk_size"}
+    needed = {} if forecast.memory else dict.fromkeys(_OF_MEMORY, "--memory")
+    if layout.decode_ranks is not None:
+        needed = {name: needed[name] for name in needed if name not in _OF_CHUNKS}
     if not (forecast.compare or layout.chooses):
-        idle.add("device_memory")
-    given = given_options(context)
-    for name in idle & given.keys():
-        wanted = "--layout auto or --compare" if name == "device_memory" else needs
-        raise RequestError(
-            f"{given[name]} has an effect only with {wanted}", f"leave out {given[name]}"
-        )
-    for name in given if forecast.compare else ():
-        if name in ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"):
-            raise RequestError(f"--compare shows all layouts: leave out {given[name]}")
+        needed["device_memory"] = "--layout auto or --compare"
+    for name, option in given_options(context).items():
+        if name in needed:
+            raise RequestError(
+                f"{option} has an effect only with {needed[name]}",
+                f"add {needed[name]}, or leave out {option}",
+            )
+        if forecast.compare and name in _OF_LAYOUT:
+            raise RequestError(f"--compare shows all layouts: leave out {option}")
+        if forecast.memory and name == "expert_boundary":
+            raise RequestError(
+                "with --memory the model gives the boundary between its experts",
+                "leave out --expert-boundary",
+            )
 
 
 def _remarks(
