@@ -56,6 +56,10 @@ class ClipWork:
         """The configuration of a resolved request's clip."""
         return self._config if request.sampling is None else self._with(request.sampling)
 
+    def num_steps(self, request: ClipRequest) -> int:
+        """The number of steps of a resolved request's clip."""
+        return self.config_of(request).sampling.num_inference_steps
+
     def route(self, clip: int, request: ClipRequest) -> Route:
         """The route of a resolved request's clip; it starts after the steps that are done."""
         layout = self.config_of(request).layout

@@ -41,22 +41,10 @@ class Route:
     paired: bool = False
     shares: tuple[DecodeShare, ...] = ()
 
-    def __post_init__(self) -> None:
-        done = self.start
-        if done < 0:
-            raise ValueError(f"clip {self.clip}: starts before step 0: {self.ranges}")
-        for part in self.ranges:
-            if part.start != done or part.end < part.start:
-                raise ValueError(f"clip {self.clip}: ranges are not consecutive: {self.ranges}")
-            done = part.end
-        ranks = [part.rank for part in self.ranges]
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"clip {self.clip}: no ranks, or a rank twice: {self.ranges}")
-
     @property
     def start(self) -> int:
         """Steps done before the route starts; above 0 if an earlier run did them."""
-        return self.ranges[0].start if self.ranges else 0
+        return self.ranges[0].start
 
     @property
     def links(self) -> set[tuple[int, int]]:

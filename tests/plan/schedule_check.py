@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from svdpp.plan.actions import SENDS, Action, FrameRange, Kind
 from svdpp.plan.schedule import Schedule
@@ -19,47 +20,43 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     longer holds a clip that it has sent, and each sent packet is received once. So no step is
     skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
     """
-    transfers: Counter[tuple[int, int, int, int, tuple[int, ...]]] = Counter()
-    started: Counter[int] = Counter()
-    finished: Counter[int] = Counter()
-    halves: Counter[tuple[int, int, int, int]] = Counter()
+    transfers: Counter[tuple[Any, ...]] = Counter()
+    halves: Counter[tuple[int, ...]] = Counter()
+    started: list[int] = []
+    finished: list[int] = []
     decodes: dict[int, list[FrameRange]] = {}
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
         for action in rank_actions:
-            before = _clips(held)
             steps = num_steps if isinstance(num_steps, int) else num_steps[action.clip]
-            if not _can_follow(action, held, decoded, steps):
-                raise ValueError(f"rank {rank} cannot do {action} of {steps} with {before}")
-            packet = action.clip, action.start, action.frames or ()
+            fits = _can_follow(action, held, decoded, steps)
+            require(fits, f"clip {action.clip}: rank {rank} cannot do {action}")
+            packet = action.clip, action.start, action.frames
             if action.kind in (Kind.RECV, Kind.GATHER):
-                transfers[action.peer, rank, *packet] -= 1
+                transfers[action.peer, rank, packet] -= 1
             elif action.kind in SENDS:
-                transfers[rank, action.peer, *packet] += 1
+                transfers[rank, action.peer, packet] += 1
             elif action.kind is Kind.DECODE:
                 decodes.setdefault(action.clip, []).append(action.frames or FrameRange(0, 1, 1))
             elif action.kind is Kind.DENOISE:
                 pair = max(rank, action.peer) if action.peer >= 0 else -1
                 halves[pair, *action[1:4]] += 1 if pair >= 0 else 2
             elif action.kind in _BEGINNINGS:
-                started[action.clip] += 1
+                started.append(action.clip)
             elif action.kind is Kind.FINISH:
-                finished[action.clip] += 1
-        if held:
-            raise ValueError(f"rank {rank} ends with unfinished clips: {_clips(held)}")
-    odd = sorted(transfer[:4] for transfer, count in transfers.items() if count)
-    if odd:
-        raise ValueError(f"unmatched transfers (from, to, clip, step): {odd[:3]}")
-    if halved := sorted(half for half, count in halves.items() if count != 2):
-        raise ValueError(f"not done once, or by both of a pair (rank, clip, steps): {halved[:3]}")
-    if wrong := sorted(clip for clip, parts in decodes.items() if not _is_whole(parts)):
-        raise ValueError(f"frames not decoded once: clips {wrong[:3]}")
-    for what, clips in (("started", started), ("finished", finished)):
-        if wrong := sorted(clip for clip, count in clips.items() if count != 1):
-            raise ValueError(f"{what} more than once: clips {wrong[:3]}")
-    if different := sorted(started.keys() ^ finished.keys()):
-        raise ValueError(f"started but not finished, or not started: clips {different[:3]}")
+                finished.append(action.clip)
+        require(not held, f"rank {rank} ends with unfinished clips: {held}")
+    require(not any(transfers.values()), "a transfer has one end")
+    require(set(halves.values()) <= {2}, "a clip's steps are not done once, or by both of a pair")
+    require(all(map(_is_whole, decodes.values())), "a clip's frames are not decoded once")
+    require(sorted(started) == sorted(finished), "a clip is started or finished alone")
+    require(len(started) == len(set(started)), "a clip is started twice")
+
+
+def require(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
@@ -91,7 +88,3 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
 def _is_whole(parts: Iterable[FrameRange]) -> bool:
     firsts, ends, totals = zip(*sorted(parts), strict=True)
     return (*firsts, totals[0]) == (0, *ends) and len(set(totals)) == 1
-
-
-def _clips(held: dict[int, int]) -> str:
-    return ", ".join(f"clip {clip} at step {at}" for clip, at in held.items()) or "no clip"
