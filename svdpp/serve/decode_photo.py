@@ -32,7 +32,7 @@ SUFFIXES = {
 
 
 def main(path: str, *numbers: str) -> None:
-    """Write one JSON object to stdout: `photo` or `error`.
+    """Write one JSON object to stdout: about the photograph, or the error.
 
     `numbers` are the server's process id, whose end also ends this process, the frames that a clip
     takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,
@@ -46,11 +46,11 @@ def main(path: str, *numbers: str) -> None:
     # At the hard limit the kernel would send SIGKILL, which does not say why.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer: dict[str, Any] = {"photo": _decode(Path(path), video_frames, max_pixels)}
+        answer = _decode(Path(path), video_frames, max_pixels)
     except InputError as error:
-        answer = {"error": error_to_dict(error)}
+        answer = error_to_dict(error)
     except MemoryError:
-        answer = {"error": error_to_dict(InputError(f"{path!r} does not fit in memory"))}
+        answer = error_to_dict(InputError(f"{path!r} does not fit in memory"))
     os.write(1, json.dumps(answer).encode())
 
 

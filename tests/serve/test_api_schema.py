@@ -20,7 +20,7 @@ from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 @pytest.fixture

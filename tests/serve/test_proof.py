@@ -174,7 +174,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        proving.wait_for("none", "equal", "none")
+        wait_until(_children, HANG_SECONDS, "it does not go on")
         assert not proving.prover.request("video_unknown")
 
 
