@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 from svdpp.verification import clip_proof
 from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import is_there, wait_until
+from tests.faults.processes import children_of, is_there, wait_until
 from tests.serve.engines import demo_config, demo_job, serving
 
 pytestmark = pytest.mark.processes
@@ -86,13 +86,7 @@ def _proving(
 
 def _children() -> list[int]:
     """The processes of this one that verify a clip."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            if b"svdpp.serve.prover" in path.read_bytes() and int(parent) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+    return children_of(os.getpid(), "svdpp.serve.prover")
 
 
 @pytest.mark.long
