@@ -15,12 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 pytest.importorskip("fastapi")
@@ -510,56 +507,6 @@ def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["x-frame-options"] == "DENY"
         assert "access-control-allow-origin" not in headers
-
-
-# --- any request --------------------------------------------------------------------------------
-
-FIELDS = (
-    *("model", "prompt", "seed", "seconds", "frames", "size", "steps", "fps", "motion_bucket_id"),
-    *("noise_aug_strength", "min_guidance_scale", "max_guidance_scale", "fit", "priority", "other"),
-)
-VALUES = st.one_of(
-    st.text(max_size=20),
-    st.integers().map(str),
-    st.integers(-1, 30).map(str),
-    st.floats().map(str),
-    st.sampled_from(
-        ["1024x576", "crop", "dummy", "1e3", "0x10", "\uff11\uff12", "-0", " 5", "true"]
-    ),
-)
-HEADERS = st.dictionaries(
-    st.sampled_from(["Idempotency-Key", "Last-Event-ID", "Range", "Accept", "Authorization"]),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20).map(str.strip),
-)
-ANY = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def check_refused(answer: httpx.Response) -> None:
-    assert 400 <= answer.status_code < 500, answer.text
-    assert set(answer.json()["error"]) == {"type", "code", "message", "hint", "details"}
-
-
-@given(form=st.dictionaries(st.sampled_from(FIELDS), VALUES), headers=HEADERS)
-@ANY
-def test_no_form_is_a_fault_of_the_server(
-    server: HttpServer, form: dict[str, str], headers: dict[str, str]
-) -> None:
-    files = {"input_reference": ("a.png", b"not a photograph")}
-    check_refused(server.client.post("/v1/videos", files=files, data=form, headers=headers))
-
-
-@given(
-    id=st.text(max_size=40).filter(lambda text: text not in ("", ".", "..")),
-    what=st.sampled_from(["", "/content", "/metadata", "/events"]),
-    query=st.dictionaries(st.sampled_from(["variant", "limit", "after"]), st.text(max_size=10)),
-    headers=HEADERS,
-)
-@ANY
-def test_no_address_is_a_fault_of_the_server(
-    server: HttpServer, id: str, what: str, query: dict[str, str], headers: dict[str, str]
-) -> None:
-    path = f"/v1/videos/{quote(id, safe='')}{what}"
-    check_refused(server.client.get(path, params=query, headers=headers))
 
 
 # --- limits -------------------------------------------------------------------------------------
