@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,11 +65,15 @@ class Proving:
 
 @contextmanager
 def _proving(
-    made: tuple[Path, list[str]], folder: Path, *, when_idle: bool, adopts: bool = False
+    made: tuple[Path, list[str]],
+    folder: Path,
+    *,
+    when_idle: bool,
 ) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobQueue(folder, adopts=adopts), threading.Event()
+    before = _temporary_files()
+    store, idle = JobQueue(folder), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
@@ -80,8 +83,11 @@ def _proving(
     finally:
         prover.close()
         store.close()
-        assert not os.path.lexists(folder / ".svdpp-proof")
-        assert not list(Path(tempfile.gettempdir()).glob("svdpp-proof-*"))
+        assert _temporary_files() == before
+
+
+def _temporary_files() -> set[str]:
+    return set(os.listdir(os.environ["TMPDIR"]))
 
 
 def _children() -> list[int]:
@@ -160,12 +166,14 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert proving.proofs() == ["none", "running", "none"]
         assert _children() == []
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")
+        begun = _temporary_files()
+        wait_until(lambda: _temporary_files() > begun, HANG_SECONDS, "no recomputation")
         (child,) = _children()
         proving.idle.clear()
         seconds = wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         print(f"stopped after {1000 * seconds:.0f} ms")
         wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
+        assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
         wait_until(_children, HANG_SECONDS, "it does not go on")
@@ -197,15 +205,6 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
             proving.prover.stop(id)
         assert _children() == []
         assert proving.proofs() == ["none"] * 3
-
-
-def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
-    left = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / ".svdpp-proof").symlink_to(left)
-    with _proving((tmp_path / "none", []), folder, when_idle=True, adopts=True):
-        assert not left.exists()
 
 
 def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
