@@ -52,7 +52,7 @@ class ServeOptions(ImageOptions):
         "Clips that may wait or be made; further requests are told when to come again.",
         default=1000,
     )
-    max_upload_mb: int = setting(SERVICE, "MIB", "Largest upload, in MiB.", default=32)
+    max_upload_mb: int = setting(SERVICE, "MIB", "Largest image, in MiB.", default=32)
     max_steps: int = setting(
         SERVICE, "N", "Denoising steps that a request may ask for.", default=MAX_STEPS
     )
