@@ -187,12 +187,12 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
 
 async def _wait(request: Request, service: Service, id: str) -> None:
     """Returns once the video is final, or nobody waits for it any more."""
-    with service.followers.follow(id) as news:
+    with service.followers.follow() as pause:
         while not (service.followers.is_closed or await request.is_disconnected()):
             job = await in_thread(service.queue.get, id)
             if job is None or job.state.is_final:
                 return
-            await news()
+            await pause()
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
@@ -370,7 +370,7 @@ async def follow_video(
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    with service.followers.follow(id) as news:
+    with service.followers.follow() as pause:
         is_last = False
         while not is_last:
             is_last = service.followers.is_closed  # before the look, which then finds the end
@@ -382,7 +382,7 @@ async def follow_video(
                 last_id = event.id
             is_last |= job.state.is_final
             if not is_last:
-                await news()
+                await pause()
 
 
 def _event(video: Video) -> ServerSentEvent:
