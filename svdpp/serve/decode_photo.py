@@ -19,15 +19,11 @@ from svdpp.launch.process_lifetime import end_with_parent
 from svdpp.media.image import FORMATS, demuxer_of, read_bytes, read_photo
 from svdpp.media.source import read_video
 
-#: Suffixes of the stored files, by Pillow's name of the format.
-SUFFIXES = {
-    "PNG": ".png",
+#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name.
+_SUFFIXES = {
     "JPEG": ".jpg",
     "MPO": ".jpg",  # a JPEG with further images behind the first
-    "WEBP": ".webp",
-    "BMP": ".bmp",
     "TIFF": ".tif",
-    "GIF": ".gif",
 }
 
 
@@ -62,7 +58,8 @@ def _decode(path: Path, video_frames: int, max_pixels: int) -> dict[str, Any]:
         image, photo = read_photo(path, max_pixels)
         image.close()
         with Image.open(path, formats=FORMATS) as header:
-            suffix = SUFFIXES[str(header.format)]
+            format = str(header.format)
+            suffix = _SUFFIXES.get(format, f".{format.lower()}")
     size = {"width": photo.width, "height": photo.height}
     return {"sha256": photo.sha256, **size, "suffix": suffix}
 

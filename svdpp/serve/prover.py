@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,13 +28,14 @@ from svdpp.launch.process_lifetime import (
     exit_on_signals,
     exit_with_signal_code,
 )
+from svdpp.redaction import without_folders
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
 
 _POLL_SECONDS = 0.05
-# Without a word of new work, how often idle time is looked for.
+# How often idle time is looked for.
 _LOOK_SECONDS = 0.5
 _MAX_REQUESTED = 1000
 # Until it has removed its temporary files.
@@ -81,14 +81,8 @@ class Prover:
     def close(self) -> None:
         """Stops the verification at work, and the thread."""
         self._is_closing = True
-        self.wake()
         if self._thread.ident is not None:
             self._thread.join()
-
-    def wake(self) -> None:
-        """Says that a clip is finished, or that the ranks have become idle or busy."""
-        with self._changed:
-            self._changed.notify_all()
 
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
@@ -158,17 +152,13 @@ class Prover:
         if answer["equal"] is None or missing:
             error = missing or answer["error"]["message"]
             logger.warning("{} could not be verified: {}", job.id, error)
-            self._queue.set_proof(job.id, "failed", self._shown(error))
+            self._queue.set_proof(job.id, "failed", without_folders(error))
             return
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
             logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
-        self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
+        self._queue.set_proof(job.id, verdict, without_folders(answer["differences"]) or None)
         self._on_verdict(verdict)
-
-    def _shown(self, text: str) -> str:
-        """`text` for clients, who need not know where files are."""
-        return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
 
     def _missing(self, job: Job) -> str:
         """Which file the verification lacks; empty if it has all."""

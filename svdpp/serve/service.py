@@ -109,7 +109,6 @@ class Service:
     def _on_changed(self, job: Job) -> None:
         if job.state.is_final:
             self.metrics.ended(job)
-            self.prover.wake()
 
     # --- requests -------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ def test_a_proof_that_fails_says_why_and_can_be_requested_again(
         assert proving.prover.request(proving.ids[0])
         proving.wait_for("equal", "failed", "none")
         assert proving.reasons()[0] is None
-        assert str(proving.reasons()[1]).startswith(f"'photos/{photo.name}' is not the image")
+        assert str(proving.reasons()[1]).startswith(f"'{photo.name}' is not the image")
 
 
 @pytest.mark.long
