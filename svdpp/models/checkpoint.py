@@ -238,9 +238,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
     if (model.name, model.revision) == (DEFAULT_MODEL, None):
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        checkpoint = _check_configs(model, folder, local)
+        checkpoint = _check_configs(model, local or hub.download(model), local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -253,11 +252,11 @@ def with_weights(
     """
     loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
     local = _local_folder(model.name)
-    if local is None:
-        pinned = replace(model, revision=checkpoint.revision or model.revision)
-        folder = hub.download(pinned, components)
     with _model_named(model, local):
-        if local is None:  # the default model's configs have not been downloaded before
+        if local is None:
+            pinned = replace(model, revision=checkpoint.revision or model.revision)
+            folder = hub.download(pinned, components)
+            # The default model's configs have not been downloaded before.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
         files = [path for part in checked for path in checkpoint.weight_files(part)]
@@ -274,9 +273,8 @@ def family_of_model(model: ModelConfig) -> str:
     if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     local = _local_folder(model.name)
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        return _read_index(folder, model.family)[1]
+        return _read_index(local or hub.download(model), model.family)[1]
 
 
 # 1. Find the folder.

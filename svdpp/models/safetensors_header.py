@@ -5,6 +5,7 @@ Reads no whole tensor; knows no torch.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import math
@@ -59,22 +60,25 @@ def choose_weight_files(names: Collection[str], component: str, variant: str | N
     If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
     diffusers 0.42 and transformers 5.23). `names` are all files, as `vae/config.json`.
     """
-    start = f"{component}/"
-    there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
     # Encoders of text and images are of transformers, the others of diffusers.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
-    tag = f".{variant}" if variant else ""
-    single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
-    shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-(\d{{5}})\.safetensors", re.A)
-    shards = [match for name in there if (match := shard.fullmatch(name))]
-    if index in there and not (stem == "model" and single in there):
-        total = max((int(match[1]) for match in shards), default=1)
-        if len(shards) != total:
-            raise ModelError(f"{component}/{index}: {total - len(shards)} of {total} shards miss")
-        return [*(start + match[0] for match in shards), start + index]
-    if single not in there:
-        raise _missing_weights(start + single, stem, variant, there)
-    return [start + single]
+    start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
+    single, index = f"{start}{tag}.safetensors", f"{start}.safetensors.index{tag}.json"
+    if index in names and not (stem == "model" and single in names):
+        shards = sorted(fnmatch.filter(names, f"{start}{tag}-?????-of-?????.safetensors"))
+        total = int(re.split(r"-of-|\.", shards[-1])[-2]) if shards else 1
+        if len(shards) != total:  # an interrupted download
+            raise ModelError(f"{index}: {total - len(shards)} of {total} shards miss")
+        return [*shards, index]
+    if single in names:
+        return [single]
+    others = sorted(name for name in names if not name.endswith(".json"))
+    there = f"; there are {short_repr(', '.join(others))}" if others else ""
+    raise ModelError(
+        f"{single} is missing{there}",
+        "--variant fp16 reads names with .fp16; svdpp reads safetensors only, no pickles (.bin), "
+        "which can run code: convert them with save_pretrained(..., safe_serialization=True)",
+    )
 
 
 def read_safetensors_header(path: Path) -> Header:
@@ -121,25 +125,3 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     return header, entries
-
-
-def _missing_weights(
-    label: str, stem: str, variant: str | None, names: Collection[str]
-) -> ModelError:
-    """The error for a missing file; names other variants or pickles of the component."""
-    pattern = re.compile(rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors", re.A)
-    found = {match[1] or "" for match in map(pattern.fullmatch, names) if match}
-    variants = sorted(found - {variant or ""}, reverse=True)
-    if variants:
-        available = ", ".join(each or "(no variant)" for each in variants)
-        hint = f"use --variant {variants[0]}" if variants[0] else "omit --variant"
-        return ModelError(f"{label} is missing; available variants: {available}", hint)
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
-    if pickles:
-        return ModelError(
-            f"{label} is missing and {short_repr(pickles[0])} is a pickle, which can run "
-            "code: svdpp loads safetensors only",
-            "ask the author for safetensors files, or convert the model with "
-            "save_pretrained(..., safe_serialization=True)",
-        )
-    return ModelError(f"{label} is missing (svdpp loads safetensors only)")

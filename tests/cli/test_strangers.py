@@ -145,7 +145,7 @@ MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         replace(UNET, lambda path: put(Path(f"{path}.index.json"), OUTSIDE)),
         f"{UNET}.index.json: 1 of 1 shards miss",
     ),
-    "pickle only": (pickle_only, "is a pickle"),
+    "pickle only": (pickle_only, "model.bin'"),
     "another pipeline": (
         change_json("model_index.json", _class_name="StableDiffusionPipeline"),
         "the pipeline is 'StableDiffusionPipeline'",
