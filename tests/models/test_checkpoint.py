@@ -236,7 +236,3 @@ def test_file_instead_of_a_folder(folder: Path) -> None:
 def test_contradictory_request(tiny: Path) -> None:
     with pytest.raises(RequestError, match="--revision"):
         find_checkpoint(ModelConfig(name=str(tiny), revision="main"))
-    with pytest.raises(RequestError, match="--variant"):
-        find_checkpoint(ModelConfig(name=str(tiny), variant="../fp16"))
-    with pytest.raises(ValueError, match="dummy"):
-        find_checkpoint(ModelConfig(name="dummy"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -58,11 +59,12 @@ def test_a_lack_of_memory_names_part_sizes_and_knob(
 
 
 def test_the_host_allocators_refusal_tells_what_doctor_and_auto_call_free(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that the kernel can reclaim at once counts as free, not only idle pages."""
     told = "MemTotal: 8388608 kB\nMemFree: 1048576 kB\nMemAvailable: 3145728 kB\n"
-    monkeypatch.setattr(free_memory, "_meminfo", lambda: told)
+    (tmp_path / "meminfo").write_text(told)
+    monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
     assert free_memory.free_bytes("cpu") == 3 * 2**30
     words = rf"while decoding the frames: {2**28:.1f} GiB asked for, 3\.0 GiB free"
     with pytest.raises(OutOfMemoryError, match=words), out_of_memory_named(DECODE):
