@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import tqdm
@@ -22,14 +21,14 @@ from loguru import logger
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.engine.configs import short_repr
-from svdpp.models.safetensors_header import choose_weight_files, names_in
+from svdpp.models.safetensors_header import weight_files, weight_names
 from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
 #: Configs of all families, and tokenizers; a few megabytes.
-_CONFIG_PATTERNS = (
+_CONFIG_PATTERNS = [
     "model_index.json",
     "*/config.json",
     "*/scheduler_config.json",
@@ -37,51 +36,48 @@ _CONFIG_PATTERNS = (
     "tokenizer/*",
     "tokenizer_2/*",
     "guider/*",
-)
+]
 
 
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
-    All configs, and the weights of `components`: safetensors of one variant, in one form. Each
-    process downloads what it needs; the hub's library locks a file that another one downloads.
+    All configs, and the weights of `components`: safetensors of one variant. Each process downloads
+    what it needs; the hub's library locks a file that another one downloads.
     """
+    from huggingface_hub import constants, snapshot_download
+
     with typed_errors(model):
         folder = _configs(model.name, model.revision, model.local_files_only)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
     if absent:
+        what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
+        # Shown by the command line too, which otherwise shows only the log that a user asks for.
+        logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
         with typed_errors(model, absent):
-            _download_weights(model, commit_of(folder) or model.revision, absent)
+            snapshot_download(
+                model.name,
+                revision=commit_of(folder) or model.revision,
+                local_files_only=model.local_files_only,
+                allow_patterns=[*chain(*(weight_names(part, model.variant) for part in absent))],
+            )
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
     """A process keeps to the commit that it finds first, and asks the hub for it only once."""
-    found = _snapshot(name, revision, local_files_only, _CONFIG_PATTERNS, tqdm_class=_Silent)
-    return Path(found)
-
-
-def _download_weights(
-    model: ModelConfig, revision: str | None, components: Collection[str]
-) -> None:
-    fetch = functools.partial(_snapshot, model.name, revision, model.local_files_only)
-    listed = fetch([f"{part}/*" for part in components], tqdm_class=_Silent, dry_run=True)
-    sizes = {file.filename: file.file_size for file in listed}
-    chosen = (choose_weight_files(sizes, part, model.variant) for part in components)
-    files = {file for names in chosen for file in names}
-    needed = (file.file_size for file in listed if file.will_download and file.filename in files)
-    _announce(model, components, sum(needed))
-    fetch(files)
-
-
-def _snapshot(
-    name: str, revision: str | None, local_files_only: bool, patterns: Iterable[str], **more: Any
-) -> Any:
     from huggingface_hub import snapshot_download
 
-    given = {"revision": revision, "local_files_only": local_files_only, **more}
-    return snapshot_download(name, allow_patterns=list(patterns), **given)
+    return Path(
+        snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=_CONFIG_PATTERNS,
+            tqdm_class=_Silent,
+        )
+    )
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
@@ -93,26 +89,8 @@ class _Silent(tqdm.tqdm):  # type: ignore[misc]
 
 def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
     with suppress(ModelError):
-        return bool(choose_weight_files(names_in(folder, component), component, variant))
+        return bool(weight_files(folder, component, variant))
     return False
-
-
-def _announce(model: ModelConfig, components: Collection[str], needed: int) -> None:
-    """Says what a download takes, and from where; refuses one that does not fit on the disk."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE).absolute()
-    free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
-    where = f"{_size(free)} are free in {redact(str(cache))!r}"
-    what = f"{_size(needed)} of {show_name(model.name)} ({', '.join(components)})"
-    if needed > free:
-        raise ModelError(
-            f"{what} are to be downloaded, and only {where}",
-            "free some space, or name a folder on another disk with HF_HOME",
-        )
-    host = urlsplit(constants.ENDPOINT).hostname
-    # Shown by the command line too, which otherwise shows only the log that a user asks for.
-    logger.bind(is_remark=True).info("downloading {} from {}; {}", what, host, where)
 
 
 def commit_of(snapshot: Path) -> str | None:
@@ -188,7 +166,3 @@ def _message_and_hint(
 def _status(error: BaseException | None) -> int | None:
     """The status of the hub's answer, if `error` is about one."""
     return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 
     `variant` is such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None: plain names.
     """
-    files = choose_weight_files(names_in(folder, component), component, variant)
+    files = weight_files(folder, component, variant)
     if files[-1].endswith(".json"):
         index = read_json(folder, files.pop())
         listed = index.values.get("weight_map")
@@ -43,42 +43,47 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     return {folder / name: read_safetensors_header(folder / name) for name in files}
 
 
-def names_in(folder: Path, component: str) -> list[str]:
-    """The files of a component, as `vae/config.json`; no pipe, whose reading would never end."""
-    paths = filter(Path.is_file, (folder / component).glob("*"))
-    return [f"{component}/{path.name}" for path in paths]
-
-
-def num_elements(headers: Mapping[Path, Header]) -> int:
-    """Numbers in all tensors of files."""
-    return sum(math.prod(shape) for header in headers.values() for _, shape in header.values())
-
-
-def choose_weight_files(names: Collection[str], component: str, variant: str | None) -> list[str]:
-    """The files with a component's weights that the libraries read: one, or shards and their index.
-
-    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23). `names` are all files, as `vae/config.json`.
-    """
+def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
+    """The names of a component's weights: of one file; or a pattern for shards, and their index."""
     # Encoders of text and images are of transformers, the others of diffusers.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
     start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
-    single, index = f"{start}{tag}.safetensors", f"{start}.safetensors.index{tag}.json"
-    if index in names and not (stem == "model" and single in names):
-        shards = sorted(fnmatch.filter(names, f"{start}{tag}-?????-of-?????.safetensors"))
+    return (
+        f"{start}{tag}.safetensors",
+        f"{start}{tag}-?????-of-?????.safetensors",
+        f"{start}.safetensors.index{tag}.json",
+    )
+
+
+def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
+    """The files with a component's weights that the libraries read: one, or shards and their index.
+
+    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
+    diffusers 0.42 and transformers 5.23).
+    """
+    paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
+    names = sorted(f"{component}/{path.name}" for path in paths)
+    single, shard, index = weight_names(component, variant)
+    if index in names and not ("_encoder" in component and single in names):
+        shards = fnmatch.filter(names, shard)
         total = int(re.split(r"-of-|\.", shards[-1])[-2]) if shards else 1
         if len(shards) != total:  # an interrupted download
             raise ModelError(f"{index}: {total - len(shards)} of {total} shards miss")
         return [*shards, index]
     if single in names:
         return [single]
-    others = sorted(name for name in names if not name.endswith(".json"))
-    there = f"; there are {short_repr(', '.join(others))}" if others else ""
+    others = ", ".join(name for name in names if not name.endswith(".json"))
+    there = f"; there are {short_repr(others)}" if others else ""
     raise ModelError(
         f"{single} is missing{there}",
         "--variant fp16 reads names with .fp16; svdpp reads safetensors only, no pickles (.bin), "
         "which can run code: convert them with save_pretrained(..., safe_serialization=True)",
     )
+
+
+def num_elements(headers: Mapping[Path, Header]) -> int:
+    """Numbers in all tensors of files."""
+    return sum(math.prod(shape) for header in headers.values() for _, shape in header.values())
 
 
 def read_safetensors_header(path: Path) -> Header:

@@ -25,7 +25,6 @@ from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
-from svdpp.redaction import redact
 from tests.cli.shell import svdpp_here
 from tests.models.test_checkpoint import error_of
 from tests.models.tiny_families import save_tiny_wan
@@ -84,8 +83,7 @@ class Hub(BaseHTTPRequestHandler):
         if name == self.path or name == self.refused:  # the first is another of the library's
             self.send_error(404 if name == self.path else 403)
             return None
-        if self.command == "GET":
-            self.requested.append(name)
+        self.requested.append(name)
         return files[name].read_bytes()
 
     def log_message(self, *args: object) -> None:
@@ -310,9 +308,7 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
     assert not _weights(wan.requested)
 
 
-def test_a_download_is_announced(
-    wan: type[Hub], repository: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_is_announced(wan: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     passed, download = [], huggingface_hub.snapshot_download
 
     def spy(*args: Any, **options: Any) -> Any:
@@ -325,13 +321,11 @@ def test_a_download_is_announced(
     for _ in range(2):  # the second time everything is cached
         resolve(CONFIG)
     logger.remove(sink)
-    sizes = sum((repository / name).stat().st_size for name in _weights(wan.requested))
-    (remark,) = told
-    assert f"{sizes / 1e6:.1f} MB of 'org/tiny' (text_encoder, transformer, " in remark
-    assert "from 127.0.0.1; " in remark
-    assert f"are free in {redact(str(cache))!r}" in remark
-    # Configs, those of the commit, and sizes have no progress bars; weights have the library's.
-    assert passed == [True, True, True, False]
+    parts = "text_encoder, transformer, transformer_2, vae"
+    assert told == [f"fetching {parts} of 'org/tiny' from 127.0.0.1"]
+    assert wan.requested
+    # Configs have no progress bars; weights have the library's.
+    assert passed == [True, True, False]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(
@@ -356,16 +350,15 @@ def test_a_cache_that_is_partly_filled_and_no_network(
 
 
 @pytest.mark.parametrize(
-    ("removed", "message", "hint"),
+    ("removed", "message"),
     [
-        ("vae/diffusion*l.safetensors", "is missing; there are ", "--variant fp16"),
-        ("vae/*.safetensors", "model.bin'", "no pickles (.bin)"),
-        ("transformer/*-00002-of-00002.safe*", "index.json: 1 of 2 shards miss", ""),
+        ("vae/diffusion*l.safetensors", "vae/diffusion_pytorch_model.safetensors is missing"),
+        ("transformer/*-00002-of-00002.safe*", "index.json: 1 of 2 shards miss"),
     ],
-    ids=["variant", "pickle", "shard"],
+    ids=["variant", "shard"],
 )
-def test_a_repository_without_weights_costs_no_download(
-    wan: type[Hub], tmp_path: Path, removed: str, message: str, hint: str
+def test_a_repository_without_weights(
+    wan: type[Hub], tmp_path: Path, removed: str, message: str
 ) -> None:
     wan.folder = Path(shutil.copytree(wan.folder, tmp_path / "less"))
     for path in wan.folder.glob(removed):
@@ -374,26 +367,21 @@ def test_a_repository_without_weights_costs_no_download(
         resolve(CONFIG)
     assert caught.value.message.startswith("model 'org/tiny': ")
     assert message in caught.value.message
-    assert hint in caught.value.hint
-    assert not _weights(wan.requested)
+    assert not [name for name in wan.requested if name.endswith(".bin") or ".fp16." in name]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["broken", "refused", "disk"])
+@pytest.mark.parametrize("fault", ["broken", "refused"])
 def test_a_download_that_fails(
-    wan: type[Hub], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    wan: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     if fault == "broken":
         wan.broken = VAE
         expected = "cannot be downloaded (RemoteProtocolError)", "run the command again"
-    elif fault == "refused":
+    else:
         wan.refused = VAE
         expected = "cannot be downloaded (the hub answered 403)", "hf auth login"
-    else:
-        usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        expected = "are to be downloaded, and only 0.0 MB are free", "HF_HOME"
     with pytest.raises(ModelError) as caught:
         resolve(CONFIG)
     assert expected[0] in caught.value.message
