@@ -7,6 +7,7 @@ adds the model's name to the errors.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
@@ -54,12 +55,15 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
         # Shown by the command line too, which otherwise shows only the log that a user asks for.
         logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
+        # The library reads the variable only when it is imported.
+        is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         with typed_errors(model, absent):
             snapshot_download(
                 model.name,
                 revision=commit_of(folder) or model.revision,
                 local_files_only=model.local_files_only,
                 allow_patterns=[*chain(*(weight_names(part, model.variant) for part in absent))],
+                tqdm_class=_Silent if is_quiet else None,
             )
     return folder
 

@@ -73,9 +73,10 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
     if single in names:
         return [single]
     others = ", ".join(name for name in names if not name.endswith(".json"))
-    there = f"; there are {short_repr(others)}" if others else ""
+    if not others:
+        raise ModelError(f"{single} is missing")
     raise ModelError(
-        f"{single} is missing{there}",
+        f"{single} is missing; there are {short_repr(others)}",
         "--variant fp16 reads names with .fp16; svdpp reads safetensors only, no pickles (.bin), "
         "which can run code: convert them with save_pretrained(..., safe_serialization=True)",
     )
