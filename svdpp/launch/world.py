@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -111,36 +111,40 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 def _torchrun_world(environment: Mapping[str, str]) -> World:
     rank, local_rank, size = _numbers(environment, _TORCHRUN, "torchrun")
     local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
-    world = World(
-        rank=rank,
-        local_rank=local_rank,
-        size=size,
-        local_size=local_size,
-        host=_number(environment, "GROUP_RANK", rank // max(local_size, 1)),
-        num_hosts=_number(environment, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1))),
-        launcher="torchrun",
-        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-        owns_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    return _checked(
+        World(
+            rank=rank,
+            local_rank=local_rank,
+            size=size,
+            local_size=local_size,
+            host=_number(environment, "GROUP_RANK", rank // max(local_size, 1)),
+            num_hosts=_number(environment, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1))),
+            launcher="torchrun",
+            restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+            owns_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        ),
+        {name: environment[name] for name in _TORCHRUN},
     )
-    return _checked(world, environment, _TORCHRUN, "torchrun")
 
 
 def _slurm_world(environment: Mapping[str, str]) -> World:
     rank, local_rank, size = _numbers(environment, _SLURM, "Slurm")
     tasks, host = _tasks_by_host(environment), _number(environment, "SLURM_NODEID", 0)
-    world = World(
-        rank=rank,
-        local_rank=local_rank,
-        size=size,
-        local_size=tasks[host] if host < len(tasks) else size,
-        host=host,
-        num_hosts=_number(environment, "SLURM_STEP_NUM_NODES", 1),
-        is_even=len(set(tasks)) <= 1,
-        launcher="slurm",
-        restarts=_number(environment, "SLURM_RESTART_COUNT", 0),
-        owns_store=True,
+    return _checked(
+        World(
+            rank=rank,
+            local_rank=local_rank,
+            size=size,
+            local_size=tasks[host] if host < len(tasks) else size,
+            host=host,
+            num_hosts=_number(environment, "SLURM_STEP_NUM_NODES", 1),
+            is_even=len(set(tasks)) <= 1,
+            launcher="slurm",
+            restarts=_number(environment, "SLURM_RESTART_COUNT", 0),
+            owns_store=True,
+        ),
+        {name: environment[name] for name in _SLURM},
     )
-    return _checked(world, environment, _SLURM, "Slurm")
 
 
 def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
@@ -159,11 +163,19 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
     return match[1] + (match[2] or "") if match else ""
 
 
-def _numbers(environment: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
-    numbers = [_number(environment, name, -1) for name in names]
-    if min(numbers) < 0:
-        raise _invalid(environment, names, launcher)
-    return numbers
+def _numbers(environment: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[int]:
+    values = {name: environment[name] for name in names if name in environment}
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise RequestError(
+            f"incomplete {launcher} environment: {', '.join(values)} set, "
+            f"{', '.join(missing)} not set",
+            f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset "
+            f"{' '.join(values)}",
+        )
+    if not all(value.isascii() and value.isdecimal() for value in values.values()):
+        raise RequestError(f"invalid {launcher} environment: {values}")
+    return [int(value) for value in values.values()]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -171,17 +183,8 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(value) if value.isascii() and value.isdecimal() else default
 
 
-def _checked(
-    world: World, environment: Mapping[str, str], names: Sequence[str], launcher: str
-) -> World:
+def _checked(world: World, values: Mapping[str, str]) -> World:
     if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
-        raise _invalid(environment, names, launcher)
+        launcher = "torchrun" if world.launcher == "torchrun" else "Slurm"
+        raise RequestError(f"invalid {launcher} environment: {dict(values)}")
     return world
-
-
-def _invalid(environment: Mapping[str, str], names: Sequence[str], launcher: str) -> RequestError:
-    values = (f"{name}={environment[name]}" for name in names if name in environment)
-    return RequestError(
-        f"incomplete or invalid {launcher} environment: {', '.join(values)}",
-        f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset {' '.join(names)}",
-    )

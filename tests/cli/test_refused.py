@@ -166,7 +166,7 @@ RUN_DEMO = f"run {shlex.quote(PHOTO)} {_DEMO}"
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --decode-chunk-size auto", TORCHRUN, "auto is chosen before ranks start"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
-        (RUN_DEMO, {"RANK": "0"}, "invalid torchrun environment"),
+        (RUN_DEMO, {"RANK": "0"}, "incomplete torchrun environment"),
         (RUN_DEMO, {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),
         (RUN_DEMO, {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),
         (RUN_DEMO, {"PIPELINE_BACKEND": "nccl"}, "PIPELINE_BACKEND=nccl"),
