@@ -1,36 +1,19 @@
-"""Free memory, and the memory that ranks of one machine share; no diffusers."""
+"""Free memory of the host, and the memory that its ranks share; knows no torch."""
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-
-import torch
+import psutil
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import Checkpoint
 
-_MEMINFO = Path("/proc/meminfo")
 # As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
-def free_bytes(device: torch.device | str) -> int:
-    """Free bytes of the host, or of the GPU of this rank.
-
-    Only a process that uses the GPU may call it, because it creates a CUDA context. The parent uses
-    `launch.gpus`.
-    """
-    device = torch.device(device)
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
-
-
 def available_bytes() -> int:
-    """Host memory in bytes that a new process can use without swapping; MemAvailable in proc(5)."""
-    found = re.search(r"MemAvailable: *(\d+) kB", _MEMINFO.read_text())
-    assert found is not None, "Linux 3.14 and later have it"
-    return int(found[1]) * 1024
+    """Host memory in bytes that a new process can use without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 def gib_text(num_bytes: int) -> str:
@@ -43,7 +26,7 @@ def bare_process_bytes() -> int:
 
     It measures this process, which must already have imported what a rank imports.
     """
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def shares_weights(checkpoint: Checkpoint, model: ModelConfig, component: str) -> bool:
