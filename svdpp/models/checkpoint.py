@@ -7,7 +7,6 @@ a `ModelError` that names the file.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,11 +134,10 @@ class Checkpoint:
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         visual = "a video" if sampling.from_video else "an image"
-        inputs = (
+        for what, is_given, use, hint in (
             (visual, image, self.image_use, f"name {visual}"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
-        )
-        for what, is_given, use, hint in inputs:
+        ):
             if use == "needed" and not is_given:
                 raise RequestError(f"{self.label} needs {what}", hint)
             if use == "refused" and is_given:
@@ -161,12 +159,8 @@ class Checkpoint:
     def check_requests(self, sampling: SamplingConfig, requests: Iterable[ClipRequest]) -> None:
         """`check_inputs` of each request."""
         for request in requests:
-            self.check_inputs(
-                sampling,
-                image=request.image is not None,
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt,
-            )
+            prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+            self.check_inputs(sampling, image=request.image is not None, **prompts)
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None."""
@@ -185,7 +179,7 @@ class Checkpoint:
         return sampling
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
-        """The files with a component's weights, which are complete, and the header of each."""
+        """The files with a component's weights, and the header of each."""
         return weight_headers(self.folder, part, self.variant)
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
@@ -221,26 +215,17 @@ def has_weights(part: str) -> bool:
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
-    It reads only configs and safetensors headers. A folder is used in place. A name that is neither
-    `demo` nor a folder is a hub id; the hub library's settings (HF_HOME, HF_HUB_OFFLINE, a login)
-    apply.
-
-    Args:
-        model: not the dummy model.
-        weights: whether to download and check the weight files of all components too.
+    It reads only configs and, with `weights`, safetensors headers of all components. A name that is
+    neither `demo` nor a folder is a hub id; the settings of the hub's library (HF_HOME,
+    HF_HUB_OFFLINE, a login) apply.
     """
-    if model.is_dummy:
-        raise ValueError("the dummy model has no checkpoint")
-    if model.variant is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,40}", model.variant):
-        raise RequestError(f"--variant {short_repr(model.variant)} is not a name such as fp16")
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
     if (model.name, model.revision) == (DEFAULT_MODEL, None):
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        checkpoint = _check_configs(model, folder, local)
+        checkpoint = _check_configs(model, local or hub.download(model), local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -253,11 +238,11 @@ def with_weights(
     """
     loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
     local = _local_folder(model.name)
-    if local is None:
-        pinned = replace(model, revision=checkpoint.revision or model.revision)
-        folder = hub.download(pinned, components)
     with _model_named(model, local):
-        if local is None:  # the default model's configs have not been downloaded before
+        if local is None:
+            pinned = replace(model, revision=checkpoint.revision or model.revision)
+            folder = hub.download(pinned, components)
+            # The default model's configs have not been downloaded before.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
         files = [path for part in checked for path in checkpoint.weight_files(part)]
@@ -274,9 +259,8 @@ def family_of_model(model: ModelConfig) -> str:
     if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     local = _local_folder(model.name)
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        return _read_index(folder, model.family)[1]
+        return _read_index(local or hub.download(model), model.family)[1]
 
 
 # 1. Find the folder.

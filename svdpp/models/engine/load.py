@@ -25,7 +25,6 @@ from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.configs import first_line, library_errors, short_repr
 from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.free_memory import free_bytes
 from svdpp.models.hub import show_name
 from svdpp.models.lora import LoraFile
 from svdpp.models.safetensors_header import num_elements
@@ -239,7 +238,7 @@ def _memory_errors(part: str, num_bytes: int, device: torch.device) -> Iterator[
             raise
         free = ", more than is free"
         if device.type == "cuda":
-            free = f", where {free_bytes(device) / 1e9:.2f} GB are free"
+            free = f", where {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         raise OutOfMemoryError(
             f"{part} needs {num_bytes / 1e9:.2f} GB on {device}{free}",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
