@@ -25,7 +25,7 @@ from svdpp.config import (
     SamplingConfig,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
+from svdpp.config.sampling import PromptedSampling, check_frames, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.engine.configs import (
@@ -181,8 +181,22 @@ class Checkpoint:
             f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
         )
         check_sides(sampling, self.size_multiple)
+        self._check_effects(sampling)
         self.row.check(self, sampling)
         return sampling
+
+    def _check_effects(self, sampling: SamplingConfig) -> None:
+        """Refuses parameters that have no effect on this model."""
+        kind: Any = type(sampling)
+        for name in own_params(kind):
+            if getattr(sampling, name) == getattr(kind, name):
+                continue
+            effect = f"--param {name} has no effect"
+            require(name not in self.unused_parameters, f"{effect} on {self.label}")
+            require(
+                name not in _OF_GUIDANCE or sampling.guided,
+                f"{effect}: --guidance-scale of 1 or less turns it off",
+            )
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, which are complete, and the header of each."""
@@ -202,8 +216,10 @@ class Checkpoint:
         """Those of a clip's steps, as a tensor."""
         scheduler = self.new_scheduler(sampling)
         with library_errors("scheduler", self):
-            scheduler.set_timesteps(sampling.num_inference_steps, device="cpu")
-        return scheduler.timesteps
+            steps = sampling.num_inference_steps
+            every = self.row.arguments(sampling).get("num_inference_steps", steps)
+            scheduler.set_timesteps(every, device="cpu")
+        return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
@@ -373,4 +389,5 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
+_OF_GUIDANCE = {"guidance_rescale", "guidance_scale_2"}
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")

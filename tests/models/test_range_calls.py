@@ -17,7 +17,7 @@ from svdpp.errors import InputError, ModelError
 from svdpp.models.base import Tensors
 from svdpp.models.engine.call import STRUCTURE
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.engine.values import NotPackableError, Packer, has_tensors, unpack
+from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
 from svdpp.plan.layout import Roles
 from tests.models.range_checks import model_of, nothing, read_folder, request_of
 from tests.models.tiny_families import save_tiny_wan
@@ -109,7 +109,7 @@ def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> N
 
 def test_a_distribution_of_latents_is_recorded() -> None:
     value = AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2)))
-    assert has_tensors(value)
+    assert tensors_in(value)
     packer = Packer()
     back = unpack(packer.pack(value, "x"), packer.tensors, CPU)
     assert torch.equal(back.latent_dist.mode(), value.latent_dist.mode())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def half(
         if name in _BATCHED:
             if lengths - {2}:
                 raise ModelError(f"a batch of {max(lengths)} is not one for each branch: {name}")
-            bound.arguments[name] = tree_map(partial(_part, branch), value)
+            bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
         elif name not in _SHARED and 2 in lengths:
             raise ModelError(f"it is not known how to divide {name} between two branches")
     return bound.args, bound.kwargs
@@ -130,6 +130,7 @@ def half(
 def in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
     """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
 
+    @functools.wraps(real)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
         return tree_map(_joined, *(real(*each, **named) for each, named in halves))

@@ -20,7 +20,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from svdpp.errors import ModelError
-from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
+from svdpp.models.base import GENERATOR, LATENTS, STATE, AfterStep, Tensors
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.patches import (
     component_methods,
@@ -40,7 +40,6 @@ from svdpp.models.engine.values import (
     copied,
     describe,
     differ,
-    packed_state,
     snapshot,
     tensors_in,
     unpack,
@@ -67,7 +66,7 @@ class RangeCall:
     start: int
     end: int | None
     """The call ends before this step; None: it runs to the end, and decodes."""
-    generators: list[torch.Generator]
+    generator: torch.Generator
     """Of the clip."""
     after_step: AfterStep | None = None
     """Called after each step of the range; what it raises ends the call."""
@@ -82,7 +81,8 @@ class RangeCall:
         self._device = self.pipe._execution_device
         # No method of this object, which would keep the packet after the call.
         self._unpacked = functools.partial(unpack, tensors=self._received, device=self._device)
-        self._records = Records(self.row, self._unpacked, self.generators, self._given)
+        given = self._given["records"] if self._given else None
+        self._records = Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -131,7 +131,7 @@ class RangeCall:
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._records.in_steps = True
+            self._records.paused = True
             self._begin_step()
             if self._index < self.start:
                 return self._phantom_output()
@@ -146,6 +146,13 @@ class RangeCall:
             return output
 
         return forward
+
+    @property
+    def _step(self) -> Node:
+        """Of the packet that was received."""
+        assert self._given is not None
+        step: Node = self._given["step"]
+        return step
 
     @property
     def _is_last(self) -> bool:
@@ -163,8 +170,7 @@ class RangeCall:
             raise _Stop
 
     def _phantom_output(self) -> Any:
-        assert self._given is not None
-        known = self._given["step"]["outputs"]
+        known = self._step["outputs"]
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
@@ -190,8 +196,7 @@ class RangeCall:
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
-        assert self._given is not None
-        step = self._given["step"]
+        step = self._step
         if place == len(self._states):
             self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
@@ -219,9 +224,9 @@ class RangeCall:
     def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
         self._latents = values[LATENTS]
-        if self._given is None or self._index != self.start - 1:
+        if self._index != self.start - 1:
             return {}
-        return {LATENTS: self._unpacked(self._given["step"]["latents"])}
+        return {LATENTS: self._unpacked(self._step["latents"])}
 
     # 2. The loop.
 
@@ -233,7 +238,7 @@ class RangeCall:
         if self.end is not None:
             self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
-        self._records.in_steps = False
+        self._records.paused = False
 
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
@@ -273,13 +278,13 @@ class RangeCall:
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
-            prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
-            states.append(packed_state(self._packer, changed_state(before, scheduler), prefix))
+            name = f"{STATE}.{place}" if place else STATE
+            states.append(self._packer.pack(changed_state(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": self._packer.pack(self._records.generator_states(), GENERATOR),
+            "generators": self._records.packed_state(self._packer, GENERATOR),
         }
 
     # 4. The pipeline, its components and its scheduler, while the call lasts.

@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 from svdpp.config.limits import require
-from svdpp.errors import RequestError
 from svdpp.models.engine.configs import Configs, Facts
 
 #: Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
@@ -35,7 +34,7 @@ def check_15(checkpoint: Any, sampling: Any) -> None:
         return
     from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
 
-    target, unit = checkpoint.image_sizes
+    (target, unit), height, width = checkpoint.image_sizes, sampling.height, sampling.width
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
 
     def is_kept(size: tuple[int, int]) -> bool:
@@ -43,16 +42,13 @@ def check_15(checkpoint: Any, sampling: Any) -> None:
             return bool(processor.calculate_default_height_width(*size, target) == size)
         return False
 
-    if is_kept((sampling.height, sampling.width)):
-        return
-    ratio = sampling.height / sampling.width
-    sizes = image_processor.generate_crop_size_list(target, unit)
-    sizes.sort(key=lambda size: abs(size[0] / size[1] - ratio))
-    height, width = next(filter(is_kept, sizes))
-    raise RequestError(
-        f"from an image the model makes no clips of --height {sampling.height} "
-        f"--width {sampling.width}",
-        f"nearest: --height {height} --width {width}",
+    sizes = image_processor.generate_crop_size_list(target, unit)  # each ratio once
+    sizes.sort(key=lambda size: abs(size[0] / size[1] - height / width))
+    nearest = next(filter(is_kept, sizes))
+    require(
+        nearest == (height, width),
+        f"from an image the model makes no clips of --height {height} --width {width}",
+        f"nearest: --height {nearest[0]} --width {nearest[1]}",
     )
 
 

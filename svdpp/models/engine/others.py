@@ -9,15 +9,10 @@ from svdpp.config.limits import MAX_STEPS, require
 from svdpp.models.engine.configs import Configs, Facts
 
 
-def _no_length(_: Configs) -> Facts:
-    """The pipeline has a fixed length of prompts."""
-    return {"unused_parameters": ("max_sequence_length",)}
-
-
 def latte(configs: Configs) -> Facts:
-    """The pipeline makes as many frames as its transformer says."""
+    """The pipeline makes as many frames as its transformer says, of prompts of a fixed length."""
     frames = configs.of("transformer", video_length=16).count("video_length", 1024)
-    return {**_no_length(configs), "fixed_frames": frames}
+    return {"unused_parameters": ("max_sequence_length",), "fixed_frames": frames}
 
 
 def kandinsky5(configs: Configs) -> Facts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from svdpp.models.engine import hunyuan, ltx, others, svd, wan
@@ -44,26 +44,18 @@ class Row:
     encode_image: tuple[str, ...] = ("vae",)
     """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
-    vocoder: str | None = None
-    """The component that makes the samples of the clip's sound."""
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of `__call__` by the sampling parameter they have; others have its name."""
-    texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
-    """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: frozenset[str] = frozenset(
-        {"video_processor.preprocess", "video_processor.preprocess_video"}
-    )
-    """Records that steps and decode do not use."""
-    noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
-    """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
-    changes, so that ranks find them in the latent."""
-    only_first_step: frozenset[str] = frozenset()
+    unsent: tuple[str, ...] = ()
+    """Records that steps and decode do not use, besides those of images before they are encoded."""
+    noise: str | None = None
+    """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
+    which no step changes; None: only the first step uses it."""
+    only_first_step: tuple[str, ...] = ()
     """Further records that only the first step uses."""
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
@@ -114,8 +106,7 @@ _LTX = Row(
     image="LTXImageToVideoPipeline",
     both=True,
     denoiser="LTXVideoTransformer3DModel",
-    renamed={"frame_rate": "fps"},
-    noise_use="in_latents",
+    noise="latents",
     results_in_latents=1,
     facts=ltx.facts,
     check=ltx.check,
@@ -127,14 +118,14 @@ _VACE = Row(
     branches="calls",
     text="WanVACEPipeline",
     image="WanVACEPipeline",
+    both=True,
     denoiser="WanVACETransformer3DModel",
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     encode=("tokenizer", "text_encoder", "vae"),
     image_argument="reference_images",
     fp32=frozenset({"vae"}),
-    unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
-    facts=wan.vace_facts,
+    facts=wan.facts,
     check=wan.check,
 )
 
@@ -148,7 +139,6 @@ ROWS: Mapping[str, Row] = {
         schedulers=("EulerDiscreteScheduler",),
         denoisers=("unet",),
         encode=("feature_extractor", "image_encoder"),
-        texts=(),
         results_in_latents=1,
         decodes_in_chunks=True,
         memory_options=True,
@@ -178,7 +168,7 @@ ROWS: Mapping[str, Row] = {
         text=None,
         image_argument="video",
         also=("WanVACEPipeline",),
-        facts=lambda configs: {**wan.facts(configs), "image_use": "needed"},
+        both=False,
     ),
     "wan_v2v": Row(
         title="Wan 2.1 from a video",
@@ -199,8 +189,8 @@ ROWS: Mapping[str, Row] = {
         title="LTX-Video 0.9.5 and later, whose image is a condition",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
-        only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
-        noise_use="later_steps",
+        only_first_step=("add_noise_to_image_conditioning_latents",),
+        noise="noise",
         generator_device=lambda *_: "cpu",
     ),
     "ltx2": Row(
@@ -211,12 +201,9 @@ ROWS: Mapping[str, Row] = {
         denoiser="LTX2VideoTransformer3DModel",
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
-        vocoder="vocoder",
-        renamed={"frame_rate": "fps"},
-        texts=("_get_gemma_prompt_embeds",),
-        unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
-        only_first_step=frozenset({"prepare_audio_latents"}),
-        noise_use="in_latents",
+        unsent=("encode_prompt",),
+        only_first_step=("prepare_audio_latents",),
+        noise="latents",
         results_in_latents=1,
         arguments=ltx.arguments_2,
         facts=ltx.facts_2,
@@ -228,7 +215,6 @@ ROWS: Mapping[str, Row] = {
         denoiser="HunyuanVideoTransformer3DModel",
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_processor"),
-        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
         results_in_latents=1,
         facts=hunyuan.facts,
     ),
@@ -238,7 +224,6 @@ ROWS: Mapping[str, Row] = {
         denoiser="HunyuanVideoFramepackTransformer3DModel",
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
-        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
         check=hunyuan.check_framepack,
         arguments=hunyuan.framepack_arguments,
     ),
@@ -251,7 +236,6 @@ ROWS: Mapping[str, Row] = {
         encode=_TWO_ENCODERS,
         encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
-        texts=(),
         loras=False,
         size_from_image=True,
         facts=hunyuan.facts_15,
@@ -293,7 +277,7 @@ ROWS: Mapping[str, Row] = {
         denoiser="SkyReelsV2Transformer3DModel",
         schedulers=_FLOW,
         fp32=frozenset({"vae"}),
-        noise_use="in_latents",
+        noise="latents",
         results_in_latents=1_000,  # all
         check=others.one_window,
     ),
@@ -305,8 +289,7 @@ ROWS: Mapping[str, Row] = {
         both=True,
         denoiser="Kandinsky5Transformer3DModel",
         encode=_TWO_ENCODERS,
-        texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
-        noise_use="in_latents",
+        noise="latents",
         results_in_latents=1,
         facts=others.kandinsky5,
         check=others.kandinsky5_frames,
@@ -323,8 +306,6 @@ ROWS: Mapping[str, Row] = {
         text="LattePipeline",
         denoiser="LatteTransformer3DModel",
         schedulers=("DDIMScheduler",),
-        renamed={"video_length": "num_frames"},
-        texts=(),
         loras=False,
         results_in_latents=1,
         facts=others.latte,
