@@ -38,7 +38,7 @@ from svdpp.models.engine.configs import (
     read_json,
     short_repr,
 )
-from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
 from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
 from svdpp.plan.layout import Roles
@@ -114,7 +114,7 @@ class Checkpoint:
         """The components that a rank with these roles loads, with and without weights."""
         row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
-            needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
+            needed |= {*row.encode, *(IMAGE_ENCODERS if sampling.from_image else ())}
         if roles.decode:
             needed.update(row.decode)
         if roles.denoise:

@@ -22,6 +22,7 @@ from tests.models.builders import edit_json
 from tests.models.conftest import Save
 from tests.models.range_checks import loaded, nothing, ranks, read_folder, request_of
 from tests.models.tiny_families import WAN_UNIPC, save_tiny_ltx, save_tiny_wan
+from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,6 +34,8 @@ I2V_CLIP = partial(save_tiny_wan, image_encoder=True, image_to_video=True)
 WAN_5B = partial(save_tiny_wan, expand_timesteps=True)
 LTX = save_tiny_ltx
 LTX_TIMESTEP = partial(save_tiny_ltx, timestep_conditioning=True)
+HUNYUAN = partial(save_tiny, "hunyuan_video", image=True)
+KANDINSKY = partial(save_tiny, "kandinsky5")
 
 
 @pytest.fixture
@@ -177,34 +180,6 @@ def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> N
 UNGUIDED = {"guidance_scale": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("make", "changes", "message", "hint"),
-    [
-        (T2V, {"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80", "77"),
-        (T2V, {"num_frames": 0}, "--frames must be 1 to 1024, got 0", ""),
-        (T2V, {"height": 40}, "--height must be a multiple of 16 .*, got 40", "48"),
-        (T2V, {"width": 8}, "--width must be a multiple of 16 .*, got 8", "--width 16"),
-        (T2V, {**UNGUIDED, "guidance_scale_2": 2.0}, "has no effect", ""),
-        (T2V, {"decode_chunk_size": 2}, "decodes all frames", ""),
-        (T2V, {"flow_shift": 0.0}, "--param flow_shift must be above 0", ""),
-        (I2V_CLIP, {"guidance_scale_2": 2.0}, "guidance_scale_2 has no effect on model", ""),
-        (WAN_5B, {"height": 48, "width": 48}, r"multiple of 32 .*, got 48", ""),
-        (LTX, {"num_frames": 10}, "--frames must be a multiple of 8 plus 1, got 10", "17"),
-        (LTX, {"height": 80}, "--height must be a multiple of 32 .*, got 80", "64 or 96"),
-        (LTX, {"num_inference_steps": 1}, "--steps must be 2 or more", ""),
-        (LTX, {"decode_timestep": 0.1}, "--param decode_timestep has no effect", ""),
-        (LTX, {"decode_noise_scale": 0.1}, "--param decode_noise_scale has no effect", ""),
-        (LTX, {**UNGUIDED, "guidance_rescale": 0.5}, "--param guidance_rescale has no effect", ""),
-    ],
-)
-def test_wrong_requests_are_refused(
-    save: Save, make: Any, changes: dict[str, Any], message: str, hint: str
-) -> None:
-    with pytest.raises(RequestError, match=message) as error:
-        read_folder(save(make)).resolve((ltx if make is LTX else wan)(**changes))
-    assert hint in error.value.hint
-
-
 @pytest.mark.parametrize("from_image", [True, False])
 def test_two_first_steps_at_one_timestep_are_refused(save: Save, from_image: bool) -> None:
     checkpoint = read_folder(save(WAN_5B))
@@ -279,6 +254,8 @@ INDEX, DENOISER, SCHEDULER = (
         (LTX, INDEX, {"text_encoder": [None, None]}, "text_encoder is missing"),
         (LTX, "vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
         (LTX, SCHEDULER, {"stochastic_sampling": True}, "global generator"),
+        (HUNYUAN, DENOISER, {"image_condition_type": "latent_concat"}, "first four frames"),
+        (KANDINSKY, DENOISER, {"attention_type": "nabla"}, "sparse attention"),
     ],
 )
 def test_wrong_configs_are_refused(

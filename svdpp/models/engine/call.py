@@ -11,6 +11,7 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -61,8 +62,10 @@ class RangeCall:
     pipe: Any
     """With the scheduler of this call, which no other call uses."""
     row: Row
-    packet: tuple[Node, Tensors] | None
-    """Structure and tensors after `start` steps; None: this call encodes."""
+    given: Node | None
+    """Structure of the packet after `start` steps; None: this call encodes."""
+    received: Tensors
+    """The tensors of that packet."""
     start: int
     end: int | None
     """The call ends before this step; None: it runs to the end, and decodes."""
@@ -74,14 +77,11 @@ class RangeCall:
     """Of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
     def __post_init__(self) -> None:
-        self.structure: Node = {}
-        """Of the packet after the last step of the range, or before the first one."""
-        self._given: Node | None = self.packet[0] if self.packet else None
-        self._received: Tensors = self.packet[1] if self.packet else {}
+        self._structure: Node = {}
         self._device = self.pipe._execution_device
         # No method of this object, which would keep the packet after the call.
-        self._unpacked = functools.partial(unpack, tensors=self._received, device=self._device)
-        given = self._given["records"] if self._given else None
+        self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
+        given = self.given["records"] if self.given else None
         self._records = Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
@@ -96,10 +96,12 @@ class RangeCall:
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
-    @property
-    def tensors(self) -> Tensors:
-        """Those of `structure`."""
-        return self._packer.tensors
+    def packet(self, inputs: Node | None = None) -> Tensors:
+        """After the last step of the range, or before the first one; `inputs` are the clip's."""
+        known = self.given["given"] if self.given else inputs
+        text = json.dumps({**self._structure, "given": known}, separators=(",", ":"))
+        structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return {**self._packer.tensors, STRUCTURE: structure}
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
         return self  # a pipeline may copy its scheduler
@@ -109,19 +111,15 @@ class RangeCall:
         """Calls the pipeline; its result if `end` is None."""
         refuse_caches(self.pipe)
         callback = step_callback(self.pipe, self._on_step_end)
-        before, result, name = _global_states(self._device), None, type(self.pipe).__name__
+        before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
         if differ(before, _global_states(self._device)):
-            raise ModelError(
-                f"{name} draws random numbers from torch's global generator, so that no two runs "
-                "are equal"
-            )
-        if self.end is not None and not self.structure:
-            raise ModelError(
-                f"{name} ends before step {self.end}: it runs another number of steps than it is "
-                "asked for"
-            )
+            problem = "draws random numbers from torch's global generator: no two runs are equal"
+        elif self.end is not None and not self._structure:
+            problem = f"ends before step {self.end}: it runs another number of steps than asked for"
+        if problem:
+            raise ModelError(f"{type(self.pipe).__name__} {problem}")
         return result
 
     # 1. A step.
@@ -150,8 +148,8 @@ class RangeCall:
     @property
     def _step(self) -> Node:
         """Of the packet that was received."""
-        assert self._given is not None
-        step: Node = self._given["step"]
+        assert self.given is not None
+        step: Node = self.given["step"]
         return step
 
     @property
@@ -165,7 +163,7 @@ class RangeCall:
             self._outputs.clear()
             self._results.clear()
         if self._index == self.end:
-            if not self.structure:
+            if not self._structure:
                 self._pack()
             raise _Stop
 
@@ -250,17 +248,17 @@ class RangeCall:
 
     def _pack(self) -> None:
         try:
-            if self._given is None:
+            if self.given is None:
                 records, step = self._records.packed(self._packer), None
             else:
                 # Often the result of `step` itself.
                 latents = self._packer.pack(self._reached(), LATENTS)
                 step = {"latents": latents, **self._packed_step()}
-                records = self._records.passed_on(self._received, self._packer.tensors)
+                records = self._records.passed_on(self.received, self._packer.tensors)
         except NotPackableError as error:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
-        self.structure = {"records": records, "step": step}
+        self._structure = {"records": records, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
         """What `step` returned last, of each scheduler."""
@@ -318,7 +316,7 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        if self._given is not None:  # what an encode casts for a moment is not used again
+        if self.given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -87,8 +88,8 @@ class EngineModel:
                 if _OF_TEXT.fullmatch(name):
                     cached = self._cached(name, getattr(self._pipe, name))
                     patches.enter_context(replaced(self._pipe, **{name: cached}))
-            call, _ = self._call(None, 0, 0, request, source)
-        return _packet(call, {"negative_prompt": request.negative_prompt is not None})
+            call, _ = self._call(request, source, given=None, received={}, start=0, end=0)
+        return call.packet({"negative_prompt": request.negative_prompt is not None})
 
     def denoise(
         self,
@@ -109,8 +110,8 @@ class EngineModel:
             assert self._row.branches is not None
             branches = Branches(self._row.branches, partner, self.device, self._outputs)
         more = {"after_step": after_step, "branches": branches}
-        call, structure, _ = self._later_call(tensors, start, end, **more)
-        return _packet(call, structure["given"])
+        call, _ = self._later_call(tensors, start, end, **more)
+        return call.packet()
 
     def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
@@ -124,15 +125,13 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        decode = self._pipe.decode_latents if frames else None
-
-        def decode_part(latents: torch.Tensor, _: int, chunk_size: int) -> Any:
-            assert decode is not None
-            assert frames is not None
-            part = latents[:, frames.first : frames.end]
-            return decode(part, frames.end - frames.first, chunk_size)
-
-        with replaced(self._pipe, **({"decode_latents": decode_part} if frames else {})):
+        own = {}
+        if frames is not None:
+            decode, part = self._pipe.decode_latents, slice(frames.first, frames.end)
+            own["decode_latents"] = lambda latents, _, chunk_size: decode(
+                latents[:, part], part.stop - part.start, chunk_size
+            )
+        with replaced(self._pipe, **own):
             video, *audio = self.decode_by(tensors, check_and_postprocess)
         self.audio = audio_of(self._pipe, *audio)
         return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
@@ -141,7 +140,7 @@ class EngineModel:
         """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
-            _, _, result = self._later_call(tensors, steps, None)
+            _, result = self._later_call(tensors, steps, None)
         return result if isinstance(result, tuple) else (result,)
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
@@ -179,37 +178,29 @@ class EngineModel:
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
     def _call(
-        self,
-        packet: tuple[Node, Tensors] | None,
-        start: int,
-        end: int | None,
-        request: ClipRequest,
-        source: Source | None,
-        **more: Any,
+        self, request: ClipRequest, source: Source | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
         """A call that has ended, and the pipeline's result."""
         pipe, checkpoint, sampling = self._pipe, self._checkpoint, self._sampling
         set_up(pipe, checkpoint, sampling)
         device = self._row.generator_device(checkpoint, sampling, str(self.device))
         generator = torch.Generator(device).manual_seed(request.seed)
-        of_call = {"packet": packet, "start": start, "end": end, "generator": generator, **more}
-        call = RangeCall(pipe=pipe, row=self._row, **of_call)
+        call = RangeCall(pipe=pipe, row=self._row, generator=generator, end=end, **of_call)
         arguments = call_arguments(pipe, checkpoint, sampling, request, source, generator)
         return call, call.run({**arguments, "output_type": "pt" if end is None else "latent"})
 
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
-    ) -> tuple[RangeCall, Node, Any]:
-        """A call without prompt and image, whose results are replayed; the packet's structure."""
+    ) -> tuple[RangeCall, Any]:
+        """A call without prompt and image, whose results are replayed."""
         structure, tensors = self._opened(tensors, start)
         request = ClipRequest(
             seed=0,
             prompt="" if self._row.takes_prompt else None,
             negative_prompt="" if structure["given"]["negative_prompt"] else None,
         )
-        source = blank_source(self._sampling)
-        call, result = self._call((structure, tensors), start, end, request, source, **more)
-        return call, structure, result
+        of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
+        return self._call(request, blank_source(self._sampling), **of_call)
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
         """The structure and the tensors of a packet after `steps`."""
@@ -225,16 +216,16 @@ class EngineModel:
         opened: tuple[Node, Tensors] = self._row.old_packet(tensors, self._sampling, steps)
         return opened
 
-    def _cached(self, name: str, encode: Any) -> Any:
+    def _cached(self, name: str, encode: Callable[..., Any]) -> Callable[..., Any]:
         texts = self._texts
-        signature = inspect.signature(encode)
 
+        @functools.wraps(encode)
         def embeds(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
-            if _IMAGE in arguments:
+            values = (*args, *kwargs.values())
+            if any(isinstance(value, (Image.Image, torch.Tensor)) for value in values):
                 return encode(*args, **kwargs)
             # Values such as prompts, lengths and dtypes, whose text is all that matters of them.
-            key = (name, repr(arguments))
+            key = name, repr((args, kwargs))
             if key not in texts:
                 while len(texts) >= _MAX_CACHED_TEXTS:
                     del texts[next(iter(texts))]
@@ -306,9 +297,3 @@ def audio_of(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
         raise NotFiniteError("the vocoder returned values that are not finite")
     samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
     return Audio(samples.T.contiguous(), pipe.vocoder.config.output_sampling_rate)
-
-
-def _packet(call: RangeCall, given: Node) -> Tensors:
-    text = json.dumps({**call.structure, "given": given}, separators=(",", ":"))
-    structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return {**call.tensors, STRUCTURE: structure}

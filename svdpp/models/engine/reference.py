@@ -60,10 +60,7 @@ class Reference:
             divided: evaluate each batch of two as two batches of one, as a pair of ranks does.
         """
         checkpoint, row = self._checkpoint, self._checkpoint.row
-        if self._loaded is None or self._loaded[0] != (source is not None):
-            self._loaded = None  # frees its memory first
-            self._loaded = source is not None, self._load(source is not None)
-        pipe = self._loaded[1]
+        pipe = self._pipe(source is not None)
         set_up(pipe, checkpoint, sampling)
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
@@ -77,8 +74,11 @@ class Reference:
         self.audio = audio_of(pipe, output.get("audio"))
         return steps.latent, stack_frames(output.frames[0])
 
-    def _load(self, from_image: bool) -> Any:
-        """The pipeline as a user of diffusers loads it."""
+    def _pipe(self, from_image: bool) -> Any:
+        """The pipeline as a user of diffusers loads it; kept for the next clips."""
+        if self._loaded is not None and self._loaded[0] == from_image:
+            return self._loaded[1]
+        self._loaded = None  # frees its memory
         silence_libraries()
         checkpoint, dtype = self._checkpoint, self._model.dtype
         dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
@@ -96,6 +96,7 @@ class Reference:
         load_loras(pipe, checkpoint)
         for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
+        self._loaded = from_image, pipe
         return pipe
 
 

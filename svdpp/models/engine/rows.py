@@ -13,6 +13,8 @@ from typing import Any, Literal
 from svdpp.models.engine import hunyuan, ltx, others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
+#: What an encode of an image uses, as far as a checkpoint has it.
+IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
@@ -41,8 +43,6 @@ class Row:
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
     """What an encode uses."""
-    encode_image: tuple[str, ...] = ("vae",)
-    """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
@@ -85,7 +85,7 @@ class Row:
     @property
     def parts(self) -> frozenset[str]:
         """The components that a rank may need."""
-        return self.required.union(self.encode_image, self.denoisers)
+        return self.required.union(IMAGE_ENCODERS, self.denoisers)
 
     @property
     def required(self) -> frozenset[str]:
@@ -113,20 +113,47 @@ _LTX = Row(
     generator_device=ltx.generator_device,
 )
 
-_VACE = Row(
-    title="Wan VACE, whose image is a reference",
+_WAN = Row(
+    title="Wan 2.1 and 2.2",
     branches="calls",
-    text="WanVACEPipeline",
-    image="WanVACEPipeline",
-    both=True,
-    denoiser="WanVACETransformer3DModel",
+    text="WanPipeline",
+    image="WanImageToVideoPipeline",
+    denoiser="WanTransformer3DModel",
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
-    encode=("tokenizer", "text_encoder", "vae"),
-    image_argument="reference_images",
-    fp32=frozenset({"vae"}),
+    fp32=frozenset({"vae", "image_encoder"}),
     facts=wan.facts,
     check=wan.check,
+)
+
+_VACE = replace(
+    _WAN,
+    title="Wan VACE, whose image is a reference",
+    text="WanVACEPipeline",
+    image="WanVACEPipeline",
+    image_argument="reference_images",
+    both=True,
+    denoiser="WanVACETransformer3DModel",
+    encode=("tokenizer", "text_encoder", "vae"),
+)
+
+_COGVIDEOX = Row(
+    title="CogVideoX",
+    branches="batch",
+    text="CogVideoXPipeline",
+    image="CogVideoXImageToVideoPipeline",
+    denoiser="CogVideoXTransformer3DModel",
+    schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+)
+
+_SKYREELS = Row(
+    title="SkyReels-V2",
+    branches="calls",
+    text="SkyReelsV2Pipeline",
+    image="SkyReelsV2ImageToVideoPipeline",
+    denoiser="SkyReelsV2Transformer3DModel",
+    schedulers=_FLOW,
+    fp32=frozenset({"vae", "image_encoder"}),
 )
 
 ROWS: Mapping[str, Row] = {
@@ -148,19 +175,7 @@ ROWS: Mapping[str, Row] = {
         old_packet=svd.old_packet,
         loras=False,
     ),
-    "wan": Row(
-        title="Wan 2.1 and 2.2",
-        branches="calls",
-        text="WanPipeline",
-        image="WanImageToVideoPipeline",
-        denoiser="WanTransformer3DModel",
-        schedulers=_FLOW,
-        denoisers=("transformer", "transformer_2"),
-        encode_image=("vae", "image_encoder", "image_processor"),
-        fp32=frozenset({"vae", "image_encoder"}),
-        facts=wan.facts,
-        check=wan.check,
-    ),
+    "wan": _WAN,
     "wan_vace": _VACE,
     "wan_vace_control": replace(
         _VACE,
@@ -170,15 +185,13 @@ ROWS: Mapping[str, Row] = {
         also=("WanVACEPipeline",),
         both=False,
     ),
-    "wan_v2v": Row(
+    "wan_v2v": replace(
+        _WAN,
         title="Wan 2.1 from a video",
-        branches="calls",
+        text=None,
         image="WanVideoToVideoPipeline",
         image_argument="video",
         also=("WanPipeline",),
-        denoiser="WanTransformer3DModel",
-        schedulers=_FLOW,
-        fp32=frozenset({"vae"}),
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
@@ -214,7 +227,6 @@ ROWS: Mapping[str, Row] = {
         image="HunyuanVideoImageToVideoPipeline",
         denoiser="HunyuanVideoTransformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_processor"),
         results_in_latents=1,
         facts=hunyuan.facts,
     ),
@@ -223,7 +235,6 @@ ROWS: Mapping[str, Row] = {
         image="HunyuanVideoFramepackPipeline",
         denoiser="HunyuanVideoFramepackTransformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_encoder", "feature_extractor"),
         check=hunyuan.check_framepack,
         arguments=hunyuan.framepack_arguments,
     ),
@@ -234,49 +245,29 @@ ROWS: Mapping[str, Row] = {
         image="HunyuanVideo15ImageToVideoPipeline",
         denoiser="HunyuanVideo15Transformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
         loras=False,
         size_from_image=True,
         facts=hunyuan.facts_15,
         check=hunyuan.check_15,
     ),
-    "cogvideox": Row(
-        title="CogVideoX",
-        branches="batch",
-        text="CogVideoXPipeline",
-        image="CogVideoXImageToVideoPipeline",
-        denoiser="CogVideoXTransformer3DModel",
-        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
-    ),
-    "cogvideox_v2v": Row(
+    "cogvideox": _COGVIDEOX,
+    "cogvideox_v2v": replace(
+        _COGVIDEOX,
         title="CogVideoX from a video",
-        branches="batch",
+        text=None,
         image="CogVideoXVideoToVideoPipeline",
         image_argument="video",
         also=("CogVideoXPipeline",),
-        denoiser="CogVideoXTransformer3DModel",
-        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
         check=others.check_strength,
         arguments=others.all_steps,
     ),
-    "skyreels_v2": Row(
-        title="SkyReels-V2",
-        branches="calls",
-        text="SkyReelsV2Pipeline",
-        image="SkyReelsV2ImageToVideoPipeline",
-        denoiser="SkyReelsV2Transformer3DModel",
-        schedulers=_FLOW,
-        encode_image=("vae", "image_encoder", "image_processor"),
-        fp32=frozenset({"vae", "image_encoder"}),
-    ),
-    "skyreels_v2_df": Row(
+    "skyreels_v2": _SKYREELS,
+    "skyreels_v2_df": replace(
+        _SKYREELS,
         title="SkyReels-V2, diffusion forcing with all frames in step",
-        branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
-        denoiser="SkyReelsV2Transformer3DModel",
-        schedulers=_FLOW,
-        fp32=frozenset({"vae"}),
+        image=None,
         noise="latents",
         results_in_latents=1_000,  # all
         check=others.one_window,
