@@ -25,7 +25,7 @@ from svdpp.config import (
     SamplingConfig,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_frames, check_sides, own_params
+from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.engine.configs import (
@@ -69,8 +69,6 @@ class Checkpoint:
     scheduler: SchedulerConfig
     size_multiple: tuple[int, int]
     """Height and width of a frame are multiples of these."""
-    frames_multiple: int
-    """The number of frames is a multiple of this plus 1."""
     model_frames: int = 1
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
@@ -175,28 +173,17 @@ class Checkpoint:
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
             )
         sampling = sampling.resolved(model_frames=self.model_frames)
-        check_frames(sampling, self.frames_multiple)
         require(
             self.fixed_frames in (None, sampling.frames),
             f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
         )
         check_sides(sampling, self.size_multiple)
-        self._check_effects(sampling)
+        kind: Any = type(sampling)
+        for name in own_params(kind).keys() & {*self.unused_parameters}:
+            is_default = getattr(sampling, name) == getattr(kind, name)
+            require(is_default, f"--param {name} has no effect on {self.label}")
         self.row.check(self, sampling)
         return sampling
-
-    def _check_effects(self, sampling: SamplingConfig) -> None:
-        """Refuses parameters that have no effect on this model."""
-        kind: Any = type(sampling)
-        for name in own_params(kind):
-            if getattr(sampling, name) == getattr(kind, name):
-                continue
-            effect = f"--param {name} has no effect"
-            require(name not in self.unused_parameters, f"{effect} on {self.label}")
-            require(
-                name not in _OF_GUIDANCE or sampling.guided,
-                f"{effect}: --guidance-scale of 1 or less turns it off",
-            )
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, which are complete, and the header of each."""
@@ -348,7 +335,6 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
-        "frames_multiple": kind.frames_unit,
         **row.facts(configs),
     }
     checkpoint = Checkpoint(
@@ -389,5 +375,4 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-_OF_GUIDANCE = {"guidance_rescale", "guidance_scale_2"}
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")

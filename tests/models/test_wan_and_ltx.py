@@ -17,7 +17,7 @@ from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.engine import load
-from svdpp.models.engine.ltx import generator_device
+from svdpp.models.engine.others import ltx_generator_device
 from tests.models.builders import edit_json
 from tests.models.conftest import Save
 from tests.models.range_checks import loaded, nothing, ranks, read_folder, request_of
@@ -170,9 +170,9 @@ def test_the_solver_order_decides_how_much_history_travels(t2v: Any) -> None:
 def test_an_image_and_a_timestep_need_a_generator_on_the_device(save: Save) -> None:
     conditioned, plain = read_folder(save(LTX_TIMESTEP)), read_folder(save(LTX))
     from_image, from_text = ltx(from_image=True), ltx()
-    assert generator_device(conditioned, from_image, "cuda") == "cuda"
-    assert generator_device(conditioned, from_text, "cuda") == "cpu"
-    assert generator_device(plain, from_image, "cuda") == "cpu"
+    assert ltx_generator_device(conditioned, from_image, "cuda") == "cuda"
+    assert ltx_generator_device(conditioned, from_text, "cuda") == "cpu"
+    assert ltx_generator_device(plain, from_image, "cuda") == "cpu"
 
 
 # What is refused.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import diffusers
@@ -64,8 +64,15 @@ class Reference:
         set_up(pipe, checkpoint, sampling)
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
-        steps = _Steps(pipe, before_steps, after_step)
-        with steps.observed(row, divided=divided) as callback:
+        steps = _Steps(pipe, row, before_steps, after_step)
+        callback = step_callback(pipe, steps.end)
+        with ExitStack() as patches:
+            if not callback:
+                step = steps.scheduler_step(pipe.scheduler.step)
+                patches.enter_context(replaced(pipe.scheduler, step=step))
+            for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
+                real = in_halves(module.forward) if divided else module.forward
+                patches.enter_context(replaced(module, forward=steps.forward(real)))
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling, request, source, generator),
                 **callback,
@@ -108,53 +115,44 @@ class _Steps:
     def __init__(
         self,
         pipe: Any,
+        row: Row,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> None:
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
+        self._keeps = row.branches == "calls"
         self._count = 0
         self._state: dict[str, Any] = {}
         self._outputs: list[Any] = []
 
-    @contextmanager
-    def observed(self, row: Row, *, divided: bool) -> Iterator[dict[str, Any]]:
-        """Arguments for a call within the block."""
-        callback = step_callback(self._pipe, self._end)
-        if not callback:
-            self._pipe.scheduler.step = self._scheduler_step(self._pipe.scheduler.step)
-        modules = [getattr(self._pipe, name, None) for name in row.denoisers]
-        with ExitStack() as patches:
-            for module in filter(None, modules):
-                real = in_halves(module.forward) if divided else module.forward
-                forward = self._forward(real, keeps=row.branches == "calls")
-                patches.enter_context(replaced(module, forward=forward))
-            yield callback
+    def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A denoiser's; its first call is the end of the encode."""
 
-    def _forward(self, real: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._state:  # the denoiser's first call is the end of the encode
+            if not self._state:
                 self._state = snapshot(self._pipe.scheduler)
                 self._before_steps()
             output = real(*args, **kwargs)
-            if keeps:
+            if self._keeps:
                 self._outputs.append(output)
             return output
 
         return forward
 
-    def _scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """`scheduler.step` of a pipeline that has no callback."""
 
         @functools.wraps(real)
         def step(*args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
-            self._end(None, 0, None, {LATENTS: result[0]})
+            self.end(None, 0, None, {LATENTS: result[0]})
             return result
 
         return step
 
-    def _end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+    def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+        """The pipeline's callback after a step."""
         packer = Packer()
         packer.pack(changed_state(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from svdpp.models.engine import hunyuan, ltx, others, svd, wan
+from svdpp.models.engine import others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
 #: What an encode of an image uses, as far as a checkpoint has it.
@@ -108,9 +108,9 @@ _LTX = Row(
     denoiser="LTXVideoTransformer3DModel",
     noise="latents",
     results_in_latents=1,
-    facts=ltx.facts,
-    check=ltx.check,
-    generator_device=ltx.generator_device,
+    facts=others.ltx,
+    check=others.check_ltx,
+    generator_device=others.ltx_generator_device,
 )
 
 _WAN = Row(
@@ -218,8 +218,8 @@ ROWS: Mapping[str, Row] = {
         only_first_step=("prepare_audio_latents",),
         noise="latents",
         results_in_latents=1,
-        arguments=ltx.arguments_2,
-        facts=ltx.facts_2,
+        arguments=others.ltx2_arguments,
+        facts=others.ltx2,
     ),
     "hunyuan_video": Row(
         title="HunyuanVideo",
@@ -228,15 +228,15 @@ ROWS: Mapping[str, Row] = {
         denoiser="HunyuanVideoTransformer3DModel",
         encode=_TWO_ENCODERS,
         results_in_latents=1,
-        facts=hunyuan.facts,
+        facts=others.hunyuan_video,
     ),
     "framepack": Row(
         title="FramePack",
         image="HunyuanVideoFramepackPipeline",
         denoiser="HunyuanVideoFramepackTransformer3DModel",
         encode=_TWO_ENCODERS,
-        check=hunyuan.check_framepack,
-        arguments=hunyuan.framepack_arguments,
+        check=others.check_framepack,
+        arguments=others.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
@@ -248,8 +248,8 @@ ROWS: Mapping[str, Row] = {
         everywhere=("guider",),
         loras=False,
         size_from_image=True,
-        facts=hunyuan.facts_15,
-        check=hunyuan.check_15,
+        facts=others.hunyuan_video_15,
+        check=others.check_hunyuan_video_15,
     ),
     "cogvideox": _COGVIDEOX,
     "cogvideox_v2v": replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from svdpp.config import WanSampling
-from svdpp.errors import RequestError
+from svdpp.config.limits import require
 from svdpp.models.engine.configs import Configs, Facts, short_repr
 from svdpp.models.engine.others import check_strength
 
@@ -39,16 +39,21 @@ def check_video(checkpoint: Any, sampling: Any) -> None:
 
 
 def check(checkpoint: Any, sampling: WanSampling) -> None:
-    """Refuses two equal timesteps, as some are whole numbers: diffusers takes the second first."""
+    """Refuses a scale without effect, and timesteps that diffusers cannot run."""
+    require(
+        sampling.guidance_scale_2 is None or sampling.guided,
+        "--param guidance_scale_2 has no effect: --guidance-scale of 1 or less turns it off",
+    )
     if not sampling.from_image:
         return
+    # Some are whole numbers: of two equal ones, the pipeline takes the second for the first.
     timesteps = checkpoint.timesteps(sampling).tolist()
-    if len(timesteps) > 1 and timesteps[0] == timesteps[1]:
-        raise RequestError(
-            f"the first two of {len(timesteps)} steps have the same timestep, "
-            f"{timesteps[0]}: diffusers cannot run that",
-            "use fewer --steps or a lower --param flow_shift",
-        )
+    require(
+        len(timesteps) == 1 or timesteps[0] != timesteps[1],
+        f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
+        "diffusers cannot run that",
+        "use fewer --steps or a lower --param flow_shift",
+    )
 
 
 def _boundary_ratio(configs: Configs) -> float | None:
