@@ -24,7 +24,6 @@ from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.configs import first_line, library_errors, short_repr
 from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.free_memory import free_bytes
 from svdpp.models.hub import show_name
 from svdpp.models.lora import LoraFile
 from svdpp.models.safetensors_header import num_elements
@@ -202,7 +201,7 @@ def _load_module(
             raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
         free = ", more than is free"
         if device.type == "cuda":
-            free = f", where {free_bytes(device) / 1e9:.2f} GB are free"
+            free = f", where {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         raise OutOfMemoryError(
             f"{part} needs {size / 1e9:.2f} GB on {device}{free}",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
