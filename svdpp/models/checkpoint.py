@@ -24,7 +24,7 @@ from svdpp.config import (
     SamplingConfig,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
+from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.engine.configs import (
@@ -37,7 +37,7 @@ from svdpp.models.engine.configs import (
     read_json,
     short_repr,
 )
-from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
 from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
 from svdpp.plan.layout import Roles
@@ -68,8 +68,6 @@ class Checkpoint:
     scheduler: SchedulerConfig
     size_multiple: tuple[int, int]
     """Height and width of a frame are multiples of these."""
-    frames_multiple: int
-    """The number of frames is a multiple of this plus 1."""
     model_frames: int = 1
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
@@ -113,7 +111,7 @@ class Checkpoint:
         """The components that a rank with these roles loads, with and without weights."""
         row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
-            needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
+            needed |= {*row.encode, *(IMAGE_ENCODERS if sampling.from_image else ())}
         if roles.decode:
             needed.update(row.decode)
         if roles.denoise:
@@ -169,12 +167,15 @@ class Checkpoint:
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
             )
         sampling = sampling.resolved(model_frames=self.model_frames)
-        check_frames(sampling, self.frames_multiple)
         require(
             self.fixed_frames in (None, sampling.frames),
             f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
         )
         check_sides(sampling, self.size_multiple)
+        kind: Any = type(sampling)
+        for name in own_params(kind).keys() & {*self.unused_parameters}:
+            is_default = getattr(sampling, name) == getattr(kind, name)
+            require(is_default, f"--param {name} has no effect on {self.label}")
         self.row.check(self, sampling)
         return sampling
 
@@ -196,8 +197,10 @@ class Checkpoint:
         """Those of a clip's steps, as a tensor."""
         scheduler = self.new_scheduler(sampling)
         with library_errors("scheduler", self):
-            scheduler.set_timesteps(sampling.num_inference_steps, device="cpu")
-        return scheduler.timesteps
+            steps = sampling.num_inference_steps
+            every = self.row.arguments(sampling).get("num_inference_steps", steps)
+            scheduler.set_timesteps(every, device="cpu")
+        return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
@@ -316,7 +319,6 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
-        "frames_multiple": kind.frames_unit,
         **row.facts(configs),
     }
     checkpoint = Checkpoint(

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
@@ -279,8 +278,6 @@ class _HollowModel:
 
 def _on(device: str, value: Any) -> Any:
     """Zeros on a device in place of a result's tensors; other objects, such as caches, are None."""
-    if isinstance(value, DiagonalGaussianDistribution):
-        return DiagonalGaussianDistribution(_on(device, value.parameters), value.deterministic)
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None

@@ -173,11 +173,6 @@ CONFIGS = [
     (SCHEDULER, {"use_beta_sigmas": True}, "use_beta_sigmas"),
     (SCHEDULER, {"num_train_timesteps": 10**9}, f"{SCHEDULER}: num_train_timesteps is 1000000000"),
     (DENOISER, {"num_frames": True}, "num_frames is True"),
-    (
-        DENOISER,
-        {"cross_attention_dim": 1024},
-        f"{DENOISER}: cross_attention_dim is 1024 but must be 16",
-    ),
 ]
 
 
