@@ -199,9 +199,8 @@ def test_names_of_clips() -> None:
     [
         ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
         ("a b.mov", (), ("--out 'a b.mp4'",)),
-        ("{nam}.mp4", (), ("unknown field {nam}", "{name}, {seed} and {index}")),
-        ("{}.mp4", (), ("unknown field {}",)),
-        ("{name!r}.mp4", (), ("unknown field {name}",)),
+        ("{nam}.mp4", (), ("not a template: 'nam'", "{name}, {seed} and {index}")),
+        ("{}.mp4", (), ("is not a template",)),
         ("{name.mp4", (), ("'{name.mp4' is not a template",)),
         ("{seed:x y}.mp4", (), ("is not a template",)),
         ("{name}/{seed}.mp4", (), ("are allowed only in the last part",)),

@@ -12,7 +12,7 @@ import pytest
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import max_threads
-from svdpp.driver import ranks
+from svdpp.driver import memory_check, ranks
 from svdpp.media import video
 from svdpp.media.video import write_clip
 from svdpp.verification import reference
@@ -202,15 +202,13 @@ def test_metadata_beyond_the_limits_is_refused_before_any_work(
         assert_error(answer, 2)
 
 
-def test_more_memory_than_there_is_ends_before_any_process(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("out")
+def test_more_memory_than_there_is_ends_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(ranks, "StartedGroup", start)
-    sizes = {"height": 4096, "width": 4096, "num_frames": 16, "decode_chunk_size": 16}
-    _edit(out / "rocket_0.mp4.json", **sizes)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**20)
     answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")
     assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "more memory")
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".mp4", ".gif", ".webp")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
-#: Fields of a template for clip names.
-_FIELDS = ("name", "seed", "index")
 
 
 class Place(NamedTuple):
@@ -120,17 +118,12 @@ class OutputOptions(OverwriteOptions, FolderOptions):
 
 def _has_fields(text: str) -> bool:
     try:
-        parts = [part for part in Formatter().parse(text) if part[1] is not None]
-        unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]
-        if not unknown:
-            text.format(name="photo", seed=0, index=1)
-    except ValueError as error:
-        raise RequestError(f"--out {text!r} is not a template: {error}") from None
-    for name in unknown:
+        text.format(name="photo", seed=0, index=1)
+        return any(field is not None for _, field, _, _ in Formatter().parse(text))
+    except (ValueError, LookupError, AttributeError) as error:
         raise RequestError(
-            f"--out has an unknown field {{{name}}}", "fields are {name}, {seed} and {index}"
-        )
-    return bool(parts)
+            f"--out {text!r} is not a template: {error}", "fields are {name}, {seed} and {index}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
