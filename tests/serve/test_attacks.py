@@ -71,7 +71,7 @@ def test_text_that_is_not_utf_8(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (part("prompt", b"x" * (2**20 + 1)) + photo() + b"--x--\r\n", 422),
+        (part("prompt", b"x" * 1_000_000) + photo() + b"--x--\r\n", 422),
         (b"".join(part(f"f{i}", b"") for i in range(2000)) + photo() + b"--x--\r\n", 400),
         (b"".join(photo(b"", f"{i}.png") for i in range(2000)) + b"--x--\r\n", 400),
         (b"--x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n\r\n--x--\r\n", 400),

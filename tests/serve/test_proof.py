@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +26,7 @@ from svdpp.serve.job import JobState
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 from svdpp.verification import clip_proof
+from tests.cli.shell import PYTHONPATH
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, is_there, wait_until
 from tests.serve.engines import demo_config, demo_job, serving
@@ -205,6 +209,36 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
             proving.prover.stop(id)
         assert _children() == []
         assert proving.proofs() == ["none"] * 3
+
+
+SERVER = """
+import sys, threading
+from pathlib import Path
+from svdpp.serve.prover import Prover
+from svdpp.serve.queue import JobQueue
+
+folder = Path(sys.argv[1])
+Prover(JobQueue(folder), folder, lambda: True, when_idle=True).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.long
+def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    temporary = Path(tempfile.mkdtemp())  # a short path, because it holds sockets
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
+    )
+    wait_until(lambda: list(temporary.glob("svdpp-verify-*")), HANG_SECONDS, "no proof")
+    (process,) = children_of(server.pid, "svdpp.serve.prover")
+    server.kill()
+    server.wait()
+    wait_until(lambda: not is_there(process), HANG_SECONDS, "it goes on")
+    temporary.rmdir()
 
 
 def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
