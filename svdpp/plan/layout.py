@@ -249,14 +249,13 @@ class Layout:
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
-        links = (route.links for route in self._all_kinds_of_route())
-        return tuple(sorted(set().union(*links)))
+        return tuple(sorted({link for route in self._all_kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
         """As `links`, for final latents and frames of clips that several ranks decode."""
-        links = (route.decode_links for route in self._all_kinds_of_route())
-        return tuple(sorted(set().union(*links)))
+        routes = self._all_kinds_of_route()
+        return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
