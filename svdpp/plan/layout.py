@@ -212,6 +212,8 @@ class Layout:
     @property
     def replicas_are_alike(self) -> bool:
         """Whether all replicas take equally long, transfers between hosts included."""
+        if self.costs.ranks_per_host is None:
+            return not self.costs.differ_by_rank
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1
@@ -249,14 +251,13 @@ class Layout:
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
-        links = (route.links for route in self._all_kinds_of_route())
-        return tuple(sorted(set().union(*links)))
+        return tuple(sorted({link for route in self._all_kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
         """As `links`, for final latents and frames of clips that several ranks decode."""
-        links = (route.decode_links for route in self._all_kinds_of_route())
-        return tuple(sorted(set().union(*links)))
+        routes = self._all_kinds_of_route()
+        return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:

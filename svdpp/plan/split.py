@@ -177,12 +177,11 @@ class ClipCuts:
 
     Args:
         positions: in units of 2^-64 steps, for each turn in the replica's last stage.
+        phase_step: the increment of the phase from clip to clip, in the same units.
     """
 
-    def __init__(self, positions: tuple[Cuts, ...]) -> None:
-        self.positions = positions
-        is_whole = not any(position % _UNIT for each in set(positions) for position in each)
-        self._phase_step = 0 if is_whole else _phase_step(len(positions))
+    def __init__(self, positions: tuple[Cuts, ...], phase_step: int) -> None:
+        self.positions, self._phase_step = positions, phase_step
 
     def cuts(self, index: int) -> Cuts:
         """The cuts of clip `index` of the replica; those of clip 0 are rounded to nearest."""
@@ -214,14 +213,14 @@ def dithered_cuts(parts: Sequence[Part]) -> ClipCuts:
     """
     by_part = [_positions_by_turn(part) for part in parts]
     turns = math.lcm(*map(len, by_part))
-    return ClipCuts(
-        tuple(join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns))
-    )
+    # Parts meet at whole steps, which the phase does not move.
+    joined = (join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns))
+    return ClipCuts(tuple(joined), _phase_step(turns))
 
 
 def fixed_cuts(cuts: Cuts, num_turns: int) -> ClipCuts:
     """The same cuts for every clip; the replica's last stage has `num_turns` ranks."""
-    return ClipCuts((tuple(cut << _UNIT_BITS for cut in cuts),) * num_turns)
+    return ClipCuts((tuple(cut << _UNIT_BITS for cut in cuts),) * num_turns, 0)
 
 
 def _phase_step(turns: int) -> int:

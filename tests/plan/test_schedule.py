@@ -22,13 +22,7 @@ from svdpp.plan.schedule import (
     connect_rounds,
 )
 from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import (
-    Pipeline,
-    data_parallel_routes,
-    pipeline_routes,
-    pipelines,
-    route_lists,
-)
+from tests.plan.plans import Pipeline, data_parallel_routes, pipeline_routes, pipelines, route_lists
 from tests.plan.schedule_check import check_schedule
 
 GOLDEN = Path(__file__).parent.parent / "golden"
