@@ -171,7 +171,19 @@ def _settings(
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
         adopts=asked.adopt,
+        callback_hosts=asked.callback_hosts or (),
+        callback_secrets=_secrets(asked),
     )
+
+
+def _secrets(asked: ServeOptions) -> list[bytes]:
+    from svdpp.serve.auth import NEW_SECRET, read_secrets
+
+    if asked.callback_secret_file is not None:
+        return read_secrets(asked.callback_secret_file)
+    if asked.callback_hosts:
+        raise RequestError("--callback-hosts needs --callback-secret-file", NEW_SECRET)
+    return []
 
 
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:

@@ -50,6 +50,10 @@ class Job:
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
         proof: whether the clip was compared with one device; `failed`: it could not be.
+        callback_url: where a webhook goes when it is completed or failed.
+        callback_due: when to try next; None once the webhook is delivered or given up.
+        callback_attempts: how often it was tried.
+        callback_error: of the last try; None if that delivered it.
     """
 
     id: str
@@ -78,6 +82,10 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
     proof_reason: str | None = None
+    callback_url: str | None = None
+    callback_due: float | None = 0.0
+    callback_attempts: int = 0
+    callback_error: str | None = None
 
     def clip_in(self, folder: Path) -> Path:
         """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""

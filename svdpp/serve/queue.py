@@ -72,6 +72,15 @@ SELECT id, sampling FROM (
     WHERE {_WAITING} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
+# A try that ends without `set_callback`, because its server was killed, is due again later.
+_TAKE_CALLBACK = f"""
+UPDATE jobs SET callback_due = ?, callback_attempts = callback_attempts + 1
+WHERE callback_due <= ? AND id = (
+    SELECT id FROM jobs
+    WHERE callback_url IS NOT NULL AND callback_due <= ? AND state IN ('completed', 'failed')
+    ORDER BY callback_due LIMIT 1
+) RETURNING {_COLUMNS}
+"""
 
 
 class QueueFullError(SvdppError):
@@ -155,6 +164,18 @@ class JobQueue(QueueFile):
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA that the client was given."""
         return self._change(id, JobState, promised_seconds=seconds)
+
+    def take_callback(self, seconds: float) -> Job | None:
+        """The next job whose webhook is due, which is not due again for so many seconds."""
+        now = time.time()
+        with self.change() as database:
+            rows = database.execute(_TAKE_CALLBACK, (now + seconds, now, now)).fetchall()
+        return _job_of(rows[0]) if rows else None
+
+    def set_callback(self, id: str, due: float | None, error: str | None) -> bool:
+        """Set the outcome of a try: when to try next, and what went wrong."""
+        states = [JobState.COMPLETED, JobState.FAILED]
+        return self._change(id, states, callback_due=due, callback_error=error)
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
@@ -333,7 +354,8 @@ def _check_limits(
 
 def _same_request(known: Job, job: Job) -> Job:
     """`known`, if `job` asks for the same clip."""
-    for name in ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority"):
+    names = ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    for name in (*names, "callback_url"):
         if getattr(known, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "

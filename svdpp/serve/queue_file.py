@@ -67,7 +67,11 @@ CREATE TABLE jobs (
     weights TEXT NOT NULL DEFAULT '',
     held TEXT,
     proof_reason TEXT,
-    photo_pixels INTEGER NOT NULL DEFAULT 0
+    photo_pixels INTEGER NOT NULL DEFAULT 0,
+    callback_url TEXT,
+    callback_due REAL DEFAULT 0,
+    callback_attempts INTEGER NOT NULL DEFAULT 0,
+    callback_error TEXT
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -76,9 +80,18 @@ CREATE INDEX jobs_owner ON jobs (owner);
 CREATE INDEX jobs_state ON jobs (state);
 CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
+CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
 
-_VERSION = 5
+_VERSION = 6
+#: What brings a file of the version before to this one.
+_MIGRATION = """
+ALTER TABLE jobs ADD COLUMN callback_url TEXT;
+ALTER TABLE jobs ADD COLUMN callback_due REAL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN callback_attempts INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN callback_error TEXT;
+CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
+"""
 
 
 class QueueFile:
@@ -190,20 +203,21 @@ class QueueFile:
 
 
 def _create(database: sqlite3.Connection) -> None:
-    """Create the tables of a new file, in one transaction; refuse a file of another program."""
+    """Create or migrate the tables, in one transaction; refuse a file of another program."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
             "the data folder's queue.sqlite3 is a database of another program",
             "name another folder with --data",
         )
-    if version not in (0, _VERSION):
+    if version not in (0, _VERSION - 1, _VERSION):
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads version {_VERSION}",
             "use the svdpp that wrote it, or name another folder with --data",
         )
-    if not version:
-        database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    if version != _VERSION:
+        change = _MIGRATION if version else _SCHEMA
+        database.executescript(f"BEGIN; {change} PRAGMA user_version = {_VERSION}; COMMIT;")
 
 
 def _check_own(folder: Path) -> None:

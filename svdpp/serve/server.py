@@ -129,6 +129,7 @@ class Server:
         with self._signals():
             self._service.engine.start()
             self._service.prover.start()
+            self._service.webhooks.start()
             threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
@@ -164,6 +165,7 @@ class Server:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
             self._service.engine.close(self._grace)
             self._service.prover.close()
+            self._service.webhooks.close()
             self._service.followers.close()
         finally:
             self._http.should_exit = True

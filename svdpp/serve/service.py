@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import remove_job
 from svdpp.serve.views import DeletedVideo, Video, video_of
+from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
@@ -61,6 +62,10 @@ class ServerSettings:
     """For ETAs before there is a measurement; None: until then there are no ETAs."""
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
+    callback_hosts: Sequence[str] = ()
+    """Where webhooks may go, each a name or an address with its port."""
+    callback_secrets: Sequence[bytes] = ()
+    """That sign webhooks."""
 
 
 class Service:
@@ -96,6 +101,9 @@ class Service:
             when_idle=settings.verifies_when_idle,
             on_verdict=self.metrics.verified,
         )
+        self.webhooks = Webhooks(
+            queue, settings.callback_hosts, settings.callback_secrets, self.video
+        )
         self.capabilities = Capabilities.of(
             config.model.name,
             self.engine.checkpoint,
@@ -111,6 +119,7 @@ class Service:
         if job.state.is_final:
             self.metrics.ended(job)
             self.prover.wake()
+            self.webhooks.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -152,6 +161,8 @@ class Service:
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """
         self._check_open(has_key=idempotency_key is not None)
+        if request.callback_url is not None:
+            self.webhooks.check(request.callback_url)
         prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
         sampling = self.capabilities.sampling_of(request)
         self.admission.check(sampling)
@@ -173,6 +184,7 @@ class Service:
             created_at=time.time(),
             priority=request.priority,
             idempotency_key=idempotency_key,
+            callback_url=request.callback_url,
         )
         stored = None
         try:

@@ -39,6 +39,7 @@ def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path) -> None:
         created_at=1763812345.678901,
         priority=9,
         idempotency_key="a key",
+        callback_url="https://example.org/a?b=c",
     )
     assert store.add(job, max_open=1) == job
     store.close()
@@ -252,7 +253,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     "other",
     [
         *({"seed": 2}, {"priority": 1}, {"photo_sha256": "1" * 64}, {"prompt": "a cat"}),
-        {"sampling": replace(SAMPLING, fps=8)},
+        *({"sampling": replace(SAMPLING, fps=8)}, {"callback_url": "http://a/"}),
     ],
     ids=lambda other: next(iter(other)),
 )

@@ -46,6 +46,17 @@ class ServeOptions(ImageOptions):
         "Add the hash of a new API key to --api-key-file, print the key, and end.",
         shown="start the server",
     )
+    callback_hosts: list[str] | None = setting(
+        SERVICE,
+        "HOST[:PORT]",
+        "Let requests name a callback_url of this host, repeatable; without a port, that of the "
+        "URL's scheme. An address that is not public is allowed only by itself. Needs "
+        "--callback-secret-file.",
+        shown="none",
+    )
+    callback_secret_file: Path | None = setting(
+        SERVICE, "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
+    )
     max_queue: int = setting(
         SERVICE,
         "N",
