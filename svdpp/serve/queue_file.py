@@ -67,11 +67,7 @@ CREATE TABLE jobs (
     weights TEXT NOT NULL DEFAULT '',
     held TEXT,
     proof_reason TEXT,
-    photo_pixels INTEGER NOT NULL DEFAULT 0,
-    callback_url TEXT,
-    callback_due REAL DEFAULT 0,
-    callback_attempts INTEGER NOT NULL DEFAULT 0,
-    callback_error TEXT
+    photo_pixels INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -80,14 +76,13 @@ CREATE INDEX jobs_owner ON jobs (owner);
 CREATE INDEX jobs_state ON jobs (state);
 CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
-CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
 
 _VERSION = 6
-#: What brings a file of the version before to this one.
-_MIGRATION = """
+# What the version adds to the one before it.
+_ADDED = """
 ALTER TABLE jobs ADD COLUMN callback_url TEXT;
-ALTER TABLE jobs ADD COLUMN callback_due REAL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN callback_due DOUBLE PRECISION DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN callback_attempts INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN callback_error TEXT;
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
@@ -216,8 +211,8 @@ def _create(database: sqlite3.Connection) -> None:
             "use the svdpp that wrote it, or name another folder with --data",
         )
     if version != _VERSION:
-        change = _MIGRATION if version else _SCHEMA
-        database.executescript(f"BEGIN; {change} PRAGMA user_version = {_VERSION}; COMMIT;")
+        tables = _ADDED if version else _SCHEMA + _ADDED
+        database.executescript(f"BEGIN; {tables} PRAGMA user_version = {_VERSION}; COMMIT;")
 
 
 def _check_own(folder: Path) -> None:
