@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import h11
 from loguru import logger
 
-from svdpp.errors import ClosedError, OutputError, RequestError, SvdppError
+from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
@@ -81,7 +81,7 @@ class Webhooks:
         with suppress(ValueError):  # it is no URL
             if urlsplit(url).netloc.lower() in self._hosts:
                 return
-        text = f"this server sends no webhooks to {url[:100]!r}"
+        text = f"this server sends no webhooks to {url.partition('?')[0][:100]!r}"
         hint = "whoever starts the server can allow its host"
         raise ApiError(422, "callback_refused", text, hint, field="callback_url")
 
@@ -138,7 +138,7 @@ class Webhooks:
                 error = f"the answer was {status}"
         except TimeoutError:
             error = f"no answer within {ATTEMPT_SECONDS:g} s"
-        except (OSError, ValueError, h11.ProtocolError, SvdppError) as fault:
+        except Exception as fault:  # whatever one receiver does, the others get theirs
             error = str(fault) or type(fault).__name__
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
