@@ -19,7 +19,7 @@ import torch
 from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
-from svdpp.serve.queue_file import RESERVE
+from svdpp.serve.database import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
