@@ -8,54 +8,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 from loguru import logger
 
 from svdpp import __version__
 from svdpp.errors import ClosedError, OutputError
 from svdpp.serve.engine import Engine
-from svdpp.serve.job import Job
+from svdpp.serve.job import FleetServer, Job
 from svdpp.serve.queue import JobQueue
 
 # Three renewals can be late before a claim ends.
 _RENEWALS = 4
+_MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
 _RETRY_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetServer:
-    """One server, as it has described itself.
-
-    Args:
-        weights: fingerprint or commit of the model's weights; empty if they never change.
-        sizes: of frames, such as `1024x576`.
-        ranks: that it has when it is ready.
-        free: clips that its ranks could take now.
-        claims: clips that it has.
-        seen_seconds: since it said so.
-        is_live: whether that is less than a lease ago.
-    """
-
-    id: str
-    host: str
-    version: str
-    model: str
-    weights: str
-    sizes: list[str]
-    ranks: int
-    state: Literal["starting", "ready", "restarting", "closing"]
-    free: int
-    claims: int
-    seen_seconds: float
-    is_live: bool = True
-
-    @property
-    def kind(self) -> str:
-        """Equal for servers whose clips are equal."""
-        return self.weights or self.model
 
 
 class Fleet:
@@ -135,7 +103,7 @@ class Fleet:
             try:
                 if time.monotonic() >= next_turn:
                     self._turn(lease)
-                    next_turn = time.monotonic() + lease / _RENEWALS
+                    next_turn = time.monotonic() + min(_MAX_SECONDS, lease / _RENEWALS)
                     if is_away:
                         logger.warning("the queue is back")
                     is_away = False

@@ -1,4 +1,4 @@
-"""The Job: one requested clip, its parameters and its state, as the queue stores it."""
+"""What the queue stores: the Job, which is one requested clip, and the servers that share it."""
 
 from __future__ import annotations
 
@@ -92,6 +92,39 @@ class Job:
     def photo_in(self, folder: Path) -> Path | None:
         """The photograph's file in a data folder; it may not exist."""
         return folder / PHOTOS / self.photo if self.photo else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetServer:
+    """One server, as it has described itself.
+
+    Args:
+        weights: fingerprint or commit of the model's weights; empty if they never change.
+        sizes: of frames, such as `1024x576`.
+        ranks: that it has when it is ready.
+        free: clips that its ranks could take now.
+        claims: clips that it has.
+        seen_seconds: since it said so.
+        is_live: whether that is less than a lease ago.
+    """
+
+    id: str
+    host: str
+    version: str
+    model: str
+    weights: str
+    sizes: list[str]
+    ranks: int
+    state: Literal["starting", "ready", "restarting", "closing"]
+    free: int
+    claims: int
+    seen_seconds: float
+    is_live: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Equal for servers whose clips are equal."""
+        return self.weights or self.model
 
 
 def clip_file(folder: Path, id: str, token: int) -> Path:

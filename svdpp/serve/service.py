@@ -118,6 +118,7 @@ class Service:
             sizes=[size_of(*size) for size in settings.sizes],
         )
         self.engine.estimates.num_servers = self.fleet.num_like_this
+        self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
         self.followers.wake(job.id)
