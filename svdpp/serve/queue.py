@@ -56,9 +56,12 @@ _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 # What the ranks of this server can make; NULL: all of them.
 _KIND = "coalesce(nullif(weights, ''), model)"
 _OWN = f"{_KIND} = coalesce(?, {_KIND})"
+# The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
 _NEXT = f"""
-    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} AND {_OWN} AND {{}} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
+    SELECT jobs.id FROM owners JOIN jobs ON seq = (
+        SELECT seq FROM jobs AS own WHERE own.owner = owners.owner
+            AND {_WAITING} AND {_OWN} AND {{}} ORDER BY due, seq LIMIT 1)
+    ORDER BY owners.turn, due, seq LIMIT 1
 """
 _CLAIM = f"""
 UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token + ?,
@@ -66,6 +69,7 @@ UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token
     turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
 WHERE id = ({{}}) RETURNING {_COLUMNS}
 """
+_NEW_OWNER = "INSERT INTO owners VALUES (?, 0) ON CONFLICT (owner) DO NOTHING"
 _SPEND_TURN = """
 INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
@@ -85,9 +89,17 @@ _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = ?
 WHERE id = ? AND state = 'in_progress' AND token = ? RETURNING cancel_asked
 """
+# One statement each, because every server asks them all the time.
 _REGISTER = """
+WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
 INSERT INTO servers VALUES (?, ?, clock())
-ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at
+ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
+"""
+_SERVERS = """
+SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
+    (SELECT server, count(*) AS number FROM jobs WHERE state = 'in_progress' GROUP BY server)
+    AS claims ON server = id
+ORDER BY id
 """
 _FILES = "SELECT id, photo, token FROM jobs"
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
@@ -354,22 +366,13 @@ class JobQueue:
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
-        with self.change() as database:
-            database.execute(_REGISTER, (self.server, json.dumps(about)))
-            forgotten = "DELETE FROM servers WHERE seen_at < clock() - ?"
-            database.execute(forgotten, (_FORGET_SECONDS,))
+        self.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
-        """What each server has said, with `id`, `seen_seconds` and `claims`; the oldest first."""
-        claims = dict(
-            self.rows(
-                "SELECT server, count(*) FROM jobs WHERE state = 'in_progress' GROUP BY server"
-            )
-        )
-        found = self.rows("SELECT id, about, clock() - seen_at FROM servers ORDER BY id")
+        """What each server has said, with `id`, `seen_seconds` and `claims`."""
         return [
-            {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims.get(id, 0)}
-            for id, about, seen in found
+            {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
+            for id, about, seen, claims in self.rows(_SERVERS)
         ]
 
     def listen(self, seconds: float) -> tuple[bool, list[str]]:
@@ -477,6 +480,7 @@ def _insert(database: Statements, job: Job) -> None:
     values["due"] = job.created_at - job.priority * AGEING_SECONDS
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
     database.execute(query, tuple(values.values()))
+    database.execute(_NEW_OWNER, (job.owner,))
 
 
 def _change(

@@ -24,11 +24,12 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture
-def database(postgres: Postgres) -> str:
+def database(postgres: Postgres) -> Iterator[str]:
     """The URL of an empty database."""
     name = f"test_{secrets.token_hex(8)}"
     postgres.execute(f"CREATE DATABASE {name}")
-    return postgres.url_of(name)
+    yield postgres.url_of(name)
+    postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 #: The databases that a queue may be in; PostgreSQL has to be started.

@@ -126,14 +126,14 @@ def test_a_clip_is_cancelled_at_any_server(start: Start) -> None:
 
 def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> None:
     """Its ranks go on and write a clip, which nobody reads and which it removes at last."""
-    first = start(*DEMO, *_SHORT)
-    answer = first.request(seed=1, steps=30)
-    id = answer.json()["id"]
+    options = (*DEMO, "--steps", "30", *_SHORT)
+    first = start(*options)
+    (id,) = first.add(seed=1)
     wait(lambda: first.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{first.video(id)}")
     os.kill(first.process.pid, signal.SIGSTOP)
     clips = tmp_path / "data" / "clips"
     try:
-        second = start(*DEMO, *_SHORT)
+        second = start(*options)
         second.wait_for(id, "completed")
         wait(lambda: (clips / f"{id}-1.mp4.json").exists(), HANG_SECONDS)
         assert len(ranks_of(first.process.pid)) == 2
@@ -145,7 +145,7 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> Non
     assert first.client.get(f"/v1/videos/{id}/content").content == made
     metadata = first.client.get(f"/v1/videos/{id}/metadata").json()
     assert first.video(id)["status"] == "completed"
-    alone = first.request(seed=1, steps=30).json()["id"]
+    (alone,) = first.add(seed=1)
     first.wait_for(alone, "completed")
     same = first.client.get(f"/v1/videos/{alone}/metadata").json()
     assert metadata["frames_sha256"] == same["frames_sha256"]
@@ -164,9 +164,9 @@ def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
         assert server.client.get("/health").status_code == 200
     finally:
         postgres.start()
-    _wait_made(server, ids)
     server.wait_ready()
-    _wait_made(server, {_request(server, 10): 10})
+    _wait_made(server, {**ids, _request(server, 10): 10})
+    assert "the queue is back" in server.err
 
 
 def test_a_server_that_does_not_see_the_folder_is_refused(
