@@ -21,8 +21,8 @@ _FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: in
 class Postgres:
     """A database server; `url` is of its database `postgres`."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
-        self._folder, self._programs = folder, programs
+    def __init__(self, folder: Path, programs: Path, *, fsync: bool) -> None:
+        self._folder, self._programs, self._fsync = folder, programs, fsync
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._run("initdb", "--username=svdpp", "--auth=trust", "--encoding=UTF8", "--no-sync")
@@ -38,8 +38,7 @@ class Postgres:
     def start(self) -> None:
         options = f"-p {self.port} -k {self._folder} -c listen_addresses=127.0.0.1"
         log = str(self._folder / "log")
-        # Only the end of the machine would lose what is not synced.
-        options += " -c max_connections=300 -c fsync=off"
+        options += f" -c max_connections=300 -c fsync={'on' if self._fsync else 'off'}"
         self._run("pg_ctl", "-w", "-t", "300", "-l", log, "-o", options, "start")
 
     def stop(self) -> None:
@@ -72,7 +71,8 @@ def _user() -> str | None:
 
 
 @contextlib.contextmanager
-def postgres_server() -> Iterator[Postgres]:
+def postgres_server(*, fsync: bool = False) -> Iterator[Postgres]:
+    """A new server; without `fsync`, only the end of the machine loses what it has committed."""
     pytest.importorskip("psycopg")
     found = shutil.which("initdb")
     programs = _FOLDERS[-1] if _FOLDERS else Path(found).parent if found else None
@@ -83,7 +83,7 @@ def postgres_server() -> Iterator[Postgres]:
         folder = Path(name)
         if (user := _user()) is not None:
             shutil.chown(folder, user)
-        server = Postgres(folder, programs)
+        server = Postgres(folder, programs, fsync=fsync)
         try:
             yield server
         finally:
