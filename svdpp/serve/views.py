@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job import FleetServer, Job, JobState, Proof
 from svdpp.serve.ranks import Rank, RankSpan
 
 Fit = Literal["stretch", "crop", "pad"]
@@ -207,6 +207,13 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class ServerList(BaseModel):
+    """The servers that share the queue."""
+
+    object: Literal["list"] = "list"
+    data: list[FleetServer]
 
 
 class EngineStatus(BaseModel):

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import queue_file
+from svdpp.serve.database import schema
 from svdpp.serve.queue import JobQueue
 from tests.serve.store_jobs import add, new_job
 from tests.small_disk import small_disk
@@ -162,9 +164,11 @@ def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) 
 def test_a_queue_of_the_version_before_is_migrated(store: JobQueue, tmp_path: Path) -> None:
     id = add(store)
     columns = store.rows("PRAGMA table_info(jobs)")
-    store.rows("DROP INDEX jobs_callbacks")
-    for name in ("url", "due", "attempts", "error"):
-        store.rows(f"ALTER TABLE jobs DROP COLUMN callback_{name}")
+    added = schema(5, "")
+    for kind, name in re.findall(r"CREATE (TABLE|INDEX) (\w+)", added):
+        store.rows(f"DROP {kind} {name}")
+    for name in re.findall(r"ADD COLUMN (\w+)", added):
+        store.rows(f"ALTER TABLE jobs DROP COLUMN {name}")
     store.rows("PRAGMA user_version = 5")
     store.close()
     for _ in range(2):
@@ -263,7 +267,7 @@ def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
         (disk / "ballast").unlink()
         second = add(store)
         assert len(store.waiting()) == num_jobs + 1
-        assert {first, second} <= set(store.photos())
+        assert {first, second} <= set(store.files())
 
 
 def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:

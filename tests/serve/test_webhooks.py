@@ -141,6 +141,14 @@ def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
 
 
 @pytest.fixture
+def store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
+    """The same promises hold in both databases."""
+    store = JobQueue(tmp_path / "data", url=queue_url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries soon."""
     monkeypatch.setattr(webhooks, "_FIRST_RETRY_SECONDS", 0.01)

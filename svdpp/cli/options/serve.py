@@ -12,6 +12,7 @@ from svdpp.errors import RequestError
 
 _MAX_UPLOAD_MB = 256  # as media.image reads at most
 _MAX_SIZES = 32
+_DATABASES = ("postgresql://", "postgres://")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,20 @@ class ServeOptions(ImageOptions):
         "DIR",
         "Folder of queue, images and clips; a new start with it goes on.",
         default=Path("svdpp-data"),
+    )
+    queue: str | None = setting(
+        SERVICE,
+        "URL",
+        "PostgreSQL database of a queue that several servers share, such as "
+        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too.",
+        shown="a file in --data",
+    )
+    lease: float = setting(
+        SERVICE,
+        "SECONDS",
+        "With --queue: other servers take over the clips of one that has said nothing for this "
+        "long.",
+        default=30.0,
     )
     adopt: bool = switch(
         SERVICE, "Start a new queue in a --data folder that has other files; they are left alone."
@@ -110,6 +125,12 @@ class ServeOptions(ImageOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
+        check_seconds("--lease", self.lease)
+        if self.queue is not None and not self.queue.startswith(_DATABASES):
+            raise RequestError(
+                "--queue takes the URL of a PostgreSQL database",
+                "such as postgresql://svdpp@db/svdpp; without it the queue is a file in --data",
+            )
         check_whole("--port", self.port, 0, 65535)
         check_whole("--max-queue", self.max_queue, 1, 100_000)
         check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
