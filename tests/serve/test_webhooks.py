@@ -159,8 +159,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
     sender = Webhooks(store, hosts, SECRETS, video_of)
     sender.start()
-    yield sender
-    sender.close()
+    try:
+        yield sender
+    finally:
+        sender.close()
 
 
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
@@ -305,14 +307,26 @@ def test_the_retries_take_a_day(monkeypatch: pytest.MonkeyPatch, store: JobQueue
     store.complete(id, {})
     with sending(store, "127.0.0.1:1"):  # refuses that host, without a connection
         for number in range(1, webhooks.MAX_ATTEMPTS):
-            after_tries(store, id, number)
-            job = store.get(id)
-            assert job is not None
-            assert job.callback_due is not None
-            waits.append(round(job.callback_due - now[0]))
-            now[0] = job.callback_due
+            retry = _retry_of(store, id, number, after=now[0])
+            waits.append(round(retry - now[0]))
+            now[0] = retry
         wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
     assert waits == [5, 20, 80, 320, 1280, 5120, 20480, 21600, 21600]
+
+
+def _retry_of(store: JobQueue, id: str, number: int, after: float) -> float:
+    """When a webhook is tried again after so many tries, of which the last one has ended."""
+    found: list[float] = []
+
+    def is_noted() -> bool:
+        job = store.get(id)
+        assert job is not None
+        found.append(job.callback_due or 0.0)
+        has_lease = found[-1] == after + webhooks._LEASE_SECONDS
+        return job.callback_attempts == number and not has_lease
+
+    wait(is_noted, HANG_SECONDS, lambda: str(callback(store, id)))
+    return found[-1]
 
 
 def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(store: JobQueue) -> None:
