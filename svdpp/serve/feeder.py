@@ -277,6 +277,10 @@ class Feeder:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
+        if self.get(job.id) is not None:  # its claim had ended without this server's knowledge
+            self.lose([job.id])
+            self._put_back(job.id, counts=False)
+            return
         try:
             to_make = self._to_request(job)
         except Exception as error:

@@ -317,7 +317,8 @@ class JobQueue:
         # After an outage all leases may have ended: those who hold them are to renew them first.
         if self._database.connected_seconds < (self.lease_seconds or 0):
             return []
-        ids = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
+        ended = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
+        ids = [id for id in ended if id not in self._claims]
         for id in ids:
             self.put_back(id, counts=False)
         return [job for id in ids if (job := self.get(id)) is not None]

@@ -178,6 +178,29 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
         assert other.complete(job.id, {"own": True})
 
 
+def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: str) -> None:
+    """Its claim ends, and it takes the same job again before it knows."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        job = demo_job(tmp_path, 1)
+        own.store.lease_seconds = 0.1  # nobody renews it
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        own.store.lease_seconds = 3000.0
+        wait(lambda: other.recover(), HANG_SECONDS)
+        own.engine.feeder.wake()
+        own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
+        own.go_on()
+        (done,) = own.wait_final([job.id])
+        assert done.state is JobState.COMPLETED
+        clips = {path.name for path in (tmp_path / "clips").glob("*.mp4*")}
+        assert clips == {f"{job.id}-{done.token}.mp4", f"{job.id}-{done.token}.mp4.json"}
+        assert done.token > 2
+
+
 def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
     """What is in progress is finished; new requests are told to come back."""
     server = start()
