@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import RequestError
 from svdpp.serve.job import JobState
 
@@ -74,11 +75,15 @@ CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 # What each version adds to the one before it. Additions only, with defaults: a server of the
 # version before goes on while its neighbours are upgraded.
 _ADDED = {
-    6: """
+    6: f"""
 ALTER TABLE jobs ADD COLUMN server TEXT;
 ALTER TABLE jobs ADD COLUMN token BIGINT NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN lease_until DOUBLE PRECISION;
 ALTER TABLE jobs ADD COLUMN step INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, due, seq)
+    WHERE state = 'queued';
+CREATE INDEX jobs_large ON jobs (owner, due)
+    WHERE state = 'queued' AND photo_pixels > {LARGE_MEGAPIXELS * 10**6};
 INSERT INTO owners SELECT DISTINCT owner, 0 FROM jobs WHERE true ON CONFLICT (owner) DO NOTHING;
 ALTER TABLE jobs ADD COLUMN callback_url TEXT;
 ALTER TABLE jobs ADD COLUMN callback_due DOUBLE PRECISION DEFAULT 0;

@@ -228,7 +228,7 @@ class Feeder:
         self._check_disk()
         while self._may_take:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
-            image = self._large_image(pipeline)
+            image = self._persist(lambda: self._large_image(pipeline))
             prepared = image.job.id if image is not None and image.is_ready else None
             job = self._persist(functools.partial(self._queue.take_next, prepared))
             self._is_queue_empty = job is None
@@ -237,7 +237,7 @@ class Feeder:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            left = self._queue.counts(with_held=True)  # held ones may go on
+            left = self._persist(lambda: self._queue.counts(with_held=True))  # held ones may go on
             if not left[JobState.QUEUED] + left[JobState.IN_PROGRESS]:
                 self._to_request.forget_all()
             self._has_latents = False
@@ -277,6 +277,10 @@ class Feeder:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
+        if self.get(job.id) is not None:  # its claim had ended without this server's knowledge
+            self.lose([job.id])
+            self._put_back(job.id, counts=False)
+            return
         try:
             to_make = self._to_request(job)
         except Exception as error:
@@ -300,7 +304,7 @@ class Feeder:
         self._next_clip += 1
         clip.handle.add_progress_callback(lambda _: self._moved(clip))
         clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
-        self._notifier.changed(job.id)
+        self._tell(job.id)
 
     def _moved(self, clip: RunningClip) -> None:
         """Called in the pipeline's thread."""
@@ -344,7 +348,7 @@ class Feeder:
             self.num_completed += 1
         elif self._persist(lambda: self._queue.cancelled(job_id)):
             self._to_request.forget(clip.job)
-            self._notifier.changed(job_id)
+            self._tell(job_id)
         self._remove(job_id)
 
     def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
@@ -359,7 +363,7 @@ class Feeder:
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
         """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
         for clip in self.clips():
-            job = self._queue.get(clip.job.id)
+            job = self._persist(functools.partial(self._queue.get, clip.job.id))
             counts = clip.job.id in blamed and job is not None and not job.cancel_asked
             if counts and job is not None and job.attempts + 1 >= MAX_ATTEMPTS:
                 if self._fail(job.id, _died_again(error)):
@@ -367,7 +371,7 @@ class Feeder:
             else:
                 self._put_back(clip.job.id, counts=counts)
             self._remove(clip.job.id)
-        for left in self._queue.claimed():  # taken, but not yet given to the ranks
+        for left in self._persist(self._queue.claimed):  # taken, but not yet given to the ranks
             self._put_back(left.id, counts=False)
 
     def _remove(self, job_id: str) -> None:
@@ -379,28 +383,31 @@ class Feeder:
         is_completed = self._persist(lambda: self._queue.complete(job.id, metadata))
         if job.token:
             remove_lost_clips(self._to_request.folder, job, is_lost=not is_completed)
-        self._notifier.changed(job.id)
+        self._tell(job.id)
 
     def _fail(self, job_id: str, error: BaseException) -> bool:
         logger.warning("{} failed: {}", job_id, error)
         is_failed = self._persist(lambda: self._queue.fail(job_id, error))
-        self._notifier.changed(job_id)
+        self._tell(job_id)
         return is_failed
 
     def _put_back(self, job_id: str, *, counts: bool) -> None:
         self._persist(lambda: self._queue.put_back(job_id, counts=counts))
-        self._notifier.changed(job_id)
+        self._tell(job_id)
         self._is_queue_empty = False
 
+    def _tell(self, job_id: str) -> None:
+        self._persist(lambda: self._notifier.changed(job_id))
+
     def _persist(self, change: Callable[[], _T]) -> _T:
-        """Makes a change of the queue, however long the disk is full."""
+        """Asks or changes the queue, however long the disk is full or the database away."""
         while True:
             try:
                 return change()
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                logger.error("the queue cannot be written, trying again: {}", error)
+                logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
 

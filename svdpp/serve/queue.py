@@ -53,15 +53,15 @@ _OPEN = f"(state = 'in_progress' OR {_WAITING})"
 # --- the transitions that depend on more than the state -------------------------------------------
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
-# What the ranks of this server can make; NULL: all of them.
 _KIND = "coalesce(nullif(weights, ''), model)"
-_OWN = f"{_KIND} = coalesce(?, {_KIND})"
 # The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
+# PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
 _NEXT = f"""
-    SELECT jobs.id FROM owners JOIN jobs ON seq = (
-        SELECT seq FROM jobs AS own WHERE own.owner = owners.owner
-            AND {_WAITING} AND {_OWN} AND {{}} ORDER BY due, seq LIMIT 1)
-    ORDER BY owners.turn, due, seq LIMIT 1
+    WITH firsts AS MATERIALIZED (SELECT turn, (
+        SELECT seq FROM jobs WHERE jobs.owner = owners.owner
+            AND {_WAITING} AND {{}} ORDER BY due, seq LIMIT 1) AS first FROM owners)
+    SELECT jobs.id FROM firsts JOIN jobs ON seq = first
+    WHERE state = 'queued' ORDER BY firsts.turn, due, seq LIMIT 1
 """
 _CLAIM = f"""
 UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token + ?,
@@ -109,7 +109,7 @@ SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
         first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
     FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} AND {_OWN} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
+    WHERE {_WAITING} AND {{}} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
 # A try that ends without `set_callback`, because its server was killed, is due again later.
@@ -199,6 +199,11 @@ class JobQueue:
         """The rows of a query, which does not wait for changes."""
         return self._database.rows(query, *values)
 
+    @property
+    def _own(self) -> tuple[str, list[str]]:
+        """The condition of the jobs that this server takes, and its values."""
+        return ("true", []) if self.kind is None else (f"{_KIND} = ?", [self.kind])
+
     # --- changes ----------------------------------------------------------------------------------
 
     def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
@@ -229,10 +234,11 @@ class JobQueue:
 
     def _take(self, prepared: str | None) -> Job | None:
         passed = f"id NOT IN ({_marks(self._passed)})" if self._passed else "true"
-        following = _NEXT.format(f"(id = ? OR NOT {_LARGE}) AND {passed}")
+        own, kind = self._own
+        following = _NEXT.format(f"{own} AND (id = ? OR NOT {_LARGE}) AND {passed}")
         query = _CLAIM.format(f"{following} {self._database.row_lock}")
         counted = int(self.is_shared)
-        claim = time.time(), self.server, counted, self.lease_seconds, self.kind, prepared
+        claim = time.time(), self.server, counted, self.lease_seconds, *kind, prepared
         # One after the other: each takes the turn of an owner, which the next one has to see.
         with self.change(alone="take") as database:
             rows = database.execute(query, (*claim, *self._passed)).fetchall()
@@ -332,7 +338,8 @@ class JobQueue:
         # After an outage all leases may have ended: those who hold them are to renew them first.
         if self._database.connected_seconds < (self.lease_seconds or 0):
             return []
-        ids = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
+        ended = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
+        ids = [id for id in ended if id not in self._claims]
         for id in ids:
             self.put_back(id, counts=False)
         return [job for id in ids if (job := self.get(id)) is not None]
@@ -436,11 +443,14 @@ class JobQueue:
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
-        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN, self.kind)]
+        own, kind = self._own
+        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN.format(own), *kind)]
 
     def next_large(self) -> Job | None:
         """The next of the queued jobs with large images."""
-        return next(iter(self._jobs(f"WHERE id = ({_NEXT.format(_LARGE)})", self.kind)), None)
+        own, kind = self._own
+        following = _NEXT.format(f"{own} AND {_LARGE}")
+        return next(iter(self._jobs(f"WHERE id = ({following})", *kind)), None)
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""

@@ -91,12 +91,10 @@ class QueueServer(Database):
     def change(self, alone: str = "") -> Iterator[Statements]:
         """A transaction; `alone` is the name of a lock that it holds."""
         with self._locks["write"], self._errors("write"):
-            self._first("write", "BEGIN")
+            lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
+            self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
             try:
                 statements = _Translated(self._open["write"])
-                if alone:
-                    lock = "SELECT pg_advisory_xact_lock(hashtext(current_schema || ?))"
-                    statements.execute(lock, (alone,))
                 yield statements
                 statements.execute("COMMIT")
             finally:
@@ -216,10 +214,12 @@ class _Translated:
         self._connection = connection
 
     def execute(self, query: str, values: Sequence[Any] = (), /) -> Rows:
-        return self._connection.execute(_translated(query), values)
+        return self._connection.execute(_translated(query), values or None)
 
 
 @functools.lru_cache(maxsize=256)
 def _translated(query: str) -> bytes:
-    query = query.replace("%", "%%").replace("?", "%s").replace("clock()", _CLOCK)
+    query = query.replace("clock()", _CLOCK)
+    if "?" in query:
+        query = query.replace("%", "%%").replace("?", "%s")
     return query.encode()

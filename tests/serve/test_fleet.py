@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue
+from tests.serve.engines import demo_config, demo_job, serving
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, wait
 from tests.serve.postgres import Postgres
 from tests.serve.test_crashes import expected_latents
-from tests.soak.serve_processes import ranks_of
 
 pytest.importorskip("fastapi")
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -125,30 +127,78 @@ def test_a_clip_is_cancelled_at_any_server(start: Start) -> None:
 
 
 def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> None:
-    """Its ranks go on and write a clip, which nobody reads and which it removes at last."""
-    options = (*DEMO, "--steps", "30", *_SHORT)
+    options = (*DEMO, "--steps", "12", *_SHORT)
     first = start(*options)
     (id,) = first.add(seed=1)
     wait(lambda: first.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{first.video(id)}")
     os.kill(first.process.pid, signal.SIGSTOP)
-    clips = tmp_path / "data" / "clips"
     try:
         second = start(*options)
         second.wait_for(id, "completed")
-        wait(lambda: (clips / f"{id}-1.mp4.json").exists(), HANG_SECONDS)
-        assert len(ranks_of(first.process.pid)) == 2
     finally:
         os.kill(first.process.pid, signal.SIGCONT)
     made = second.client.get(f"/v1/videos/{id}/content").content
-    wait(lambda: len(list(clips.iterdir())) == 2, HANG_SECONDS, lambda: f"{list(clips.iterdir())}")
-    assert {path.name for path in clips.iterdir()} == {f"{id}-2.mp4", f"{id}-2.mp4.json"}
+    wait(lambda: not _servers(first)[0]["claims"], HANG_SECONDS)
+    clips = {path.name for path in (tmp_path / "data" / "clips").iterdir()}
+    assert clips == {f"{id}-2.mp4", f"{id}-2.mp4.json"}
     assert first.client.get(f"/v1/videos/{id}/content").content == made
-    metadata = first.client.get(f"/v1/videos/{id}/metadata").json()
-    assert first.video(id)["status"] == "completed"
     (alone,) = first.add(seed=1)
     first.wait_for(alone, "completed")
-    same = first.client.get(f"/v1/videos/{alone}/metadata").json()
-    assert metadata["frames_sha256"] == same["frames_sha256"]
+    frames = [
+        first.client.get(f"/v1/videos/{each}/metadata").json()["frames_sha256"]
+        for each in (id, alone)
+    ]
+    assert frames[0] == frames[1]
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_clip_that_another_server_has_taken_is_not_published(
+    tmp_path: Path, database: str, is_noticed: bool
+) -> None:
+    """Neither if the server knows that it has lost the claim, nor if it learns so at the end."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        job = demo_job(tmp_path, 1)
+        own.store.lease_seconds = 0.1  # nobody renews it
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        wait(lambda: other.recover(), HANG_SECONDS)
+        taken = other.take_next()
+        assert taken is not None
+        if is_noticed:
+            own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done))
+        own.go_on()
+        own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
+        now = own.job(job.id)
+        assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
+        assert list((tmp_path / "clips").glob("*.mp4*")) == []
+        assert other.complete(job.id, {"own": True})
+
+
+def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: str) -> None:
+    """Its claim ends, and it takes the same job again before it knows."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        job = demo_job(tmp_path, 1)
+        own.store.lease_seconds = 0.1  # nobody renews it
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        own.store.lease_seconds = 3000.0
+        wait(lambda: other.recover(), HANG_SECONDS)
+        own.engine.feeder.wake()
+        own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
+        own.go_on()
+        (done,) = own.wait_final([job.id])
+        assert done.state is JobState.COMPLETED
+        clips = {path.name for path in (tmp_path / "clips").glob("*.mp4*")}
+        assert clips == {f"{job.id}-{done.token}.mp4", f"{job.id}-{done.token}.mp4.json"}
+        assert done.token > 2
 
 
 def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
@@ -166,7 +216,7 @@ def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
         postgres.start()
     server.wait_ready()
     _wait_made(server, {**ids, _request(server, 10): 10})
-    assert "the queue is back" in server.err
+    wait(lambda: "the queue is back" in server.err, HANG_SECONDS)
 
 
 def test_a_server_that_does_not_see_the_folder_is_refused(
