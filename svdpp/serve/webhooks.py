@@ -30,7 +30,7 @@ from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import Video
 
-#: The tries after which a webhook is given up: a day after the first one.
+#: The tries after which a webhook is given up: 20 hours after the first one.
 MAX_ATTEMPTS = 10
 #: Of one try, from the name's address to the status of the answer.
 ATTEMPT_SECONDS = 10.0
