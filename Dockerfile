@@ -1,4 +1,4 @@
-# svdpp in a container; see docs/troubleshooting.md for what has been tried.
+# svdpp in a container; see docs/troubleshooting.md for what has been tried. deploy/ has a server in one.
 #   docker build -t svdpp .
 #   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" svdpp \
 #     run photo.jpg --model demo --device cpu --out clips
@@ -9,7 +9,7 @@ FROM python:3.11-slim
 ARG TORCH_INDEX=
 
 # Any user may run the image, also one without an entry in its user database.
-RUN mkdir -m 1777 /home/svdpp
+RUN mkdir -m 1777 /home/svdpp && install -d -m 700 -o 1000 -g 1000 /var/lib/svdpp
 ENV HOME=/home/svdpp USER=svdpp PYTHONDONTWRITEBYTECODE=1
 
 WORKDIR /src
@@ -18,7 +18,7 @@ RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-u
 
 COPY pyproject.toml README.md LICENSE ./
 COPY svdpp ./svdpp
-RUN pip install --no-cache-dir -c constraints.txt .
+RUN pip install --no-cache-dir -c constraints.txt '.[serve]'
 
 USER 1000:1000
 WORKDIR /work

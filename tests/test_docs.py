@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    path for pattern in ("*.md", "docs/*.md", ".github/**/*.md") for path in ROOT.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/*.md", "deploy/*.md", ".github/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

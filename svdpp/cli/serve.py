@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+#: What the extra `fleet` installs.
+_FLEET = ("psycopg",)
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
@@ -74,7 +76,9 @@ def serve(
     from svdpp.serve.auth import check_host
 
     sizes = service.all_sizes(options.sampling.to_config(options.model))
-    _check_extra()
+    _check_extra("serve", _EXTRA)
+    if service.queue is not None:
+        _check_extra("fleet", _FLEET)
     keys = None if is_member(launched) else check_host(service.host, service.api_key_file)
     try:
         if is_member(launched):
@@ -172,7 +176,21 @@ def _settings(
         verifies_when_idle=asked.verify_when_idle,
         costs=None if layout.costs is None else find_costs(layout.costs),
         adopts=asked.adopt,
+        callback_hosts=asked.callback_hosts or (),
+        callback_secrets=_secrets(asked),
+        queue_url=asked.queue,
+        lease_seconds=asked.lease,
     )
+
+
+def _secrets(asked: ServeOptions) -> list[bytes]:
+    from svdpp.serve.auth import NEW_SECRET, read_secrets
+
+    if asked.callback_secret_file is not None:
+        return read_secrets(asked.callback_secret_file)
+    if asked.callback_hosts:
+        raise RequestError("--callback-hosts needs --callback-secret-file", NEW_SECRET)
+    return []
 
 
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
@@ -212,12 +230,12 @@ def _announce(
         )
 
 
-def _check_extra() -> None:
-    missing = [name for name in _EXTRA if find_spec(name) is None]
+def _check_extra(extra: str, modules: tuple[str, ...]) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"svdpp serve needs the extra serve: {', '.join(missing)} is not installed",
-            "pip install 'svdpp[serve]'",
+            f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed",
+            f"pip install 'svdpp[{extra}]'",
             details={"missing": missing},
         )
 

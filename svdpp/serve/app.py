@@ -19,7 +19,7 @@ from svdpp.serve.guard import Guard, KeyCheck
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import Service
-from svdpp.serve.views import EngineStatus, Health, Model, ModelList, documented
+from svdpp.serve.views import EngineStatus, Health, Model, ModelList, ServerList, documented
 
 _ABOUT = """
 Images and prompts in, clips out: video diffusion over several devices, bitwise equal to
@@ -95,6 +95,12 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
         spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
         eta_error=service.metrics.eta_error(),
     )
+
+
+@server.get("/v1/servers")
+def list_servers(service: Served) -> ServerList:
+    """The servers that share the queue: this one first, and the others as they were seen last."""
+    return ServerList(data=service.fleet.servers())
 
 
 @public.get("/health", responses={503: {"model": Health}})

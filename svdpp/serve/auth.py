@@ -1,4 +1,4 @@
-"""Who may use the server: the file of API keys, and the hosts that are served without keys.
+"""The files of API keys and of secrets for webhooks, and the hosts that are served without keys.
 
 A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
 hash, which protects passwords, would only delay each request.
@@ -6,6 +6,7 @@ hash, which protects passwords, would only delay each request.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import hmac
@@ -23,6 +24,9 @@ from svdpp.media import output_files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _LINE = re.compile(rf"\s*({_NAME.pattern})\s+([0-9a-f]{{64}})(?:\s+open=([1-9][0-9]{{0,5}}))?\s*")
+_DIGIT = "[A-Za-z0-9+/]"
+_SECRET = re.compile(rf"\s*whsec_((?:{_DIGIT}{{4}}){{8,21}}(?:{_DIGIT}{{2}}==|{_DIGIT}{{3}}=)?)\s*")
+NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" makes one'
 
 
 @dataclass(frozen=True)
@@ -121,16 +125,10 @@ def read_keys(path: Path) -> Keys:
     Empty lines and lines that begin with `#` are ignored. A name's limit need not be repeated in
     its further lines. No error shows a line's text, because it may be a key.
     """
+    lines = _private_lines(path, "API key file")
     file = f"API key file {str(path)!r}"
-    _check_private(path, file)
-    try:
-        text = read_small_file(path, "API key file").decode("ascii")
-    except UnicodeDecodeError:
-        raise InputError(f"{file} has characters other than ASCII") from None
     keys = Keys()
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
+    for number, line in lines:
         if (match := _LINE.fullmatch(line)) is None:
             raise InputError(
                 f"{file}, line {number}: it is not NAME HASH [open=N]",
@@ -149,6 +147,38 @@ def read_keys(path: Path) -> Keys:
     if not keys:
         raise InputError(f"{file} has no keys")
     return keys
+
+
+def read_secrets(path: Path) -> list[bytes]:
+    """Read a file of secrets that sign webhooks: in each line `whsec_` and base64.
+
+    Lines are ignored, and errors show no text of them, as in `read_keys`.
+    """
+    lines = _private_lines(path, "webhook secret file")
+    file = f"webhook secret file {str(path)!r}"
+    secrets = []
+    for number, line in lines:
+        if (match := _SECRET.fullmatch(line)) is None:
+            raise InputError(
+                f"{file}, line {number}: it is not whsec_ and 24 to 65 bytes in base64",
+                NEW_SECRET,
+            )
+        secrets.append(base64.b64decode(match[1]))
+    if not secrets:
+        raise InputError(f"{file} has no secrets", NEW_SECRET)
+    return secrets
+
+
+def _private_lines(path: Path, what: str) -> list[tuple[int, str]]:
+    """The numbered lines of a file that is closed to other users, without empty ones and `#`."""
+    file = f"{what} {str(path)!r}"
+    _check_private(path, file)
+    try:
+        text = read_small_file(path, what).decode("ascii")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} has characters other than ASCII") from None
+    lines = enumerate(text.splitlines(), start=1)
+    return [(number, line) for number, line in lines if not re.match(r"\s*(#|$)", line)]
 
 
 def _check_private(path: Path, file: str) -> None:

@@ -170,8 +170,8 @@ class ToRequest:
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None, folder: Path) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._folder = folder.absolute()
-        self.latents_folder = self._folder / LATENTS
+        self.folder = folder.absolute()
+        self.latents_folder = self.folder / LATENTS
 
     def __call__(self, job: Job) -> ClipToMake:
         """What the ranks get for `job`, which continues from its latest latent checkpoint."""
@@ -201,11 +201,11 @@ class ToRequest:
             latent_checkpoints.prune(self.latents_folder, key)
 
     def _photo(self, job: Job) -> Photo | None:
-        path = job.photo_in(self._folder)
+        path = job.photo_in(self.folder)
         return None if path is None else Photo(path, job.photo_sha256, 0, 0)
 
     def _output(self, job: Job) -> OutputConfig:
-        return OutputConfig(path=str(job.clip_in(self._folder)))
+        return OutputConfig(path=str(job.clip_in(self.folder)))
 
     def _metadata_and_key(self, job: Job) -> tuple[dict[str, Any], str]:
         """The clip's metadata, and the key of its latent checkpoints.

@@ -23,6 +23,7 @@ from svdpp.plan.costs import PRESETS, Costs, measured_costs
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
 from svdpp.serve.feeder import Feeder, LargeImage, RunningClip
+from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 
@@ -195,6 +196,8 @@ class JobEstimates:
         self._costs = costs
         self._delay = delay
         self._lock = threading.Lock()
+        self.num_servers: Callable[[], int] = lambda: 1
+        """How many servers take the jobs that wait, this one among them."""
         self._made_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
 
@@ -223,19 +226,34 @@ class JobEstimates:
             self._lock.release()
 
     def _estimate(self) -> dict[str, Estimate]:
-        estimates = estimate(self._clips(), delay=self._delay())
+        number = self.num_servers()
+        waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
+        estimates = estimate(self._clips(waiting[::number]), delay=self._delay())
+        if number > 1:  # as many clips begin at about the same time
+            for place, (id, _) in enumerate(waiting):
+                first = estimates[waiting[place - place % number][0]]
+                place += (first.place or 0) - place // number
+                estimates[id] = replace(first, place=place)
         if self._costs.are_known:
             return estimates
         return {id: replace(clip, eta_seconds=None) for id, clip in estimates.items()}
 
-    def _clips(self) -> list[ClipAhead]:
-        """The open clips: those in the pipeline, those on the way to it, those in the queue."""
-        waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
+    def elsewhere(self, job: Job) -> float | None:
+        """Seconds until a clip of another server is finished, if that one is as fast as this."""
+        if not self._costs.are_known:
+            return None
+        route, costs = self._route(0, job.sampling), self._costs.costs(job.sampling)
+        route = route.resumed(job.step) if job.step else route
+        clip = ClipAhead(id=job.id, route=route, costs=costs, has_begun=True)
+        return estimate([clip])[job.id].eta_seconds
+
+    def _clips(self, waiting: list[tuple[str, SamplingConfig]]) -> list[ClipAhead]:
+        """The open clips: those in the pipeline, those on the way to it, those that wait."""
         running, image = self._feeder.clips(), self._feeder.unprepared()
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
-        taken = [(job.id, job.sampling) for job in self._queue.running()]
+        taken = [(job.id, job.sampling) for job in self._queue.claimed()]
         for id, sampling in (*taken, *_in_turn(waiting, image, self._feeder.num_free)):
             if id not in clips:
                 route, costs = self._route(next_clip, sampling), costs_of(sampling)

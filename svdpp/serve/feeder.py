@@ -22,6 +22,7 @@ from svdpp.serve.clips import ClipToMake, ToRequest
 from svdpp.serve.events import Notifier
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import remove_lost_clips
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
@@ -47,6 +48,8 @@ class RunningClip:
     """None until the pipeline has the clip."""
     moved_at: float = 0.0
     """Monotonic time of the latest change of its progress."""
+    is_lost: bool = False
+    """Whether another server may have the job by now."""
 
     @property
     def progress(self) -> ClipProgress:
@@ -137,6 +140,14 @@ class Feeder:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
+    def lose(self, job_ids: list[str]) -> None:
+        """Stops the work on jobs whose claims have ended; nothing of it is kept."""
+        for id in job_ids:
+            if (clip := self.get(id)) is not None:
+                logger.warning("{} was not renewed in time: another server makes it", id)
+                clip.is_lost = True
+                self.ask_to_cancel(id)
+
     def image_ready(self, event: ImageReady) -> None:
         """Notes that a rank has prepared an image."""
         with self._changed:
@@ -165,6 +176,11 @@ class Feeder:
     def get(self, job_id: str) -> RunningClip | None:
         """The clip of a job that the ranks have."""
         return self._clips.get(job_id)
+
+    def steps_done(self, job_id: str) -> int:
+        """How many steps of a job that the ranks have are done."""
+        clip = self.get(job_id)
+        return 0 if clip is None else clip.progress.steps_done
 
     def of_clip(self, clip: int | None) -> RunningClip | None:
         """The clip of an index in the pipeline."""
@@ -196,6 +212,8 @@ class Feeder:
             and not self.is_disk_low
             and self._seconds_left() == math.inf
             and self.num_free > 0
+            # Else this server could claim the same job again, and have it twice.
+            and not any(clip.is_lost for clip in self.clips())
         )
 
     def begin(self) -> None:
@@ -210,7 +228,7 @@ class Feeder:
         self._check_disk()
         while self._may_take:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
-            image = self._large_image(pipeline)
+            image = self._persist(lambda: self._large_image(pipeline))
             prepared = image.job.id if image is not None and image.is_ready else None
             job = self._persist(functools.partial(self._queue.take_next, prepared))
             self._is_queue_empty = job is None
@@ -219,7 +237,8 @@ class Feeder:
                 self._submit(pipeline, job)
         if self._has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            if not self._queue.counts(with_held=True)[JobState.QUEUED]:  # held ones may go on
+            left = self._persist(lambda: self._queue.counts(with_held=True))  # held ones may go on
+            if not left[JobState.QUEUED] + left[JobState.IN_PROGRESS]:
                 self._to_request.forget_all()
             self._has_latents = False
 
@@ -258,13 +277,17 @@ class Feeder:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
+        if self.get(job.id) is not None:  # its claim had ended without this server's knowledge
+            self.lose([job.id])
+            self._put_back(job.id, counts=False)
+            return
         try:
             to_make = self._to_request(job)
         except Exception as error:
             self._fail(job.id, error)
             return
         if (metadata := to_make.finished_metadata()) is not None:
-            self._complete(job.id, metadata)
+            self._complete(job, metadata)
             return
         clip = RunningClip(self._next_clip, job, to_make)
         with self._changed:
@@ -281,7 +304,7 @@ class Feeder:
         self._next_clip += 1
         clip.handle.add_progress_callback(lambda _: self._moved(clip))
         clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
-        self._notifier.changed(job.id)
+        self._tell(job.id)
 
     def _moved(self, clip: RunningClip) -> None:
         """Called in the pipeline's thread."""
@@ -310,22 +333,22 @@ class Feeder:
             self._done.popleft()
 
     def _settle(self, job_id: str, handle: ClipHandle, run_has_ended: bool) -> None:
+        clip = self._clips[job_id]
         try:
             result = None if handle.cancelled() else handle.result()
         except CancelledError:
             result = None
         except BaseException as error:
             if not run_has_ended and not isinstance(error, ClosedError):  # else: `put_back_all`
-                self._settle_failed(self._clips[job_id], error)
+                self._settle_failed(clip, error)
                 self._remove(job_id)
             return
         if result is not None:
-            self._complete(job_id, result.metadata)
+            self._complete(clip.job, result.metadata)
             self.num_completed += 1
-        else:
-            self._persist(lambda: self._queue.cancelled(job_id))
-            self._to_request.forget(self._clips[job_id].job)
-            self._notifier.changed(job_id)
+        elif self._persist(lambda: self._queue.cancelled(job_id)):
+            self._to_request.forget(clip.job)
+            self._tell(job_id)
         self._remove(job_id)
 
     def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
@@ -334,22 +357,21 @@ class Feeder:
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)
             self._put_back(clip.job.id, counts=False)
-        else:
-            self._fail(clip.job.id, error)
+        elif self._fail(clip.job.id, error):
             self._to_request.forget(clip.job)
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
         """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
         for clip in self.clips():
-            job = self._queue.get(clip.job.id)
+            job = self._persist(functools.partial(self._queue.get, clip.job.id))
             counts = clip.job.id in blamed and job is not None and not job.cancel_asked
             if counts and job is not None and job.attempts + 1 >= MAX_ATTEMPTS:
-                self._fail(job.id, _died_again(error))
-                self._to_request.forget(clip.job)
+                if self._fail(job.id, _died_again(error)):
+                    self._to_request.forget(clip.job)
             else:
                 self._put_back(clip.job.id, counts=counts)
             self._remove(clip.job.id)
-        for left in self._queue.running():  # taken, but not yet given to the ranks
+        for left in self._persist(self._queue.claimed):  # taken, but not yet given to the ranks
             self._put_back(left.id, counts=False)
 
     def _remove(self, job_id: str) -> None:
@@ -357,29 +379,35 @@ class Feeder:
             self._clips.pop(job_id, None)
             self._changed.notify_all()
 
-    def _complete(self, job_id: str, metadata: dict[str, Any]) -> None:
-        self._persist(lambda: self._queue.complete(job_id, metadata))
-        self._notifier.changed(job_id)
+    def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
+        is_completed = self._persist(lambda: self._queue.complete(job.id, metadata))
+        if job.token:
+            remove_lost_clips(self._to_request.folder, job, is_lost=not is_completed)
+        self._tell(job.id)
 
-    def _fail(self, job_id: str, error: BaseException) -> None:
+    def _fail(self, job_id: str, error: BaseException) -> bool:
         logger.warning("{} failed: {}", job_id, error)
-        self._persist(lambda: self._queue.fail(job_id, error))
-        self._notifier.changed(job_id)
+        is_failed = self._persist(lambda: self._queue.fail(job_id, error))
+        self._tell(job_id)
+        return is_failed
 
     def _put_back(self, job_id: str, *, counts: bool) -> None:
         self._persist(lambda: self._queue.put_back(job_id, counts=counts))
-        self._notifier.changed(job_id)
+        self._tell(job_id)
         self._is_queue_empty = False
 
+    def _tell(self, job_id: str) -> None:
+        self._persist(lambda: self._notifier.changed(job_id))
+
     def _persist(self, change: Callable[[], _T]) -> _T:
-        """Makes a change of the queue, however long the disk is full."""
+        """Asks or changes the queue, however long the disk is full or the database away."""
         while True:
             try:
                 return change()
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                logger.error("the queue cannot be written, trying again: {}", error)
+                logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
 

@@ -33,6 +33,7 @@ from svdpp.serve.api_errors import ApiError, in_words, invalid_request
 from svdpp.serve.views import FIELDS, Fit, FormField, Model, params_by_field, params_view, size_of
 
 MAX_PRIORITY = 9
+MAX_URL_CHARACTERS = 2000
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
 _SIDES = "width x height"
@@ -113,6 +114,15 @@ class VideoRequest(BaseModel):
     priority: Annotated[
         int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
+    callback_url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://[!-~]+$",
+            max_length=MAX_URL_CHARACTERS,
+            description="Where a webhook goes when the clip is completed or failed; one of the "
+            "hosts that the server allows.",
+        ),
+    ] = None
 
     @field_validator("*", mode="before")
     @classmethod

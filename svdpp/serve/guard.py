@@ -31,7 +31,7 @@ JSON_BYTES = 16 * 2**20
 _PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready", "/openapi.json"})
 
 #: A name or an address, and a port.
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
 _CLOSE = {"Connection": "close"}
@@ -245,7 +245,7 @@ def _check_host(headers: Headers) -> None:
     that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.
     """
     host = headers.get("host", "")
-    name = _HOST.fullmatch(host)
+    name = HOST.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
         raise ApiError(
             403,

@@ -1,4 +1,4 @@
-"""The Job: one requested clip, its parameters and its state, as the queue stores it."""
+"""What the queue stores: the Job, which is one requested clip, and the servers that share it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ class Job:
         photo_pixels: width times height; 0 without an image.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
+        server: id of the server that has claimed it, or has ended it.
+        token: counts the claims, if servers share the queue; else 0.
+        step: how many steps are done, as its server said last.
         attempts: how often ranks have died during this clip.
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
         proof: whether the clip was compared with one device; `failed`: it could not be.
+        callback_url: where a webhook goes when it is completed or failed.
+        callback_due: when to try next; None once the webhook is delivered or given up.
+        callback_attempts: how often it was tried.
+        callback_error: of the last try; None if that delivered it.
     """
 
     id: str
@@ -69,6 +76,9 @@ class Job:
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
     held: str | None = None
+    server: str | None = None
+    token: int = 0
+    step: int = 0
     started_at: float | None = None
     finished_at: float | None = None
     attempts: int = 0
@@ -78,14 +88,62 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     proof: Proof = "none"
     proof_reason: str | None = None
+    callback_url: str | None = None
+    callback_due: float | None = 0.0
+    callback_attempts: int = 0
+    callback_error: str | None = None
 
     def clip_in(self, folder: Path) -> Path:
         """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
-        return folder / CLIPS / f"{self.id}.mp4"
+        return clip_file(folder, self.id, self.token)
 
     def photo_in(self, folder: Path) -> Path | None:
         """The photograph's file in a data folder; it may not exist."""
         return folder / PHOTOS / self.photo if self.photo else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetServer:
+    """One server, as it has described itself.
+
+    Args:
+        weights: fingerprint or commit of the model's weights; empty if they never change.
+        sizes: of frames, such as `1024x576`.
+        ranks: that it has when it is ready.
+        free: clips that its ranks could take now.
+        claims: clips that it has.
+        seen_seconds: since it said so.
+        is_live: whether that is less than a lease ago.
+    """
+
+    id: str
+    host: str
+    version: str
+    model: str
+    weights: str
+    sizes: list[str]
+    ranks: int
+    state: Literal["starting", "ready", "restarting", "closing"]
+    free: int
+    claims: int
+    seen_seconds: float
+    is_live: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Equal for servers whose clips are equal."""
+        return self.weights or self.model
+
+
+def clip_file(folder: Path, id: str, token: int) -> Path:
+    """The file that the claim of a token writes.
+
+    Each claim has a file of its own, and the row of a completed job names the one of the claim that
+    completed it. So the transaction that completes the job also publishes the file, which is on the
+    disk by then: a clip is never published twice, nor without its file, and what a server writes
+    that has lost its claim is never read.
+    """
+    return folder / CLIPS / (f"{id}-{token}.mp4" if token else f"{id}.mp4")
 
 
 def new_id() -> str:

@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -29,7 +29,7 @@ from svdpp.errors import RequestError
 from svdpp.launch.gpus import Gpu, open_nvml, visible_gpus
 from svdpp.serve.engine import Engine
 from svdpp.serve.events import Followers
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job import FleetServer, Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
 
@@ -52,6 +52,8 @@ class Metrics(Collector):
 
     def __init__(self, queue: JobQueue, engine: Engine, followers: Followers) -> None:
         self._queue, self._engine, self._followers = queue, engine, followers
+        self.servers: Callable[[], list[FleetServer]] = list
+        """Those that share the queue."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
@@ -175,6 +177,14 @@ class Metrics(Collector):
             ("svdpp_event_streams", "Open event streams.", self._followers.number),
         ):
             yield GaugeMetricFamily(name, text, value)
+        servers = {server.id: server for server in self.servers()}
+        for name, text, about in (
+            ("svdpp_server_seen_seconds", "Since each server said that it lives.", "seen_seconds"),
+            ("svdpp_server_ranks", "Ranks of each server.", "ranks"),
+            ("svdpp_server_claims", "Clips that each server has.", "claims"),
+        ):
+            values = {id: getattr(server, about) for id, server in servers.items()}
+            yield _by("server", name, text, values)
         yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", self._engine.restarts)
         yield _by("process", "svdpp_resident_bytes", "Resident memory.", _resident_bytes())
         yield from _of_gpus()

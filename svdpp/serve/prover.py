@@ -37,6 +37,8 @@ Verdict = Literal["equal", "different"]
 _POLL_SECONDS = 0.05
 # How often idle time is looked for.
 _LOOK_SECONDS = 0.5
+# Each look of each server of a fleet is a query of the same database.
+_SHARED_LOOK_SECONDS = 10.0
 _MAX_REQUESTED = 1000
 # Until it has removed its temporary files.
 _END_SECONDS = 5.0
@@ -122,7 +124,8 @@ class Prover:
             except Exception:
                 logger.exception("the verification of a clip failed")
             with self._changed:
-                self._changed.wait(_LOOK_SECONDS)
+                is_shared = self._queue.is_shared
+                self._changed.wait(_SHARED_LOOK_SECONDS if is_shared else _LOOK_SECONDS)
 
     def _begin(self) -> Job | None:
         """The next job to verify, whose proof is `running` from now on: a requested one first."""

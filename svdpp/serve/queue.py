@@ -1,9 +1,13 @@
 """The queue of jobs: each change of a job's state, which is durable at once, and each question.
 
 Every change names the states that it may start from, so a late one changes nothing. The tables are
-in `queue_file`. Owners take turns: the owner whose last job was taken longest ago is next. An
+in `database`. Owners take turns: the owner whose last job was taken longest ago is next. An
 owner's `turn` is 0 before the first job, and becomes the largest of all each time that one of its
 jobs is taken.
+
+A job in progress is a claim of one server. In a queue that servers share, a claim is a lease: it
+ends unless it is renewed, and then another server claims the job. Each claim counts up the job's
+fencing token, and only the server whose claim has the job's present token can end or put it back.
 """
 
 from __future__ import annotations
@@ -11,21 +15,29 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sqlite3
+import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
-from svdpp.errors import RequestError, SvdppError, error_to_dict
+from svdpp.errors import OutputError, RequestError, SvdppError, error_to_dict
+from svdpp.serve.database import Database, Statements
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_file import QueueFile
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
 AGEING_SECONDS = 600.0
+
+#: What a server says when there is a new job.
+_QUEUED = "queued"
+# Until then the list has a server that says nothing.
+_FORGET_SECONDS = 86400
 
 
 def _any_of(states: Iterable[JobState]) -> str:
@@ -41,27 +53,55 @@ _OPEN = f"(state = 'in_progress' OR {_WAITING})"
 # --- the transitions that depend on more than the state -------------------------------------------
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
+_KIND = "coalesce(nullif(weights, ''), model)"
+# The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
+# PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
 _NEXT = f"""
-    SELECT id FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} AND {{}} ORDER BY coalesce(owners.turn, 0), due, seq LIMIT 1
+    WITH firsts AS MATERIALIZED (SELECT turn, (
+        SELECT seq FROM jobs WHERE jobs.owner = owners.owner
+            AND {_WAITING} AND {{}} ORDER BY due, seq LIMIT 1) AS first FROM owners)
+    SELECT jobs.id FROM firsts JOIN jobs ON seq = first
+    WHERE state = 'queued' ORDER BY firsts.turn, due, seq LIMIT 1
 """
-_TAKE = f"""
-UPDATE jobs SET state = 'in_progress', started_at = ?,
+_CLAIM = f"""
+UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token + ?,
+    lease_until = clock() + ?, step = 0,
     turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
-WHERE id = ({_NEXT.format(f"(id = ? OR NOT {_LARGE})")}) RETURNING {_COLUMNS}
+WHERE id = ({{}}) RETURNING {_COLUMNS}
 """
+_NEW_OWNER = "INSERT INTO owners VALUES (?, 0) ON CONFLICT (owner) DO NOTHING"
 _SPEND_TURN = """
 INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
-_PUT_BACK = """
+_EXPIRED = "coalesce(lease_until, 0) <= clock()"
+_PUT_BACK = f"""
 UPDATE jobs SET
     state = CASE WHEN cancel_asked THEN 'cancelled' ELSE 'queued' END,
     finished_at = CASE WHEN cancel_asked THEN ? END,
     started_at = CASE WHEN cancel_asked THEN started_at END,
-    attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END
-WHERE id = ? AND state = 'in_progress' RETURNING cancel_asked, turn, owner
+    attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END,
+    server = NULL
+WHERE id = ? AND state = 'in_progress' AND (token = ? OR {_EXPIRED})
+RETURNING cancel_asked, turn, owner
 """
+_RENEW = """
+UPDATE jobs SET lease_until = clock() + ?, step = ?
+WHERE id = ? AND state = 'in_progress' AND token = ? RETURNING cancel_asked
+"""
+# One statement each, because every server asks them all the time.
+_REGISTER = """
+WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
+INSERT INTO servers VALUES (?, ?, clock())
+ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
+"""
+_SERVERS = """
+SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
+    (SELECT server, count(*) AS number FROM jobs WHERE state = 'in_progress' GROUP BY server)
+    AS claims ON server = id
+ORDER BY id
+"""
+_FILES = "SELECT id, photo, token FROM jobs"
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
 _IN_TURN = f"""
@@ -69,8 +109,17 @@ SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
         first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
     FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
+    WHERE {_WAITING} AND {{}} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
+"""
+# A try that ends without `set_callback`, because its server was killed, is due again later.
+_TAKE_CALLBACK = f"""
+UPDATE jobs SET callback_due = ?, callback_attempts = callback_attempts + 1
+WHERE callback_due <= ? AND id = (
+    SELECT id FROM jobs
+    WHERE callback_url IS NOT NULL AND callback_due <= ? AND state IN ('completed', 'failed')
+    ORDER BY callback_due LIMIT 1
+) RETURNING {_COLUMNS}
 """
 
 
@@ -81,11 +130,79 @@ class QueueFullError(SvdppError):
     """
 
 
-class JobQueue(QueueFile):
+class _CannotMakeError(Exception):
+    """This server's ranks cannot make the job that comes next; its argument is the job's id."""
+
+
+class JobQueue:
     """The jobs of a server. Any thread may call any method; each is durable before it returns.
 
     The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`.
+
+    Args:
+        folder: the data folder, which has the queue too unless there is a `url`.
+        adopts: whether a folder that has other files becomes a data folder.
+        url: of a PostgreSQL database, which other servers may share.
+        lease_seconds: how long a claim lasts that is not renewed; only with a `url`.
     """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        adopts: bool = False,
+        url: str | None = None,
+        lease_seconds: float = 30.0,
+    ) -> None:
+        if url is None:
+            self._database: Database = QueueFile(folder, adopts=adopts)
+        else:
+            from svdpp.serve.queue_server import QueueServer  # needs the extra
+
+            self._database = QueueServer(url, folder, adopts=adopts)
+        self.is_shared = self._database.is_shared
+        """Whether other servers may take its jobs, too."""
+        self.lease_seconds = lease_seconds if self.is_shared else None
+        self.server = secrets.token_hex(8)
+        """The id of this server."""
+        self.kind: str | None = None
+        """The weights of the jobs that this server takes, or their model; None: of all jobs."""
+        self.why_not: Callable[[Job], str | None] = lambda _: None
+        """Why this server cannot make a job of its kind; None: it can."""
+        # The tokens of what this server has claimed. They are 0 in a queue that is not shared.
+        self._claims: dict[str, int] = {}
+        self._passed: set[str] = set()
+        # Jobs whose end may have been stored, although the database went away before it said so.
+        self._unanswered: set[str] = set()
+
+    def close(self) -> None:
+        """Close the queue; does nothing the second time."""
+        self._database.close()
+
+    def check_there(self) -> None:
+        """Checks that what is written is kept."""
+        self._database.check_there()
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken."""
+        return self._database.is_disk_low
+
+    def change(self, alone: str = "") -> AbstractContextManager[Statements]:
+        """A transaction: durable after the block, and nothing of it if the block raises.
+
+        No two that name the same `alone` run at the same time.
+        """
+        return self._database.change(alone)
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        """The rows of a query, which does not wait for changes."""
+        return self._database.rows(query, *values)
+
+    @property
+    def _own(self) -> tuple[str, list[str]]:
+        """The condition of the jobs that this server takes, and its values."""
+        return ("true", []) if self.kind is None else (f"{_KIND} = ?", [self.kind])
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -96,11 +213,12 @@ class JobQueue(QueueFile):
         removes the new photograph. QueueFullError: a limit is reached.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
-        with self.change() as database:
-            for row in database.execute(known, (job.owner, job.idempotency_key)):
+        with self.change(alone="add") as database:
+            for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
             _insert(database, job)
+            self._tell(database, _QUEUED)
         return job
 
     def take_next(self, prepared: str | None = None) -> Job | None:
@@ -108,24 +226,46 @@ class JobQueue(QueueFile):
 
         Jobs with large images are passed over, but for the one whose image is `prepared`.
         """
-        with self.change() as database:
-            for row in database.execute(_TAKE, (time.time(), prepared)).fetchall():
-                job = _job_of(row)
-                database.execute(_SPEND_TURN, (job.owner,))
-                return job
-        return None
+        while True:
+            try:
+                return self._take(prepared)
+            except _CannotMakeError as job:
+                self._passed.add(job.args[0])
+
+    def _take(self, prepared: str | None) -> Job | None:
+        passed = f"id NOT IN ({_marks(self._passed)})" if self._passed else "true"
+        own, kind = self._own
+        following = _NEXT.format(f"{own} AND (id = ? OR NOT {_LARGE}) AND {passed}")
+        query = _CLAIM.format(f"{following} {self._database.row_lock}")
+        counted = int(self.is_shared)
+        claim = time.time(), self.server, counted, self.lease_seconds, *kind, prepared
+        # One after the other: each takes the turn of an owner, which the next one has to see.
+        with self.change(alone="take") as database:
+            rows = database.execute(query, (*claim, *self._passed)).fetchall()
+            if not rows:
+                return None
+            job = _job_of(rows[0])
+            if self.why_not(job) is not None:
+                raise _CannotMakeError(job.id)
+            database.execute(_SPEND_TURN, (job.owner,))
+        self._claims[job.id] = job.token
+        return job
 
     def put_back(self, id: str, *, counts: bool) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
 
         It `counts` as an attempt if ranks died during it.
         """
+        token = self._claims.get(id, 0)
         with self.change() as database:
-            rows = database.execute(_PUT_BACK, (time.time(), counts, id)).fetchall()
+            values = time.time(), int(counts), id, token
+            rows = database.execute(_PUT_BACK, values).fetchall()
             for is_cancelled, turn, owner in rows:
                 if not is_cancelled:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
-            return bool(rows)
+                    self._tell(database, _QUEUED)
+        self._claims.pop(id, None)
+        return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any]) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
@@ -138,11 +278,15 @@ class JobQueue(QueueFile):
 
     def cancel_waiting(self, id: str) -> bool:
         """QUEUED to CANCELLED."""
-        return self._end(id, JobState.CANCELLED, begin=JobState.QUEUED)
+        return self._change(
+            id, [JobState.QUEUED], state=JobState.CANCELLED, finished_at=time.time()
+        )
 
     def ask_to_cancel(self, id: str) -> bool:
         """Mark a job in progress, also for the next start of the server; the state stays."""
-        return self._change(id, [JobState.IN_PROGRESS], cancel_asked=1)
+        with self.change() as database:
+            self._tell(database, id)
+            return _change(database, id, [JobState.IN_PROGRESS], cancel_asked=True)
 
     def cancelled(self, id: str) -> bool:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
@@ -155,6 +299,18 @@ class JobQueue(QueueFile):
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA that the client was given."""
         return self._change(id, JobState, promised_seconds=seconds)
+
+    def take_callback(self, seconds: float) -> Job | None:
+        """The next job whose webhook is due, which is not due again for so many seconds."""
+        now = time.time()
+        with self.change() as database:
+            rows = database.execute(_TAKE_CALLBACK, (now + seconds, now, now)).fetchall()
+        return _job_of(rows[0]) if rows else None
+
+    def set_callback(self, id: str, due: float | None, error: str | None) -> bool:
+        """Set the outcome of a try: when to try next, and what went wrong."""
+        states = [JobState.COMPLETED, JobState.FAILED]
+        return self._change(id, states, callback_due=due, callback_error=error)
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
@@ -175,20 +331,90 @@ class JobQueue(QueueFile):
         return [reason for _, reason in held if reason is not None]
 
     def recover(self) -> list[Job]:
-        """At the start of a server: put back and return every job in progress, as it is now."""
-        ids = [job.id for job in self.running()]
+        """Put back and return every job in progress that no server has claimed, as it is now.
+
+        In a queue that is not shared, those are what an earlier server has left.
+        """
+        # After an outage all leases may have ended: those who hold them are to renew them first.
+        if self._database.connected_seconds < (self.lease_seconds or 0):
+            return []
+        ended = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
+        ids = [id for id in ended if id not in self._claims]
         for id in ids:
             self.put_back(id, counts=False)
         return [job for id in ids if (job := self.get(id)) is not None]
 
-    def _end(
-        self, id: str, state: JobState, *, begin: JobState = JobState.IN_PROGRESS, **values: Any
-    ) -> bool:
-        return self._change(id, [begin], state=state, finished_at=time.time(), **values)
+    def _end(self, id: str, state: JobState, **values: Any) -> bool:
+        """Ends a job in progress that this server has claimed; whether it has."""
+        token = self._claims.get(id, 0)
+        values |= {"state": state, "finished_at": time.time()}
+        try:
+            with self.change() as database:
+                is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
+            is_ended |= id in self._unanswered and self._is_ended(id, state, token)
+        except OutputError:
+            self._unanswered.add(id)
+            raise
+        self._claims.pop(id, None)
+        self._unanswered.discard(id)
+        return is_ended
+
+    def _is_ended(self, id: str, state: JobState, token: int) -> bool:
+        job = self.get(id)
+        return job is not None and (job.state, job.token) == (state, token)
 
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
         with self.change() as database:
             return _change(database, id, states, **values)
+
+    # --- a queue that servers share ---------------------------------------------------------------
+
+    def renew(self, step_of: Callable[[str], int]) -> list[str]:
+        """Renew this server's claims; the ids of those that it has lost.
+
+        `step_of` says how many steps of a job are done, for other servers to tell.
+        """
+        self._passed.clear()
+        lost = []
+        for id, token in list(self._claims.items()):
+            with self.change() as database:
+                values = self.lease_seconds, step_of(id), id, token
+                rows = database.execute(_RENEW, values).fetchall()
+            if not rows and self._claims.get(id) == token:
+                del self._claims[id]
+                lost.append(id)
+        return lost
+
+    def release(self) -> None:
+        """At the end of a server: put back what it has claimed, and strike it off."""
+        for id in list(self._claims):
+            self.put_back(id, counts=False)
+        with self.change() as database:
+            database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
+
+    def register(self, about: Mapping[str, Any]) -> None:
+        """Say that this server lives, and what it can make."""
+        self.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
+
+    def servers(self) -> list[dict[str, Any]]:
+        """What each server has said, with `id`, `seen_seconds` and `claims`."""
+        return [
+            {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
+            for id, about, seen, claims in self.rows(_SERVERS)
+        ]
+
+    def listen(self, seconds: float) -> tuple[bool, list[str]]:
+        """Whether jobs were queued, and ids of jobs to be cancelled, as soon as a server says so.
+
+        Nothing after so many seconds.
+        """
+        said = self._database.listen(seconds)
+        return _QUEUED in said, [id for id in said if id != _QUEUED]
+
+    def _tell(self, database: Statements, what: str) -> None:
+        """Says something to all servers, if the transaction succeeds."""
+        if self.is_shared:
+            database.execute("SELECT pg_notify('svdpp', ?)", (what,))
 
     # --- reads ------------------------------------------------------------------------------------
 
@@ -217,15 +443,22 @@ class JobQueue(QueueFile):
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
-        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN)]
+        own, kind = self._own
+        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN.format(own), *kind)]
 
     def next_large(self) -> Job | None:
         """The next of the queued jobs with large images."""
-        return next(iter(self._jobs(f"WHERE id = ({_NEXT.format(_LARGE)})")), None)
+        own, kind = self._own
+        following = _NEXT.format(f"{own} AND {_LARGE}")
+        return next(iter(self._jobs(f"WHERE id = ({following})", *kind)), None)
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
+
+    def claimed(self) -> list[Job]:
+        """Those of them that this server has taken."""
+        return [job for job in self.running() if job.server == self.server]
 
     def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
@@ -248,19 +481,17 @@ class JobQueue(QueueFile):
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
-        return self._ids(
-            "state = 'completed' AND proof = 'none'"
-            " AND json_extract(metadata, '$.file_sha256') IS NOT NULL ORDER BY seq DESC"
-        )
+        has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
+        return self._ids(f"state = 'completed' AND proof = 'none' AND {has_file} ORDER BY seq DESC")
 
     def finished(self) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
         where = f"{_FINAL} AND proof != 'running' ORDER BY finished_at, seq"
         return dict(self.rows(f"SELECT id, finished_at FROM jobs WHERE {where}"))
 
-    def photos(self) -> dict[str, str]:
-        """The name of the photograph's file of every job, by id."""
-        return dict(self.rows("SELECT id, photo FROM jobs"))
+    def files(self) -> dict[str, tuple[str, int]]:
+        """The name of the photograph's file of every job and its token, by id."""
+        return {id: (photo, token) for id, photo, token in self.rows(_FILES)}
 
     def _ids(self, where: str) -> list[str]:
         return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
@@ -269,22 +500,31 @@ class JobQueue(QueueFile):
         return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]
 
 
-def _insert(database: sqlite3.Connection, job: Job) -> None:
+def _marks(values: Iterable[Any]) -> str:
+    return ", ".join("?" for _ in values)
+
+
+def _insert(database: Statements, job: Job) -> None:
     values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
     values["due"] = job.created_at - job.priority * AGEING_SECONDS
-    marks = ", ".join("?" * len(values))
-    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({marks})"
+    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
     database.execute(query, tuple(values.values()))
+    database.execute(_NEW_OWNER, (job.owner,))
 
 
 def _change(
-    database: sqlite3.Connection, id: str, states: Iterable[JobState], **values: Any
+    database: Statements,
+    id: str,
+    states: Iterable[JobState],
+    token: int | None = None,
+    **values: Any,
 ) -> bool:
-    """Sets columns of a row if its state is one of `states`; whether it was."""
+    """Sets columns of a row if its state is one of `states`, and its token `token`; whether so."""
     columns = ", ".join(f"{name} = ?" for name in values)
-    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)}"
+    has_token = "true" if token is None else f"token = {token}"
+    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
     return database.execute(query, (*values.values(), id)).rowcount == 1
 
 
@@ -319,10 +559,10 @@ def _sampling_of(text: str) -> SamplingConfig:
 
 
 def _check_limits(
-    database: sqlite3.Connection, owner: str, limit: int | None, limit_of_owner: int | None
+    database: Statements, owner: str, limit: int | None, limit_of_owner: int | None
 ) -> None:
     query = f"SELECT owner, count(*) FROM jobs WHERE {_OPEN} GROUP BY owner"
-    open_jobs = dict(database.execute(query))
+    open_jobs = dict(database.execute(query).fetchall())
     total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
     if limit is not None and total >= limit:
         raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
@@ -333,7 +573,8 @@ def _check_limits(
 
 def _same_request(known: Job, job: Job) -> Job:
     """`known`, if `job` asks for the same clip."""
-    for name in ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority"):
+    names = ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    for name in (*names, "callback_url"):
         if getattr(known, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "

@@ -6,6 +6,7 @@ be removed again; so what has no row was never meant to go, and is kept.
 
 from __future__ import annotations
 
+import math
 import re
 import stat
 import tempfile
@@ -16,16 +17,19 @@ from pathlib import Path
 from loguru import logger
 
 from svdpp.media import output_files
-from svdpp.serve.job import CLIPS, PHOTOS
+from svdpp.serve.database import LOST
+from svdpp.serve.job import CLIPS, PHOTOS, Job, clip_file, new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.queue_file import LOST
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
     PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z]{3,4}"),
-    CLIPS: re.compile(r"(video_[0-9a-f]{32})\.mp4(\.json)?"),
+    CLIPS: re.compile(r"(video_[0-9a-f]{32})(-\d+)?\.mp4(\.json)?"),
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
+_ID_LENGTH = len(new_id())
+# A file that is younger may be of a request to another server, which has no row yet.
+_UPLOAD_SECONDS = 3600.0
 
 
 def sweep(
@@ -42,8 +46,8 @@ def sweep(
     """
     with _errors(folder):
         sizes = {
-            id: sum(map(_num_bytes, _files(folder, id, photo)))
-            for id, photo in queue.photos().items()
+            id: sum(map(_num_bytes, _files(folder, id, photo, token)))
+            for id, (photo, token) in queue.files().items()
         }
     total, removed = sum(sizes.values()), []
     for id, finished_at in queue.finished().items():
@@ -61,14 +65,25 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     if job is None or not job.state.is_final:
         return False
     with _errors(folder):
-        for path in _files(folder, id, job.photo):
+        for path in _files(folder, id, job.photo, job.token):
             path.unlink(missing_ok=True)
     return queue.remove(id)
 
 
-def _files(folder: Path, id: str, photo: str) -> list[Path]:
-    clip = folder / CLIPS / f"{id}.mp4"
-    return [clip, Path(f"{clip}.json"), *([folder / PHOTOS / photo] if photo else [])]
+def remove_lost_clips(folder: Path, job: Job, *, is_lost: bool) -> None:
+    """Remove what the claims of a job before this one have written; with `is_lost`, this one's."""
+    numbers = [job.token] if is_lost else range(1, job.token)
+    for number in numbers:
+        clip = clip_file(folder, job.id, number)
+        for path in (clip, Path(f"{clip}.json")):
+            output_files.remove(path)
+
+
+def _files(folder: Path, id: str, photo: str, token: int) -> list[Path]:
+    """All that a job may have, also the clips of servers that have lost it."""
+    clips = [clip_file(folder, id, number) for number in range(min(token, 1), token + 1)]
+    jsons = [Path(f"{clip}.json") for clip in clips]
+    return [*clips, *jsons, *([folder / PHOTOS / photo] if photo else [])]
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
@@ -78,15 +93,16 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     with the names that a server gives are touched, and links are not followed. Unfinished uploads,
     which no client was promised, are removed. Returns the files at their new places.
     """
-    ids = queue.photos()
+    oldest = time.time() - _UPLOAD_SECONDS if queue.is_shared else math.inf
+    ids = queue.files()
     with _errors(folder):
-        for path in _regular_files(folder / PHOTOS, _UPLOAD):
+        for path in _regular_files(folder / PHOTOS, _UPLOAD, oldest):
             path.unlink()
         strangers = [
             path
             for name, own in _OWN.items()
-            for path in _regular_files(folder / name, own)
-            if path.name.partition(".")[0] not in ids
+            for path in _regular_files(folder / name, own, oldest)
+            if path.name[:_ID_LENGTH] not in ids
         ]
     if not strangers:
         return []
@@ -109,13 +125,16 @@ def _num_bytes(path: Path) -> int:
         return 0
 
 
-def _regular_files(folder: Path, own: re.Pattern[str]) -> list[Path]:
+def _regular_files(folder: Path, own: re.Pattern[str], oldest: float) -> list[Path]:
+    """Those with a name of `own` that were written before `oldest`."""
     if folder.is_symlink() or not folder.exists():
         return []
     return [
         path
         for path in sorted(folder.iterdir())
-        if own.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+        if own.fullmatch(path.name)
+        and stat.S_ISREG((about := path.lstat()).st_mode)
+        and about.st_mtime <= oldest
     ]
 
 

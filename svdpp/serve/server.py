@@ -43,6 +43,7 @@ _KEEP_ALIVE_SECONDS = 15
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
 _MAX_FILES = 16384
+_MAX_SHAPES = 256
 # A request changes threads several times, and each time waits so long for a thread that computes,
 # such as the ETAs of a long queue.
 _SWITCH_SECONDS = 0.0005
@@ -65,7 +66,12 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
     """The application and its service, by a config of `check_config`; nothing is started."""
-    queue = JobQueue(settings.folder.absolute(), adopts=settings.adopts)
+    queue = JobQueue(
+        settings.folder.absolute(),
+        adopts=settings.adopts,
+        url=settings.queue_url,
+        lease_seconds=settings.lease_seconds,
+    )
     try:
         service = Service(settings, queue)
         queue.recover()
@@ -80,9 +86,10 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
 def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
     """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
 
-    They keep their places, and go on at the start of a server that can make them.
+    They keep their places, and go on at the start of a server that can make them. In a queue that
+    is shared, another server may make them.
     """
-    why_no_route = functools.cache(admission.why_no_route)
+    why_no_route = functools.lru_cache(_MAX_SHAPES)(admission.why_no_route)
     own, weights = capabilities.model, capabilities.weights
 
     def why_not(job: Job) -> str | None:
@@ -91,6 +98,9 @@ def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> N
         other = "other weights of it" if job.model == own else own
         return f"its model is {job.model}, and this server runs {other}"
 
+    if queue.is_shared:
+        queue.kind, queue.why_not = weights or own, why_not
+        return
     for reason, number in Counter(queue.hold(why_not)).items():
         logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
 
@@ -128,7 +138,9 @@ class Server:
         gc.freeze()
         with self._signals():
             self._service.engine.start()
+            self._service.fleet.start()
             self._service.prover.start()
+            self._service.webhooks.start()
             threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
@@ -166,6 +178,8 @@ class Server:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
             self._service.engine.close(self._grace)
             self._service.prover.close()
+            self._service.webhooks.close()
+            self._service.fleet.close()
             self._service.followers.close()
         finally:
             self._http.should_exit = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from svdpp.serve.clips import Admission
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers
+from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
@@ -33,7 +34,8 @@ from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import remove_job
-from svdpp.serve.views import DeletedVideo, Video, video_of
+from svdpp.serve.views import DeletedVideo, Video, size_of, video_of
+from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
@@ -61,6 +63,14 @@ class ServerSettings:
     """For ETAs before there is a measurement; None: until then there are no ETAs."""
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
+    callback_hosts: Sequence[str] = ()
+    """Where webhooks may go, each a name or an address with its port."""
+    callback_secrets: Sequence[bytes] = ()
+    """That sign webhooks."""
+    queue_url: str | None = None
+    """Of the PostgreSQL database that servers share; None: a file in `folder`."""
+    lease_seconds: float = 30.0
+    """How long a claim lasts that is not renewed."""
 
 
 class Service:
@@ -96,6 +106,9 @@ class Service:
             when_idle=settings.verifies_when_idle,
             on_verdict=self.metrics.verified,
         )
+        self.webhooks = Webhooks(
+            queue, settings.callback_hosts, settings.callback_secrets, self.video
+        )
         self.capabilities = Capabilities.of(
             config.model.name,
             self.engine.checkpoint,
@@ -105,10 +118,20 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
+        self.fleet = Fleet(
+            queue,
+            self.engine,
+            model=self.capabilities.model,
+            weights=self.capabilities.weights,
+            sizes=[size_of(*size) for size in settings.sizes],
+        )
+        self.engine.estimates.num_servers = self.fleet.num_like_this
+        self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
         if job.state.is_final:
             self.metrics.ended(job)
+            self.webhooks.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -150,6 +173,8 @@ class Service:
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """
         self._check_open(has_key=idempotency_key is not None)
+        if request.callback_url is not None:
+            self.webhooks.check(request.callback_url)
         prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
         sampling = self.capabilities.sampling_of(request)
         self.admission.check(sampling)
@@ -171,17 +196,21 @@ class Service:
             created_at=time.time(),
             priority=request.priority,
             idempotency_key=idempotency_key,
+            callback_url=request.callback_url,
         )
-        stored = None
+        stored, is_known = None, True
         try:
             stored = self.queue.add(
                 job, max_open=self.settings.max_open, max_open_of_owner=owner.max_open
             )
         except QueueFullError as error:
             raise self._full(error.details) from error
+        except OutputError:
+            is_known = not self.queue.is_shared  # the database may have the row nevertheless
+            raise
         finally:
             photo = job.photo_in(self.folder)
-            if photo is not None and (stored is None or stored.id != id):
+            if photo is not None and is_known and (stored is None or stored.id != id):
                 output_files.remove(photo)
         if stored.id == id:
             logger.info("{} is requested", id)
@@ -256,6 +285,12 @@ class Service:
             return video_of(job, expires_at=None if kept is None else end + kept)
         if job.held is not None:
             return video_of(job)
+        is_own = self.queue.kind in (None, job.weights or job.model)
+        if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
+            eta = self.engine.estimates.elsewhere(job) if is_own else None
+            return video_of(job, eta_seconds=eta, step=job.step)
+        if not is_own:
+            return video_of(replace(job, held=self.fleet.why_waits(job)))
         estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job import FleetServer, Job, JobState, Proof
 from svdpp.serve.ranks import Rank, RankSpan
 
 Fit = Literal["stretch", "crop", "pad"]
@@ -28,7 +28,7 @@ def params_by_field(kind: Any) -> dict[str, Param]:
 
 #: The fields of all servers' forms.
 FIELDS = frozenset(
-    {"model", "seed", "seconds", "size", "priority"}
+    {"model", "seed", "seconds", "size", "priority", "callback_url"}
     | {"input_reference", "fit", "prompt", "negative_prompt"}
 ).union(*map(params_by_field, SAMPLING_CLASSES.values()))
 
@@ -60,6 +60,17 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
         for status in statuses
     }
+
+
+class Callback(BaseModel):
+    """The webhook of a clip."""
+
+    url: str
+    status: Annotated[
+        Literal["pending", "delivered", "failed"], Field(description="`failed`: it was given up.")
+    ]
+    attempts: int
+    error: Annotated[str | None, Field(description="Of the last attempt.")]
 
 
 class Input(BaseModel):
@@ -133,6 +144,10 @@ class Video(BaseModel):
         str | None,
         Field(description="Why a `failed` comparison was not possible, or what is `different`."),
     ]
+    callback: Annotated[
+        Callback | None,
+        Field(description="The webhook; null without one, and of a cancelled clip."),
+    ]
 
 
 class VideoPage(BaseModel):
@@ -192,6 +207,13 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class ServerList(BaseModel):
+    """The servers that share the queue."""
+
+    object: Literal["list"] = "list"
+    data: list[FleetServer]
 
 
 class EngineStatus(BaseModel):
@@ -272,6 +294,19 @@ def video_of(
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
         proof_reason=job.proof_reason,
+        callback=_callback_of(job),
+    )
+
+
+def _callback_of(job: Job) -> Callback | None:
+    if job.callback_url is None or job.state is JobState.CANCELLED:
+        return None
+    settled: Literal["delivered", "failed"] = "failed" if job.callback_error else "delivered"
+    return Callback(
+        url=job.callback_url,
+        status=settled if job.callback_due is None else "pending",
+        attempts=job.callback_attempts,
+        error=job.callback_error,
     )
 
 

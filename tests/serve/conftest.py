@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,9 +10,36 @@ from typing import TYPE_CHECKING
 import pytest
 
 from svdpp.serve.queue import JobQueue
+from tests.serve.postgres import Postgres, postgres_server
 
 if TYPE_CHECKING:
     from tests.serve.http_server import HttpServer
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A server of databases."""
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[str]:
+    """The URL of an empty database."""
+    name = f"test_{secrets.token_hex(8)}"
+    postgres.execute(f"CREATE DATABASE {name}")
+    yield postgres.url_of(name)
+    postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+#: The databases that a queue may be in; PostgreSQL has to be started.
+DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.long)]
+
+
+@pytest.fixture(params=DATABASES)
+def queue_url(request: pytest.FixtureRequest) -> str | None:
+    """The URL of each database; None for a file."""
+    return None if request.param == "sqlite" else request.getfixturevalue("database")
 
 
 @pytest.fixture

@@ -125,6 +125,7 @@ def serving(
     stop: tuple[int, int, int] | None = None,
     observer: Callable[..., object] | None = None,
     on_changed: Callable[[Job], object] = lambda _: None,
+    url: str | None = None,
     **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
@@ -136,10 +137,11 @@ def serving(
         stop: a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
         observer: of the engine.
         on_changed: called with each job that has another state.
+        url: of the queue's database.
         settings: of the engine.
     """
     ended: list[Job] = []
-    store = JobQueue(folder, adopts=True)
+    store = JobQueue(folder, adopts=True, url=url)
     settings = {"first_back_off": 0.05, **settings}
 
     def note(job: Job) -> None:

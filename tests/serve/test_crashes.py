@@ -19,7 +19,7 @@ import torch
 from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
-from svdpp.serve.queue_file import RESERVE
+from svdpp.serve.database import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
@@ -82,16 +82,16 @@ def _assert_all_made(server: HttpServer, ids: list[str], *, before: Sequence[str
     for id, seed in zip(ids, _SEEDS, strict=True):
         server.wait_for(id, "completed")
         metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-        assert metadata["latents_sha256"] == _expected(seed)
+        assert metadata["latents_sha256"] == expected_latents(seed)
     listed = server.client.get("/v1/videos").json()["data"]
     assert sorted(video["id"] for video in listed) == sorted([*ids, *before])
 
 
-def _expected(seed: int) -> str:
+def expected_latents(seed: int, steps: int = _STEPS) -> str:
     spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
-    model = DummyModel(spec, _STEPS, torch.device("cpu"))
+    model = DummyModel(spec, steps, torch.device("cpu"))
     latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
-    latent = model.denoise({LATENTS: latent}, 0, _STEPS, lambda *_: None)[LATENTS]
+    latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
     return tensor_sha256(latent)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.serve.database import RESERVE
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.queue_file import RESERVE
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import QUICK, HttpServer, error_of
 from tests.serve.store_jobs import add

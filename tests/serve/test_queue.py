@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,21 @@ from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 
+@pytest.fixture
+def store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
+    """The same promises hold in both databases."""
+    store = JobQueue(tmp_path / "data", url=queue_url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def file_store(tmp_path: Path) -> Iterator[JobQueue]:
+    store = JobQueue(tmp_path / "data")
+    yield store
+    store.close()
+
+
 def job_of(store: JobQueue, id: str) -> Job:
     job = store.get(id)
     assert job is not None
@@ -30,7 +45,7 @@ def waiting(store: JobQueue) -> list[str]:
     return [id for id, _ in store.waiting()]
 
 
-def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path) -> None:
+def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path, queue_url: str | None) -> None:
     job = new_job(
         owner="ann",
         seed=2**63 - 1,
@@ -39,10 +54,11 @@ def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path) -> None:
         created_at=1763812345.678901,
         priority=9,
         idempotency_key="a key",
+        callback_url="https://example.org/a?b=c",
     )
     assert store.add(job, max_open=1) == job
     store.close()
-    with contextlib.closing(JobQueue(tmp_path / "data")) as again:
+    with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as again:
         assert again.get(job.id) == job
         assert again.get(new_id()) is None
 
@@ -69,7 +85,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
-    assert store.photos() == {}
+    assert store.files() == {}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +189,8 @@ def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(begin, range(count)))
 
 
-def test_a_restart_puts_back_what_was_running(store: JobQueue, tmp_path: Path) -> None:
+def test_a_restart_puts_back_what_was_running(file_store: JobQueue, tmp_path: Path) -> None:
+    store = file_store
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.take_next()
@@ -252,7 +269,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     "other",
     [
         *({"seed": 2}, {"priority": 1}, {"photo_sha256": "1" * 64}, {"prompt": "a cat"}),
-        {"sampling": replace(SAMPLING, fps=8)},
+        *({"sampling": replace(SAMPLING, fps=8)}, {"callback_url": "http://a/"}),
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -383,7 +400,7 @@ def test_pages_go_through_all_jobs_of_an_owner(store: JobQueue) -> None:
     assert store.page(owner="a", limit=3, after=new_id()) == []
 
 
-def test_no_query_of_a_request_reads_all_jobs(store: JobQueue) -> None:
+def test_no_query_of_a_request_reads_all_jobs(file_store: JobQueue) -> None:
     for query in (
         "SELECT * FROM jobs WHERE id = 'a'",
         "SELECT * FROM jobs WHERE owner = 'a' AND seq < 9 ORDER BY seq DESC LIMIT 5",
@@ -391,6 +408,6 @@ def test_no_query_of_a_request_reads_all_jobs(store: JobQueue) -> None:
         "SELECT * FROM jobs WHERE owner = 'a' AND state = 'queued' ORDER BY seq DESC LIMIT 5",
         "SELECT state, count(*) FROM jobs GROUP BY state",
     ):
-        plan = " ".join(row[3] for row in store.rows(f"EXPLAIN QUERY PLAN {query}"))
+        plan = " ".join(row[3] for row in file_store.rows(f"EXPLAIN QUERY PLAN {query}"))
         assert "INDEX" in plan, query
         assert "TEMP B-TREE" not in plan, query

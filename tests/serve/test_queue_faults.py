@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import queue_file
+from svdpp.serve.database import _SCHEMA
 from svdpp.serve.queue import JobQueue
-from tests.serve.store_jobs import add, new_job
+from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 from tests.small_disk import small_disk
 
 _WORK = """
@@ -159,6 +162,35 @@ def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) 
         JobQueue(tmp_path / "data")
 
 
+def test_a_queue_of_the_version_before_is_upgraded(tmp_path: Path) -> None:
+    """Its jobs keep their places, states and files."""
+    rows = [
+        ("first", "ann", 2.0, 2.0, "queued"),
+        ("second", "bob", 1.0, 1.0, "queued"),
+        ("done", "ann", 0.0, 0.0, "completed"),
+    ]
+    with sqlite3.connect(tmp_path / "queue.sqlite3") as before:
+        before.executescript(_SCHEMA.format(serial="INTEGER PRIMARY KEY AUTOINCREMENT"))
+        before.executemany(
+            "INSERT INTO jobs (id, owner, created_at, due, state, seed, sampling, photo,"
+            " photo_name, photo_sha256, priority, attempts, cancel_asked, metadata, proof)"
+            f" VALUES (?, ?, ?, ?, ?, 1, '{json.dumps(asdict(SAMPLING))}', '', '', '', 0, 0, 0,"
+            " '{}', 'none')",
+            rows,
+        )
+        before.execute("PRAGMA user_version = 5")
+    before.close()
+    for _ in range(2):  # the second time there is nothing to upgrade
+        with contextlib.closing(JobQueue(tmp_path)) as store:
+            assert [id for id, _ in store.waiting()] == ["second", "first"]
+    with contextlib.closing(JobQueue(tmp_path)) as store:
+        done = store.get("done")
+        assert done is not None
+        assert done.clip_in(tmp_path) == tmp_path / "clips" / "done.mp4"
+        assert take_all(store) == ["second", "first"]
+        assert store.complete("first", {})
+
+
 def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
         database.execute("CREATE TABLE theirs (value TEXT)")
@@ -249,7 +281,7 @@ def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
         (disk / "ballast").unlink()
         second = add(store)
         assert len(store.waiting()) == num_jobs + 1
-        assert {first, second} <= set(store.photos())
+        assert {first, second} <= set(store.files())
 
 
 def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
-from svdpp.serve.queue_file import RESERVE
+from svdpp.serve.database import RESERVE
 from tests.soak.serve_clients import Request, photos
 
 

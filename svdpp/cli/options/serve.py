@@ -12,6 +12,7 @@ from svdpp.errors import RequestError
 
 _MAX_UPLOAD_MB = 256  # as media.image reads at most
 _MAX_SIZES = 32
+_DATABASES = ("postgresql://", "postgres://")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class ServeOptions(ImageOptions):
         "Folder of queue, images and clips; a new start with it goes on.",
         default=Path("svdpp-data"),
     )
+    queue: str | None = SERVICE.setting(
+        "URL",
+        "PostgreSQL database of a queue that several servers share, such as "
+        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too.",
+        shown="a file in --data",
+    )
+    lease: float = SERVICE.setting(
+        "SECONDS",
+        "With --queue: other servers take over the clips of one that has said nothing for this "
+        "long.",
+        default=30.0,
+    )
     adopt: bool = SERVICE.switch(
         "Start a new queue in a --data folder that has other files; they are left alone."
     )
@@ -41,6 +54,16 @@ class ServeOptions(ImageOptions):
         "NAME",
         "Add the hash of a new API key to --api-key-file, print the key, and end.",
         shown="start the server",
+    )
+    callback_hosts: list[str] | None = SERVICE.setting(
+        "HOST[:PORT]",
+        "Let requests name a callback_url of this host, repeatable; without a port, that of the "
+        "URL's scheme. An address that is not public is allowed only by itself. Needs "
+        "--callback-secret-file.",
+        shown="none",
+    )
+    callback_secret_file: Path | None = SERVICE.setting(
+        "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
     )
     max_queue: int = SERVICE.setting(
         "N", "Clips that may wait or be made; more are told to come again.", default=1000
@@ -78,6 +101,12 @@ class ServeOptions(ImageOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seconds("--lease", self.lease)
+        if self.queue is not None and not self.queue.startswith(_DATABASES):
+            raise RequestError(
+                "--queue takes the URL of a PostgreSQL database",
+                "such as postgresql://svdpp@db/svdpp; without it the queue is a file in --data",
+            )
         check_whole("--port", self.port, 0, 65535)
         check_whole("--max-queue", self.max_queue, 1, 100_000)
         check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)

@@ -5,6 +5,7 @@ import { say } from "./dom.js";
 import { takeEngine } from "./engine.js";
 import { follow, stopStreams } from "./events.js";
 import { listIsOld, readList } from "./lists.js";
+import { readServers } from "./servers.js";
 import { on, tell } from "./signals.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
@@ -23,7 +24,7 @@ export async function loop() {
       const signal = AbortSignal.timeout(ANSWER_SECONDS * 1000);
       takeEngine(await get("/v1/engine", { signal }));
       if (state.connection !== "online") await comeOnline();
-      if (listIsOld()) await readList();
+      if (listIsOld()) await Promise.all([readList(), readServers()]);
       follow();
     } catch (error) {
       lose(error);

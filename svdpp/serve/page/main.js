@@ -18,6 +18,7 @@ import { loop, retry } from "./loop.js";
 import { listenToPhotos } from "./photos.js";
 import { listenToQueue, renderQueue } from "./queue.js";
 import { submit } from "./send.js";
+import { renderServers } from "./servers.js";
 import { on, tell } from "./signals.js";
 import { state } from "./state.js";
 import { listenToTheme } from "./theme.js";
@@ -32,6 +33,7 @@ function render() {
   renderTop();
   renderBanner();
   renderRanks();
+  renderServers();
   renderQueue(videos.filter(isOpen));
   renderFailed(videos.filter((video) => ["failed", "cancelled"].includes(video.status)));
   renderClips(videos.filter((video) => video.status === "completed"));

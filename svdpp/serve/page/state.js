@@ -16,6 +16,7 @@ export const state = {
   wholeQueue: false, // all of its rows are shown
   moreWaiting: false, // than the list has
   models: null,
+  servers: [], // this one first
   videos: new Map(), // by id
   numSeen: 0,
   removed: new Set(), // ids, against answers that were on their way

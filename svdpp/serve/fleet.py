@@ -1,0 +1,146 @@
+"""The servers that share a queue: what each says of itself, and who makes what.
+
+There is no coordinator. Each server renews its own claims, and puts back those that nobody renews.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from loguru import logger
+
+from svdpp import __version__
+from svdpp.errors import ClosedError, OutputError
+from svdpp.serve.engine import Engine
+from svdpp.serve.job import FleetServer, Job
+from svdpp.serve.queue import JobQueue
+
+# Three renewals can be late before a claim ends.
+_RENEWALS = 4
+_MAX_SECONDS = 10.0
+_LISTEN_SECONDS = 0.5
+_RETRY_SECONDS = 1.0
+
+
+class Fleet:
+    """This server among those that share its queue; alone if nobody shares it.
+
+    Args:
+        queue: of all servers.
+        engine: of this one.
+        model: that it runs, by the name that clients know.
+        weights: as in `FleetServer`.
+        sizes: as in `FleetServer`.
+    """
+
+    def __init__(
+        self, queue: JobQueue, engine: Engine, *, model: str, weights: str, sizes: list[str]
+    ) -> None:
+        self._queue, self._engine = queue, engine
+        self._model, self._weights, self._sizes = model, weights, sizes
+        self._others: list[FleetServer] = []
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+
+    def start(self) -> None:
+        """Joins the fleet."""
+        if self._queue.is_shared:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Hands back what the ranks have not finished, and leaves the fleet."""
+        self._is_closing.set()
+        if self._thread.ident is None:
+            return
+        self._thread.join()
+        try:
+            self._queue.release()
+        except OutputError as error:
+            logger.error("what is left goes on once its lease has ended: {}", error)
+
+    def servers(self) -> list[FleetServer]:
+        """This server, then the others as they were seen last."""
+        return [self._own(), *self._others]
+
+    def num_like_this(self) -> int:
+        """How many live servers make the same clips as this one, itself among them."""
+        own = self._own()
+        return 1 + sum(other.kind == own.kind and other.is_live for other in self._others)
+
+    def why_waits(self, job: Job) -> str | None:
+        """Why no server takes a queued job; None if one does."""
+        kind = job.weights or job.model
+        if any(server.kind == kind and server.is_live for server in self.servers()):
+            return None
+        return f"its model is {job.model}, and no server runs these weights of it now"
+
+    def _own(self) -> FleetServer:
+        feeder = self._engine.feeder
+        return FleetServer(
+            id=self._queue.server,
+            host=socket.gethostname(),
+            version=__version__,
+            model=self._model,
+            weights=self._weights,
+            sizes=self._sizes,
+            ranks=self._engine.config.world_size,
+            state=self._engine.state,
+            free=feeder.num_free if self._engine.state == "ready" else 0,
+            claims=len(feeder.clips()),
+            seen_seconds=0.0,
+        )
+
+    # --- the fleet's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lease = self._queue.lease_seconds or 0.0
+        is_away, next_turn = False, 0.0
+        while not self._is_closing.is_set():
+            try:
+                if time.monotonic() >= next_turn:
+                    self._turn(lease)
+                    next_turn = time.monotonic() + min(_MAX_SECONDS, lease / _RENEWALS)
+                    if is_away:
+                        logger.warning("the queue is back")
+                    is_away = False
+                self._listen(min(_LISTEN_SECONDS, max(0.0, next_turn - time.monotonic())))
+            except ClosedError:
+                return
+            except OutputError as error:
+                if not is_away:
+                    logger.error("{}: the clips in progress go on, and none is taken", error)
+                is_away, next_turn = True, 0.0
+                self._is_closing.wait(_RETRY_SECONDS)
+            except Exception:
+                logger.exception("the server cannot look after its claims")
+                self._is_closing.wait(_RETRY_SECONDS)
+
+    def _turn(self, lease: float) -> None:
+        feeder = self._engine.feeder
+        feeder.lose(self._queue.renew(feeder.steps_done))
+        own = asdict(self._own())
+
+        def is_live(row: dict[str, Any]) -> bool:
+            return bool(row["seen_seconds"] < lease)
+
+        self._queue.register(own)
+        self._others = [
+            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live(row)})
+            for row in self._queue.servers()
+            if row["id"] != own["id"] and own.keys() <= row.keys()
+        ]
+        for job in self._queue.recover():
+            logger.warning("{} is {} again: its server did not renew its claim", job.id, job.state)
+        feeder.wake()
+
+    def _listen(self, seconds: float) -> None:
+        is_queued, cancelled = self._queue.listen(seconds)
+        if is_queued:
+            self._engine.feeder.wake()
+        for id in cancelled:
+            if self._engine.feeder.get(id) is not None:
+                self._engine.feeder.ask_to_cancel(id)

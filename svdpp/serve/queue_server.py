@@ -1,0 +1,225 @@
+"""The queue in PostgreSQL, which many servers share: connections, tables, notifications, errors.
+
+Nothing else coordinates the servers. A connection that has ended is replaced when it is needed, so
+a server goes on by itself once the database is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.media import output_files
+from svdpp.redaction import redact
+from svdpp.serve.database import (
+    VERSION,
+    Database,
+    Rows,
+    Statements,
+    check_own,
+    check_version,
+    schema,
+)
+
+#: In the data folder: which queue its files belong to.
+_MARK = "queue.id"
+_CHANNEL = "svdpp"
+_CLOCK = "extract(epoch FROM clock_timestamp())::float8"
+_CONNECT_SECONDS = 5
+# After a failure the database is left alone for so long.
+_RETRY_SECONDS = 1.0
+# A server that is stopped in a transaction must not stop the others; a network that is cut is
+# noticed.
+_SETTINGS = """
+SET statement_timeout = '15s';
+SET idle_in_transaction_session_timeout = '5s';
+SET client_min_messages = warning;
+"""
+_NETWORK: dict[str, Any] = {
+    "connect_timeout": _CONNECT_SECONDS,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "tcp_user_timeout": 10_000,
+    "application_name": "svdpp",
+}
+
+
+class QueueAwayError(OutputError):
+    """The database does not answer; whether a change in progress was made is not known."""
+
+
+class QueueServer(Database):
+    """A queue in the database of `url`, for servers that share `folder`.
+
+    The tables are created if they do not exist. The folder then has a mark, by which a server that
+    sees another folder is refused.
+    """
+
+    is_shared = True
+    row_lock = "FOR UPDATE OF jobs SKIP LOCKED"
+
+    def __init__(self, url: str, folder: Path, *, adopts: bool = False) -> None:
+        super().__init__(folder)
+        self._url = url
+        self._is_closed = False
+        self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
+        self._open: dict[str, psycopg.Connection[Any]] = {}
+        self._retry_at = 0.0
+        self._connected_at = time.monotonic()
+        with output_files.disk_errors(f"cannot use the data folder {str(folder)!r}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self.change(alone="tables") as statements:
+                self._create(statements, adopts=adopts)
+
+    def close(self) -> None:
+        """End the connections; does nothing the second time."""
+        self._is_closed = True
+        for use, lock in self._locks.items():
+            with lock:
+                self._drop(use)
+
+    @contextlib.contextmanager
+    def change(self, alone: str = "") -> Iterator[Statements]:
+        """A transaction; `alone` is the name of a lock that it holds."""
+        with self._locks["write"], self._errors("write"):
+            lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
+            self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
+            try:
+                statements = _Translated(self._open["write"])
+                yield statements
+                statements.execute("COMMIT")
+            finally:
+                connection = self._open["write"]
+                if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                    with contextlib.suppress(psycopg.Error):
+                        connection.execute("ROLLBACK")
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        """The rows of a query, by a connection of its own."""
+        with self._locks["read"], self._errors("read"):
+            return self._first("read", query, values).fetchall()
+
+    def check_there(self) -> None:
+        """Nothing: each commit says so itself."""
+
+    def listen(self, seconds: float) -> list[str]:
+        """What servers have said, as soon as one does, at most after so many seconds."""
+        with self._locks["listen"], self._errors("listen"):
+            connection = self._open.get("listen")
+            if connection is None:
+                connection = self._connect("listen")
+                connection.execute(f"LISTEN {_CHANNEL}")
+            notes = connection.notifies(timeout=seconds, stop_after=1)
+            return [note.payload for note in notes]
+
+    @property
+    def connected_seconds(self) -> float:
+        """Since the latest connection was made."""
+        return time.monotonic() - self._connected_at
+
+    def _create(self, statements: Statements, *, adopts: bool) -> None:
+        """Create the tables that are missing, and compare the folder's mark with theirs."""
+        known = "SELECT to_regclass('queue')::text, to_regclass('jobs')::text"
+        queue, jobs = statements.execute(known).fetchall()[0]
+        if queue is None and jobs is not None:
+            raise RequestError(
+                "the tables of the database of --queue are of another program",
+                "name another database, or another schema by ?options=-csearch_path%3Dsvdpp",
+            )
+        version, id = 0, ""
+        if queue is not None:
+            version, id = statements.execute("SELECT version, id FROM queue").fetchall()[0]
+        check_version(version, "database with --queue")
+        if version != VERSION:
+            serial = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+            for statement in schema(version, serial).split(";\n"):
+                statements.execute(statement)
+        self._check_folder(id, adopts=adopts)
+        if not version:
+            statements.execute("CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)")
+            id = (self.folder / _MARK).read_text()
+            statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
+        statements.execute("UPDATE queue SET version = ?", (VERSION,))
+
+    def _check_folder(self, id: str, *, adopts: bool) -> None:
+        """Marks the folder of a new queue; refuses one that other servers do not see."""
+        mark = self.folder / _MARK
+        if id and not adopts:
+            if not mark.exists() or mark.read_text() != id:
+                raise RequestError(
+                    f"the data folder {str(self.folder)!r} is not that of the queue in --queue",
+                    "name the folder that all its servers share, or add --adopt to make this one "
+                    "its folder",
+                )
+            return
+        if not adopts:
+            check_own(self.folder, "", "name the queue that it belongs to")
+        output_files.write_text(mark, id or secrets.token_hex(16))
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> Rows:
+        """Runs a statement that can be repeated, because the connection may have ended before."""
+        if use in self._open:
+            with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
+                return _Translated(self._open[use]).execute(query, values)
+            self._drop(use)
+        return _Translated(self._connect(use)).execute(query, values)
+
+    def _connect(self, use: str) -> psycopg.Connection[Any]:
+        if self._is_closed or time.monotonic() < self._retry_at:
+            raise psycopg.OperationalError("it did not answer a moment ago")
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        connection = psycopg.connect(self._url, autocommit=True, **_NETWORK)
+        connection.execute(_SETTINGS)
+        self._open[use], self._retry_at = connection, 0.0
+        self._connected_at = time.monotonic()
+        return connection
+
+    def _drop(self, use: str) -> None:
+        if (connection := self._open.pop(use, None)) is not None:
+            connection.close()
+
+    @contextlib.contextmanager
+    def _errors(self, use: str) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            if self._is_closed:
+                raise ClosedError("the queue is closed") from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            place = redact(self._url).partition("?")[0]
+            if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+                self._drop(use)
+                raise QueueAwayError(
+                    f"the queue {place!r} does not answer: {lines[-1]}",
+                    "check that PostgreSQL runs there and takes this user",
+                ) from error
+            raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
+
+
+class _Translated:
+    """A connection that takes the statements of the queue."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+
+    def execute(self, query: str, values: Sequence[Any] = (), /) -> Rows:
+        return self._connection.execute(_translated(query), values or None)
+
+
+@functools.lru_cache(maxsize=256)
+def _translated(query: str) -> bytes:
+    query = query.replace("clock()", _CLOCK)
+    if "?" in query:
+        query = query.replace("%", "%%").replace("?", "%s")
+    return query.encode()

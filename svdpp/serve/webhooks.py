@@ -1,0 +1,242 @@
+"""Webhooks: tells the `callback_url` of a request that its clip is completed or failed.
+
+The queue has what is due, so that a server that was killed goes on with it: each webhook arrives at
+least once, always with the same id. They are signed as https://www.standardwebhooks.com says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import h11
+from loguru import logger
+
+from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.serve.api_errors import ApiError
+from svdpp.serve.guard import HOST
+from svdpp.serve.job import Job
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.views import Video
+
+#: The tries after which a webhook is given up: 20 hours after the first one.
+MAX_ATTEMPTS = 10
+#: Of one try, from the name's address to the status of the answer.
+ATTEMPT_SECONDS = 10.0
+#: Tries at the same time.
+AT_ONCE = 16
+
+_FIRST_RETRY_SECONDS = 5.0
+_MAX_RETRY_SECONDS = 6 * 3600.0
+# After it a try has ended, or its server.
+_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
+_POLL_SECONDS = 15.0
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+
+class Webhooks:
+    """Sends the webhooks of a queue, in a thread. Any thread may call it.
+
+    Args:
+        hosts: where they may go; each as in a URL, with its port unless that is the scheme's.
+        secrets: each signs every webhook, so that a receiver can go from an old one to a new one.
+        view: the video as the API shows it.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        hosts: Sequence[str],
+        secrets: Sequence[bytes],
+        view: Callable[[Job], Video],
+    ) -> None:
+        for host in hosts:
+            if HOST.fullmatch(host) is None:
+                text = f"--callback-hosts takes hosts such as example.org:8443, got {host!r}"
+                raise RequestError(text)
+        self._queue = queue
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._secrets = secrets
+        self._view = view
+        self._tls = ssl.create_default_context()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._is_closing = False
+        self._running = 0
+        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+
+    def check(self, url: str) -> None:
+        """Refuses a URL of a host that is not allowed; one with a user name has no such host."""
+        with suppress(ValueError):  # it is no URL
+            if urlsplit(url).netloc.lower() in self._hosts:
+                return
+        text = f"this server sends no webhooks to {url.partition('?')[0][:100]!r}"
+        hint = "whoever starts the server can allow its host"
+        raise ApiError(422, "callback_refused", text, hint, field="callback_url")
+
+    def start(self) -> None:
+        """Begins with what is due, if webhooks may go anywhere."""
+        if self._hosts:
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Says that a webhook may be due."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    def close(self) -> None:
+        """Sends what is due, each once, and ends."""
+        self._is_closing = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join(_LEASE_SECONDS)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.run(self._send_all())
+
+    async def _send_all(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                is_last = self._is_closing  # before the look, which then finds all
+                while self._running < AT_ONCE and (job := self._take()) is not None:
+                    self._running += 1
+                    tasks.create_task(self._attempt(job))
+                if is_last:
+                    return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), _POLL_SECONDS)
+                self._news.clear()
+
+    def _take(self) -> Job | None:
+        try:
+            return self._queue.take_callback(_LEASE_SECONDS)
+        except (OutputError, ClosedError) as error:
+            logger.error("webhooks wait: {}", error)
+            return None
+
+    async def _attempt(self, job: Job) -> None:
+        error = due = None
+        try:
+            async with asyncio.timeout(ATTEMPT_SECONDS):
+                status = await self._post(job)
+            if not 200 <= status < 300:
+                error = f"the answer was {status}"
+        except TimeoutError:
+            error = f"no answer within {ATTEMPT_SECONDS:g} s"
+        except Exception as fault:  # whatever one receiver does, the others get theirs
+            error = str(fault) or type(fault).__name__
+        if error is not None and job.callback_attempts < MAX_ATTEMPTS:
+            seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
+            due = time.time() + min(seconds, _MAX_RETRY_SECONDS)
+        try:
+            self._queue.set_callback(job.id, due, error)
+        except (OutputError, ClosedError) as fault:  # it is tried again when its lease ends
+            logger.error("the outcome of a webhook is not stored: {}", fault)
+        if error is None:
+            logger.info("{}: its webhook is delivered", job.id)
+        elif due is None:
+            logger.error("{}: its webhook is given up: {}", job.id, error)
+        else:
+            logger.info("{}: its webhook is tried again: {}", job.id, error)
+            asyncio.get_running_loop().call_later(due - time.time(), self._news.set)
+        self._running -= 1
+        self._news.set()
+
+    async def _post(self, job: Job) -> int:
+        """The status of the answer, whose body is not read; a redirect is not followed."""
+        assert job.callback_url is not None
+        self.check(job.callback_url)  # an earlier server may have allowed another host
+        url = urlsplit(job.callback_url)
+        host, is_https = url.hostname or "", url.scheme == "https"
+        port = url.port or (443 if is_https else 80)
+        address = await self._address(host, port, job.callback_attempts)
+        reader, writer = await asyncio.open_connection(
+            address,
+            port,
+            ssl=self._tls if is_https else None,
+            server_hostname=host if is_https else None,
+        )
+        body = _event(job, self._view(job))
+        headers = {
+            "host": url.netloc,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **signed(event_id(job), int(time.time()), body, self._secrets),
+        }
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        try:
+            protocol = h11.Connection(h11.CLIENT)
+            request = h11.Request(method="POST", target=target, headers=list(headers.items()))
+            for part in (request, h11.Data(body), h11.EndOfMessage()):
+                writer.write(protocol.send(part) or b"")
+            while not isinstance(answer := protocol.next_event(), h11.Response):
+                if answer is h11.NEED_DATA:
+                    protocol.receive_data(await reader.read(4096))
+            return answer.status_code
+        finally:
+            writer.transport.abort()
+
+    async def _address(self, host: str, port: int, attempt: int) -> str:
+        """The address to connect to, another one with each attempt if the host has several.
+
+        All are checked, and none is looked up again: its owner could change it in between.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(address[0]) for *_, address in found]
+        for address in addresses:
+            if not _is_public(address) and address != host:
+                raise RequestError(f"{host} has an address that is not public")
+        return addresses[attempt % len(addresses)]
+
+
+def event_id(job: Job) -> str:
+    """The id of the webhook of a job, the same in each try."""
+    return f"evt_{job.id.removeprefix('video_')}"
+
+
+def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
+    """The headers of Standard Webhooks, with one signature for each secret."""
+    content = f"{id}.{timestamp}.".encode() + body
+    digests = (hmac.digest(secret, content, hashlib.sha256) for secret in secrets)
+    return {
+        "webhook-id": id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": " ".join(f"v1,{base64.b64encode(each).decode()}" for each in digests),
+    }
+
+
+def _event(job: Job, video: Video) -> bytes:
+    """The body, in the shape of OpenAI's webhooks, with the whole video as data."""
+    about = {
+        "id": event_id(job),
+        "object": "event",
+        "type": f"video.{job.state}",
+        "created_at": int(job.finished_at or 0),
+        "data": video.model_dump(mode="json"),
+    }
+    return json.dumps(about).encode()
+
+
+def _is_public(text: str) -> bool:
+    """Whether an address is one of the internet; of IPv6 that of a host, without IPv4 inside."""
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.is_global and address in _UNICAST and address.sixtofour is None
+    return address.is_global and not address.is_multicast

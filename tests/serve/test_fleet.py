@@ -1,0 +1,227 @@
+"""Real servers over one PostgreSQL: each clip is made once, whichever server or database goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue
+from tests.serve.engines import demo_config, demo_job, serving
+from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, wait
+from tests.serve.postgres import Postgres
+from tests.serve.test_crashes import expected_latents
+
+pytest.importorskip("fastapi")
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
+Start = Callable[..., HttpServer]
+_STEPS = 40
+_SLEEPING = (*DUMMY, "--time-scale", "0.02")
+_SLOW = (*DUMMY, "--time-scale", "0.4")
+_SHORT = ("--lease", "3")
+
+
+@pytest.fixture
+def start(tmp_path: Path, database: str) -> Iterator[Start]:
+    """Starts one more server of the fleet; returns it once its ranks are ready."""
+    with ExitStack() as servers:
+
+        def started(*options: str) -> HttpServer:
+            options = (*(options or _SLEEPING), "--queue", database)
+            server = servers.enter_context(HttpServer(tmp_path / "data", *options))
+            server.wait_ready()
+            return server
+
+        yield started
+
+
+def _request(server: HttpServer, seed: int, **form: Any) -> str:
+    answer = server.request(seed=seed, steps=_STEPS, **form)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def _servers(server: HttpServer) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = server.client.get("/v1/servers").json()["data"]
+    return listed
+
+
+def _wait_made(server: HttpServer, ids: dict[str, int]) -> None:
+    """Each is completed, with the latents of a plain loop."""
+    for id, seed in ids.items():
+        server.wait_for(id, "completed")
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+        assert metadata["latents_sha256"] == expected_latents(seed, _STEPS)
+
+
+def _begun(server: HttpServer, seed: int, step: int = 1) -> str:
+    """A clip that a server has begun."""
+    id = _request(server, seed)
+    wait(lambda: server.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{server.video(id)}")
+    return id
+
+
+def _begun_by(
+    first: HttpServer, second: HttpServer, seed: int, step: int = 1
+) -> tuple[HttpServer, HttpServer, str]:
+    """Which server makes a new clip, the other one, and the clip after some steps."""
+    id = _request(first, seed)
+    wait(lambda: any(_servers(server)[0]["claims"] for server in (first, second)), HANG_SECONDS)
+    if not _servers(first)[0]["claims"]:
+        first, second = second, first
+    wait(lambda: first.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{first.video(id)}")
+    return first, second, id
+
+
+def test_servers_share_the_work(start: Start) -> None:
+    first, second = start(), start()
+    ids = {_request((first, second)[seed % 2], seed): seed for seed in range(12)}
+    again = _request(first, 90, key="k")
+    assert _request(second, 90, key="k") == again
+    _wait_made(second, {**ids, again: 90})
+    listed = first.client.get("/v1/videos?limit=100").json()["data"]
+    assert {video["id"] for video in listed} == {*ids, again}
+    wait(lambda: len(_servers(first)) == 2 == len(_servers(second)), HANG_SECONDS)
+    own, other = _servers(first)
+    assert own["id"] == _servers(second)[1]["id"] != other["id"]
+    assert (own["model"], own["ranks"], own["is_live"]) == ("dummy", 2, True)
+    assert other == {**own, **{name: other[name] for name in ("id", "seen_seconds", "free")}}
+    metrics = first.client.get("/metrics").text
+    assert f'svdpp_server_ranks{{server="{other["id"]}"}} 2.0' in metrics
+    for server in (first, second):
+        made = server.client.get("/metrics").text
+        assert 'svdpp_clips_total{state="completed"} 0.0' not in made
+
+
+def test_another_server_goes_on_with_the_clip_of_a_killed_one(start: Start) -> None:
+    servers = [start(*_SLOW, *_SHORT) for _ in range(2)]
+    first, second, id = _begun_by(*servers, 5, step=_STEPS - 10)
+    first.stop(signal.SIGKILL)
+    _wait_made(second, {id: 5})
+    metadata = second.client.get(f"/v1/videos/{id}/metadata").json()
+    assert metadata["resumed_from_step"] > 0  # it had a latent checkpoint
+
+
+def test_a_leaving_server_hands_back_what_it_has_not_finished(start: Start) -> None:
+    """Without a lease's end, which is later than this test's."""
+    servers = [start(*_SLOW, "--grace", "0", "--lease", "3000") for _ in range(2)]
+    first, second, id = _begun_by(*servers, 6)
+    assert first.stop() == 0
+    _wait_made(second, {id: 6})
+    wait(lambda: len(_servers(second)) == 1, HANG_SECONDS)
+
+
+def test_a_clip_is_cancelled_at_any_server(start: Start) -> None:
+    first, second, id = _begun_by(start(*_SLOW), start(*_SLOW), 7)
+    assert second.video(id)["status"] == "in_progress"
+    assert second.client.post(f"/v1/videos/{id}/cancel").json()["status"] == "cancelled"
+    assert first.client.delete(f"/v1/videos/{id}").json()["deleted"]
+    assert second.client.get(f"/v1/videos/{id}").status_code == 404
+
+
+def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> None:
+    options = (*DEMO, "--steps", "12", *_SHORT)
+    first = start(*options)
+    (id,) = first.add(seed=1)
+    wait(lambda: first.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{first.video(id)}")
+    os.kill(first.process.pid, signal.SIGSTOP)
+    try:
+        second = start(*options)
+        second.wait_for(id, "completed")
+    finally:
+        os.kill(first.process.pid, signal.SIGCONT)
+    made = second.client.get(f"/v1/videos/{id}/content").content
+    wait(lambda: not _servers(first)[0]["claims"], HANG_SECONDS)
+    clips = {path.name for path in (tmp_path / "data" / "clips").iterdir()}
+    assert clips == {f"{id}-2.mp4", f"{id}-2.mp4.json"}
+    assert first.client.get(f"/v1/videos/{id}/content").content == made
+    (alone,) = first.add(seed=1)
+    first.wait_for(alone, "completed")
+    frames = [
+        first.client.get(f"/v1/videos/{each}/metadata").json()["frames_sha256"]
+        for each in (id, alone)
+    ]
+    assert frames[0] == frames[1]
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_clip_that_another_server_has_taken_is_not_published(
+    tmp_path: Path, database: str, is_noticed: bool
+) -> None:
+    """Neither if the server knows that it has lost the claim, nor if it learns so at the end."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        job = demo_job(tmp_path, 1)
+        own.store.lease_seconds = 0.1  # nobody renews it
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        wait(lambda: other.recover(), HANG_SECONDS)
+        taken = other.take_next()
+        assert taken is not None
+        if is_noticed:
+            own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done))
+        own.go_on()
+        own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
+        now = own.job(job.id)
+        assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
+        assert list((tmp_path / "clips").glob("*.mp4*")) == []
+        assert other.complete(job.id, {"own": True})
+
+
+def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: str) -> None:
+    """Its claim ends, and it takes the same job again before it knows."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        job = demo_job(tmp_path, 1)
+        own.store.lease_seconds = 0.1  # nobody renews it
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        own.store.lease_seconds = 3000.0
+        wait(lambda: other.recover(), HANG_SECONDS)
+        own.engine.feeder.wake()
+        own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
+        own.go_on()
+        (done,) = own.wait_final([job.id])
+        assert done.state is JobState.COMPLETED
+        clips = {path.name for path in (tmp_path / "clips").glob("*.mp4*")}
+        assert clips == {f"{job.id}-{done.token}.mp4", f"{job.id}-{done.token}.mp4.json"}
+        assert done.token > 2
+
+
+def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
+    """What is in progress is finished; new requests are told to come back."""
+    server = start()
+    ids = {_begun(server, 8): 8, _request(server, 9): 9}
+    postgres.stop()
+    try:
+        answer = server.request(seed=1)
+        error_of(answer, 503, "storage_failed")
+        assert int(answer.headers["Retry-After"]) > 0
+        assert server.client.get("/ready").status_code == 503
+        assert server.client.get("/health").status_code == 200
+    finally:
+        postgres.start()
+    server.wait_ready()
+    _wait_made(server, {**ids, _request(server, 10): 10})
+    wait(lambda: "the queue is back" in server.err, HANG_SECONDS)
+
+
+def test_a_server_that_does_not_see_the_folder_is_refused(
+    start: Start, tmp_path: Path, database: str
+) -> None:
+    start()
+    with pytest.raises(AssertionError, match="is not that of the queue"):
+        HttpServer(tmp_path / "another", *_SLEEPING, "--queue", database)

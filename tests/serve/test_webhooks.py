@@ -1,0 +1,595 @@
+"""Webhooks: signed, sent at least once with the same id, and only to where they may go."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+pytest.importorskip("fastapi")
+
+from svdpp.errors import RequestError
+from svdpp.serve import webhooks
+from svdpp.serve.api_errors import ApiError
+from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.views import video_of
+from svdpp.serve.webhooks import Webhooks
+from tests.cli.shell import assert_error
+from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
+from tests.serve.store_jobs import add
+from tests.serve.test_server import start_here
+
+OLD, NEW = (base64.b64encode(bytes([digit]) * 32).decode() for digit in (1, 2))
+SECRETS = [base64.b64decode(secret) for secret in (OLD, NEW)]
+
+Answer = Callable[[BaseHTTPRequestHandler], object]
+
+
+@dataclass
+class Request:
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    def verified(self, secret: str) -> dict[str, Any]:
+        """The event, whose signature is checked as Standard Webhooks tells receivers to."""
+        id, sent_at = self.headers["webhook-id"], self.headers["webhook-timestamp"]
+        assert abs(int(sent_at) - time.time()) < HANG_SECONDS
+        content = b".".join([id.encode(), sent_at.encode(), self.body])
+        mac = hmac.new(base64.b64decode(secret), content, hashlib.sha256)
+        expected = "v1," + base64.b64encode(mac.digest()).decode()
+        assert expected in self.headers["webhook-signature"].split(" ")
+        event: dict[str, Any] = json.loads(self.body)
+        assert event["id"] == id
+        return event
+
+
+@dataclass
+class Receiver:
+    """An HTTP server that notes requests. The last of `answers` is that to all further ones."""
+
+    answers: list[Answer]
+    requests: list[Request] = field(default_factory=list)
+    host: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}/hook?a=1"
+
+
+def status(number: int, **headers: str) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(number)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+
+    return answer
+
+
+def close(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+
+
+def drip(handler: BaseHTTPRequestHandler) -> None:
+    """Headers without an end, so that no read waits for long."""
+    with suppress(OSError):
+        for part in [b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n"] * 1000]:
+            handler.wfile.write(part)
+            time.sleep(0.05)
+
+
+def flood(handler: BaseHTTPRequestHandler) -> None:
+    """An answer whose body has no end."""
+    status(200)(handler)
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(bytes(65536))
+
+
+@contextmanager
+def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
+    receiver = Receiver(list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            receiver.requests.append(Request(self.path, headers, body))
+            number = min(len(receiver.requests), len(receiver.answers))
+            receiver.answers[number - 1](self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that goes away, as a killed one does."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        receiver.host = f"127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield receiver
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
+    """The same promises hold in both databases."""
+    store = JobQueue(tmp_path / "data", url=queue_url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries soon."""
+    monkeypatch.setattr(webhooks, "_FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(webhooks, "_MAX_RETRY_SECONDS", 0.05)
+
+
+@contextmanager
+def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
+    sender = Webhooks(store, hosts, SECRETS, video_of)
+    sender.start()
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
+    """The id of a job in a final state."""
+    id = add(store, callback_url=url)
+    assert store.take_next() is not None
+    match state:
+        case JobState.COMPLETED:
+            store.complete(id, {})
+        case JobState.FAILED:
+            store.fail(id, RequestError("no"))
+        case _:
+            store.cancelled(id)
+    return id
+
+
+def callback(store: JobQueue, id: str) -> dict[str, Any]:
+    job = store.get(id)
+    assert job is not None
+    shown = video_of(job).callback
+    assert shown is not None
+    return shown.model_dump()
+
+
+def after_tries(store: JobQueue, id: str, number: int = 1) -> dict[str, Any]:
+    """The view of a webhook after the outcome of so many tries."""
+
+    def is_there() -> bool:
+        shown = callback(store, id)
+        is_noted = shown["error"] is not None or shown["status"] == "delivered"
+        return shown["attempts"] >= number and is_noted
+
+    wait(is_there, HANG_SECONDS, lambda: str(callback(store, id)))
+    return callback(store, id)
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+def test_the_signature_is_that_of_the_published_example() -> None:
+    secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    id, body = "msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}'
+    assert webhooks.signed(id, 1614265330, body, [secret]) == {
+        "webhook-id": id,
+        "webhook-timestamp": "1614265330",
+        "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
+    }
+
+
+@pytest.mark.parametrize("state", [JobState.COMPLETED, JobState.FAILED])
+def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
+    store: JobQueue, state: JobState
+) -> None:
+    with receiving(status(204)) as receiver, sending(store, receiver.host) as sender:
+        id = made(store, receiver.url, state)
+        job = store.get(id)
+        assert job is not None
+        sender.wake()
+        shown = after_tries(store, id)
+    assert shown == {"url": receiver.url, "status": "delivered", "attempts": 1, "error": None}
+    (request,) = receiver.requests
+    assert request.path == "/hook?a=1"
+    assert request.headers["host"] == receiver.host
+    assert request.headers["content-type"] == "application/json"
+    event = request.verified(OLD)
+    assert event == request.verified(NEW)
+    data = event.pop("data")
+    assert event == {
+        "id": f"evt_{id.removeprefix('video_')}",
+        "object": "event",
+        "type": f"video.{state}",
+        "created_at": int(job.finished_at or 0),
+    }
+    assert data.pop("callback")["status"] == "pending"
+    assert data == video_of(job).model_dump(mode="json", exclude={"callback"})
+
+
+def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None:
+    with receiving(status(200)) as receiver, sending(store, receiver.host) as sender:
+        cancelled = made(store, receiver.url, JobState.CANCELLED)
+        add(store)
+        job = store.take_next()
+        assert job is not None
+        store.complete(job.id, {})
+        last = made(store, receiver.url)
+        sender.wake()
+        after_tries(store, last)
+        assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
+    for id in (cancelled, job.id):
+        found = store.get(id)
+        assert found is not None
+        assert video_of(found).callback is None
+
+
+# --- retries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("refuse", [status(503), status(404), close], ids=["503", "404", "none"])
+def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(
+    store: JobQueue, refuse: Answer
+) -> None:
+    answers = (refuse, refuse, status(200))
+    with receiving(*answers) as receiver, sending(store, receiver.host) as sender:
+        id = made(store, receiver.url)
+        sender.wake()
+        wait(lambda: callback(store, id)["status"] == "delivered", HANG_SECONDS)
+    assert callback(store, id) | {"url": ""} == {
+        **{"url": "", "status": "delivered", "attempts": 3, "error": None}
+    }
+    assert len(receiver.requests) == 3
+    assert len({request.verified(NEW)["id"] for request in receiver.requests}) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_webhook_that_is_given_up_is_shown_and_logged(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "MAX_ATTEMPTS", 3)
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="ERROR", format="{message}")
+    with receiving(status(500)) as receiver, sending(store, receiver.host) as sender:
+        id = made(store, receiver.url)
+        sender.wake()
+        wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
+        wait(lambda: lines, HANG_SECONDS)
+    logger.remove(sink)
+    shown = {"url": receiver.url, "status": "failed", "attempts": 3, "error": "the answer was 500"}
+    assert callback(store, id) == shown
+    assert lines == [f"{id}: its webhook is given up: the answer was 500\n"]
+    assert len(receiver.requests) == 3
+    assert store.take_callback(0) is None
+
+
+def test_the_retries_take_twenty_hours(monkeypatch: pytest.MonkeyPatch, store: JobQueue) -> None:
+    """Each wait is four times that before, up to six hours."""
+    now, waits = [time.time()], []
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
+    id = add(store, callback_url="http://other.example/")
+    store.take_next()
+    store.complete(id, {})
+    with sending(store, "127.0.0.1:1"):  # refuses that host, without a connection
+        for number in range(1, webhooks.MAX_ATTEMPTS):
+            retry = _retry_of(store, id, number, after=now[0])
+            waits.append(round(retry - now[0]))
+            now[0] = retry
+        wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
+    assert waits == [5, 20, 80, 320, 1280, 5120, 20480, 21600, 21600]
+    assert round(sum(waits) / 3600) == 20
+
+
+def _retry_of(store: JobQueue, id: str, number: int, after: float) -> float:
+    """When a webhook is tried again after so many tries, of which the last one has ended."""
+    found: list[float] = []
+
+    def is_noted() -> bool:
+        job = store.get(id)
+        assert job is not None
+        found.append(job.callback_due or 0.0)
+        has_lease = found[-1] == after + webhooks._LEASE_SECONDS
+        return job.callback_attempts == number and not has_lease
+
+    wait(is_noted, HANG_SECONDS, lambda: str(callback(store, id)))
+    return found[-1]
+
+
+def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(store: JobQueue) -> None:
+    add(store, callback_url="http://a/")
+    assert store.take_callback(60) is None, "it waits"
+    job = store.take_next()
+    assert job is not None
+    assert store.take_callback(60) is None, "it is in progress"
+    store.complete(job.id, {})
+    taken = store.take_callback(0.01)
+    assert taken is not None
+    assert (taken.id, taken.callback_attempts) == (job.id, 1)
+    again: list[Any] = []
+    wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None, HANG_SECONDS)
+    assert again[-1].callback_attempts == 2
+    assert store.take_callback(60) is None
+    assert store.set_callback(job.id, None, None)
+    assert store.take_callback(0) is None
+
+
+def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
+    go_on = threading.Event()
+
+    def hang(_: BaseHTTPRequestHandler) -> None:
+        go_on.wait(HANG_SECONDS)
+
+    with (
+        receiving(hang) as slow,
+        receiving(status(200)) as other,
+        sending(store, slow.host, other.host) as sender,
+    ):
+        ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
+        sender.wake()
+        assert after_tries(store, ids[-1])["status"] == "delivered"
+        assert callback(store, ids[0])["status"] == "pending"
+        go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [(drip, "no answer within 0.5 s"), (flood, None)],
+    ids=["slow headers", "endless body"],
+)
+def test_an_answer_is_read_up_to_its_headers_and_its_deadline(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch, answer: Answer, outcome: str | None
+) -> None:
+    monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 0.5)
+    with receiving(answer) as receiver, sending(store, receiver.host) as sender:
+        id = made(store, receiver.url)
+        sender.wake()
+        assert after_tries(store, id)["error"] == outcome
+
+
+# --- where webhooks may go ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://other.example/",
+        "http://hooks.example:81/",
+        "http://hooks.example.other.example/",
+        "http://hooks.example@other.example/",
+        "http://other.example\\@hooks.example/",
+        "http://me:word@hooks.example/",
+        "http://[::1/",
+        "http:///hooks.example",
+    ],
+)
+def test_a_host_that_is_not_allowed_is_refused(store: JobQueue, url: str) -> None:
+    sender = Webhooks(store, ["hooks.example", "127.0.0.1:8080"], SECRETS, video_of)
+    for allowed in ("https://Hooks.example/a?b", "http://127.0.0.1:8080"):
+        sender.check(allowed)
+    with pytest.raises(ApiError, match="sends no webhooks to") as refused:
+        sender.check(url)
+    assert (refused.value.status, refused.value.code) == (422, "callback_refused")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        *(
+            (address, False)
+            for address in (
+                *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "100.64.0.1", "0.0.0.0"),
+                *("169.254.169.254", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
+                *("::1", "::", "fe80::1", "fe80::1%1", "fc00::1", "fec0::1", "ff0e::1"),
+                *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001::1"),
+            )
+        ),
+    ],
+)
+def test_only_addresses_of_the_internet_are_public(address: str, is_public: bool) -> None:
+    assert webhooks._is_public(address) == is_public
+
+
+def test_a_name_of_a_private_address_is_refused(store: JobQueue) -> None:
+    with receiving(status(200)) as receiver:
+        host = receiver.host.replace("127.0.0.1", "localhost")
+        with sending(store, host, receiver.host) as sender:
+            id = made(store, f"http://{host}/")
+            sender.wake()
+            assert after_tries(store, id)["error"] == "localhost has an address that is not public"
+    assert receiver.requests == []
+
+
+@pytest.mark.parametrize("second", ["127.0.0.1", "93.184.215.14"])
+def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    """A name whose owner lets it point elsewhere after the check (DNS rebinding)."""
+    answers = [["93.184.215.15", second]] + [["127.0.0.1"]] * 9
+    connected: list[str] = []
+
+    def look_up(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        assert host == "hooks.example"
+        return [(socket.AF_INET, 1, 6, "", (each, port)) for each in answers.pop(0)]
+
+    async def connect(host: str, *_: Any, **__: Any) -> None:
+        connected.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr("asyncio.open_connection", connect)
+    with sending(store, "hooks.example") as sender:
+        id = made(store, "http://hooks.example/")
+        sender.wake()
+        error = after_tries(store, id)["error"]
+    assert len(answers) == 9
+    refused = "hooks.example has an address that is not public"
+    expected = {"127.0.0.1": ([], refused), "93.184.215.14": (["93.184.215.14"], "no network")}
+    assert (connected, error) == expected[second]
+
+
+def test_a_redirect_is_not_followed(store: JobQueue) -> None:
+    with receiving(status(200)) as other, receiving() as receiver:
+        receiver.answers.append(status(307, location=other.url))
+        with sending(store, receiver.host, other.host) as sender:
+            id = made(store, receiver.url)
+            sender.wake()
+            assert after_tries(store, id)["error"] == "the answer was 307"
+    assert len(receiver.requests) == 1
+    assert other.requests == []
+
+
+def test_a_host_that_is_no_longer_allowed_gets_nothing(store: JobQueue) -> None:
+    with receiving(status(200)) as receiver, sending(store, "127.0.0.1:1") as sender:
+        id = made(store, receiver.url)
+        sender.wake()
+        assert "sends no webhooks to" in after_tries(store, id)["error"]
+    assert receiver.requests == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_the_certificate_is_checked(
+    store: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+) -> None:
+    certificate = tmp_path / "certificate.pem"
+    made_by = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=a -addext"
+    subprocess.run(
+        [*made_by.split(), "subjectAltName=IP:127.0.0.1", "-keyout", certificate, "-out", "c"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    with certificate.open("ab") as file:
+        file.write((tmp_path / "c").read_bytes())
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with (
+        receiving(status(200), tls=certificate) as receiver,
+        sending(store, receiver.host) as sender,
+    ):
+        id = made(store, receiver.url.replace("http:", "https:"))
+        sender.wake()
+        shown = after_tries(store, id)
+    assert shown["status"] == ("delivered" if is_trusted else "pending"), shown
+    assert is_trusted or "CERTIFICATE_VERIFY_FAILED" in shown["error"]
+    assert len(receiver.requests) == is_trusted
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def secret_file(folder: Path, text: str = f"# of May\nwhsec_{OLD}\n\nwhsec_{NEW}\n") -> Path:
+    path = folder / "secrets"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "message"),
+    [
+        (None, 2, "--callback-hosts needs --callback-secret-file"),
+        ("", 7, "has no secrets"),
+        (f"whsec_{OLD}\n{NEW}\n", 7, "line 2: it is not whsec_ and 24 to 65 bytes in base64"),
+        ("whsec_c2hvcnQ=", 7, "line 1: it is not whsec_"),
+        (f"whsec_{OLD[:-1]}", 7, "line 1: it is not whsec_"),
+    ],
+)
+def test_hosts_without_a_good_secret_are_refused(
+    tmp_path: Path, text: str | None, exit_code: int, message: str
+) -> None:
+    options = ["--callback-hosts", "a.example"]
+    if text is not None:
+        options += ["--callback-secret-file", str(secret_file(tmp_path, text))]
+    assert_error(start_here(tmp_path, *options), exit_code, message, "openssl rand")
+
+
+def test_a_wrong_host_is_refused_at_the_start(tmp_path: Path) -> None:
+    options = ("--callback-secret-file", str(secret_file(tmp_path)), "--callback-hosts")
+    answer = start_here(tmp_path, *options, "https://a.example/")
+    assert_error(answer, 2, "takes hosts such as", "")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_server_without_the_option_refuses_every_url(server: HttpServer) -> None:
+    url = "https://hooks.example/"
+    answers = [
+        server.request(callback_url=url),
+        server.client.post("/v1/videos", json={"callback_url": url, "input_reference": "AAAA"}),
+        server.client.post("/v1/videos/sync", files={"callback_url": (None, url)}),
+    ]
+    for answer in answers[:2]:
+        error = error_of(answer, 422, "callback_refused")
+        assert error["details"] == {"field": "callback_url"}
+    error_of(server.request(callback_url="ftp://hooks.example/"), 422, "invalid_request")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
+    tmp_path: Path,
+) -> None:
+    go_on = threading.Event()
+
+    def hang(_: BaseHTTPRequestHandler) -> None:
+        go_on.wait(HANG_SECONDS)
+
+    with receiving(hang, status(200)) as receiver:
+        options = ("--callback-secret-file", str(secret_file(tmp_path)))
+        options += ("--callback-hosts", receiver.host, *QUICK)
+        with HttpServer(tmp_path / "data", *options) as server:
+            error_of(server.request(callback_url="http://a.example/"), 422, "callback_refused")
+            (id,) = server.add(callback_url=receiver.url)
+            assert server.video(id)["callback"]["status"] == "pending"
+            wait(lambda: receiver.requests, HANG_SECONDS, lambda: server.err)
+            assert server.video(id)["status"] == "completed"
+            server.stop(signal.SIGKILL)
+        go_on.set()
+        with HttpServer(tmp_path / "data", *options) as server:
+            wait(lambda: len(receiver.requests) == 2, HANG_SECONDS, lambda: server.err)
+            wait(lambda: server.video(id)["callback"]["status"] == "delivered", HANG_SECONDS)
+            shown = server.video(id)
+        first, second = (request.verified(NEW) for request in receiver.requests)
+        assert first["id"] == second["id"]
+        assert second["type"] == "video.completed"
+        assert second["data"].pop("callback") == {**shown.pop("callback"), "status": "pending"}
+        assert second["data"] == shown
+        assert os.fsencode(OLD) not in (tmp_path / "data/queue.sqlite3").read_bytes()
