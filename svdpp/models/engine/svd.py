@@ -19,10 +19,12 @@ _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 
 
 def facts(configs: Configs) -> Facts:
-    """What the configs of a checkpoint say of its frames; refuses another size of images."""
+    """What the configs of a checkpoint say of its frames; refuses other sizes of its inputs."""
+    unet, channels = configs.of("unet"), configs.of("vae").count("latent_channels", 64)
+    unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
     reason = "the size of diffusers' CLIP input"
     configs.of("image_encoder").require("image_size", 224, reason)
-    return {"model_frames": configs.of("unet").count("num_frames", 1024)}
+    return {"model_frames": unet.count("num_frames", 1024)}
 
 
 def prepare(pipe: Any, image: Image.Image, sampling: SvdSampling) -> Tensors:
