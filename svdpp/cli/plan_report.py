@@ -154,7 +154,7 @@ def _layout_json(ours: _Timed, data_parallel: _Timed, reason: str) -> dict[str, 
         "split": layout.split,
         "layout": _facts(layout) | {"reason": reason or None},
         "ranks": [
-            vars(share)
+            share._asdict()
             | layout.roles[share.rank].parts
             | ({"experts": _expert_names(layout, share.rank)} if of_experts else {})
             | {"peak_gib": layout.peak_gib[share.rank]}
