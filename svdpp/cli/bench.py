@@ -273,7 +273,7 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
     console.result(f"latents and frames: {bits}")
     targets = found.get("targets", {})
     shown = [
-        {"target": name} | {key: number(value) for key, value in each.items()}
+        {"figure": name} | {key: number(value) for key, value in each.items()}
         for name, each in targets.items()
     ]
     console.table(shown)
