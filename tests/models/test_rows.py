@@ -112,6 +112,13 @@ CASES: dict[str, Case] = {
     "wan-vace-control": Case(
         "wan_vace_control", {"height": 32, "width": 48, "num_frames": 9}, image=True
     ),
+    "wan-animate": Case(
+        "wan_animate",
+        {"height": 32, "width": 48, "num_frames": 9, "guidance_scale": 4.0},
+        image=True,
+        negative="blurred",
+    ),
+    "wan-replace": Case("wan_replace", {"height": 32, "width": 32, "num_frames": 9}, image=True),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
@@ -275,6 +282,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("framepack", {"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
     ("kandinsky5-image", {"num_frames": 13}, "--frames must be at least 17"),
     ("skyreels-v2-df", {"num_frames": 101}, "--frames must be at most 97"),
+    ("wan-animate", {"num_frames": 81}, "--frames must be 5 to 77, one segment of the model"),
 ]
 
 

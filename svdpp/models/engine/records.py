@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,9 +101,10 @@ class Records:
         for name, result, _ in self._records:
             if name == _NOISE_RECORD:
                 packer.pack(tensors_in(result)[0], LATENTS)
-        records = []
+        records, calls = [], Counter[str]()
         for place, (name, result, drew) in enumerate(self._records):
-            sent = name not in self._row.unsent
+            sent = name not in self._row.unsent or self._row.sent_calls.get(name) == calls[name]
+            calls[name] += 1
             node = packer.pack(result, f"record.{place}") if sent else describe(result)
             states = None if drew is None else packer.pack(drew, f"drew.{place}")
             records.append({"name": name, "result": node, "drew": states})

@@ -60,6 +60,8 @@ class Row:
         {"video_processor.preprocess", "video_processor.preprocess_video"}
     )
     """Records that steps and decode do not use."""
+    sent_calls: Mapping[str, int] = field(default_factory=dict)
+    """Of a record among these that is made several times, the one, from 0, that they use."""
     noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
     """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
     changes, so that ranks find them in the latent."""
@@ -138,6 +140,26 @@ _VACE = Row(
     check=wan.check,
 )
 
+_ANIMATE = Row(
+    title="Wan Animate, whose character moves as the one in videos",
+    branches="calls",
+    image="WanAnimatePipeline",
+    denoiser="WanAnimateTransformer3DModel",
+    schedulers=_FLOW,
+    encode_image=("vae", "image_encoder", "image_processor"),
+    fp32=frozenset({"vae", "image_encoder"}),
+    renamed={"segment_frame_length": "num_frames"},
+    unsent=frozenset(
+        {
+            *("video_processor.preprocess_video", "video_processor_for_mask.preprocess_video"),
+            "vae_image_processor.preprocess",
+        }
+    ),
+    sent_calls={"video_processor.preprocess_video": 1},  # of the face, which steps encode
+    facts=wan.animate_facts,
+    check=wan.check_animate,
+)
+
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
@@ -192,6 +214,13 @@ ROWS: Mapping[str, Row] = {
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
+    ),
+    "wan_animate": _ANIMATE,
+    "wan_replace": replace(
+        _ANIMATE,
+        title="Wan Animate, whose character replaces the one in a video",
+        also=("WanAnimatePipeline",),
+        arguments=lambda _: {"mode": "replace"},
     ),
     "ltx": _LTX,
     "ltx_condition": replace(
@@ -343,7 +372,6 @@ _GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "WanAnimatePipeline": "takes two videos and an image, and svdpp reads one file for a clip",
     "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
     "CosmosTextToWorldPipeline": _GUARDRAIL,

@@ -43,6 +43,23 @@ def video_facts(configs: Configs) -> Facts:
     return {**found, "image_use": "needed"}
 
 
+def animate_facts(configs: Configs) -> Facts:
+    """Of Wan Animate, whose transformer also has an encoder of faces."""
+    transformer = configs.of("transformer", patch_size=[1, 2, 2], in_channels=36)
+    transformer.require("patch_size", [1, 2, 2], "as in the published Wan")
+    return {"unused_parameters": ("guidance_scale_2",)}
+
+
+def check_animate(checkpoint: Any, sampling: WanSampling) -> None:
+    """Refuses more frames than one segment has.
+
+    The pipeline decodes a segment to begin the next one, which no rank with steps alone can do.
+    """
+    _check_second_scale(checkpoint, sampling)
+    frames = sampling.num_frames
+    require(5 <= frames <= 77, f"--frames must be 5 to 77, one segment of the model, got {frames}")
+
+
 def check_video(checkpoint: Any, sampling: Any) -> None:
     """As `check`, of the steps that run."""
     check_strength(checkpoint, sampling)
