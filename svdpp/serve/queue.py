@@ -344,7 +344,7 @@ def _same_request(known: Job, job: Job) -> Job:
         if getattr(known, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
-                f"with another {name.removesuffix('_sha256').replace('_', ' ')}",
+                f"with another {name.removesuffix('_sha256').rstrip('s').replace('_', ' ')}",
                 "use a new key for a new request",
                 details={"id": known.id, "field": name},
             )

@@ -23,7 +23,7 @@ from svdpp.serve.queue_file import LOST
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
-    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z_]{3,40}"),
+    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.([a-z]{3,4}|[a-z]+_video)"),
     CLIPS: re.compile(r"(video_[0-9a-f]{32})\.mp4(\.json)?"),
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")

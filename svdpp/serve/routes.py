@@ -326,10 +326,9 @@ def get_input(
     """The photograph, or the video of another field, as the client sent it."""
     job = service.job(id, owner)
     path = {IMAGE_FIELD: job.photo_in(service.folder), **job.videos_in(service.folder)}.get(field)
-    if path is None and field != IMAGE_FIELD:
-        raise ApiError(404, "no_input", f"the video has no {field[:60]!r}", field="field")
     if path is None:
-        raise ApiError(404, "no_input", "the video was made from text alone")
+        without = "text alone" if field == IMAGE_FIELD else f"no {field[:60]!r}"
+        raise ApiError(404, "no_input", f"the video was made from {without}")
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
     if field != IMAGE_FIELD:

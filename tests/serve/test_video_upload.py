@@ -101,7 +101,7 @@ def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -
         error_of(server.client.get(f"{uploads}mask_video"), 404, "no_input")
         assert server.request(**given).json()["id"] == video["id"]
         other = server.request(**{**given, "face_video": pose})
-        assert "another videos" in error_of(other, 422, "invalid_request")["message"]
+        assert "with another video" in error_of(other, 422, "invalid_request")["message"]
         with contextmanager(opened)(driver, server) as page:
             page.fill("prompt", "the sea")
             page.choose(*example_photos()[:1])
