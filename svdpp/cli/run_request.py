@@ -89,8 +89,9 @@ class RunRequest:
             return [], []
         images, problems = self._images()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
+        videos = self.prompts.videos(self._sampling, self.inputs.max_pixels)
         found = [
-            ClipInput(photo, prompt, self.prompts.negative_prompt)
+            ClipInput(photo, prompt, self.prompts.negative_prompt, videos)
             for photo in (images if self.inputs.inputs else [None])
             for prompt in prompts
         ]
@@ -176,8 +177,10 @@ class RunRequest:
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
-        images = {each.photo.path.parent: each.photo.path for each in inputs if each.photo}
-        shared = [self.output.place().folder, *images.values()]
+        files = [each.photo for each in inputs if each.photo]
+        files += [video for _, video in (inputs[0].videos if inputs else ())]
+        folders = {file.path.parent: file.path for file in files}
+        shared = [self.output.place().folder, *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),

@@ -13,7 +13,9 @@ from svdpp.config.sampling import (
     PromptedSampling,
     SvdSampling,
     VaceSampling,
+    WanAnimateSampling,
     WanControlSampling,
+    WanReplaceSampling,
     WanSampling,
     WanVideoSampling,
 )
@@ -93,7 +95,8 @@ _ROWS = (
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
 _CLASSES = (
-    *(SvdSampling, WanSampling, VaceSampling, WanControlSampling, WanVideoSampling, LtxSampling),
+    *(SvdSampling, WanSampling, VaceSampling, WanControlSampling, WanVideoSampling),
+    *(WanAnimateSampling, WanReplaceSampling, LtxSampling),
     *_ROWS,
 )
 

@@ -130,6 +130,7 @@ class Checkpoint:
         image: bool,
         prompt: str | None,
         negative_prompt: str | None,
+        videos: Collection[str] = (),
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         visual = "a video" if sampling.from_video else "an image"
@@ -149,6 +150,7 @@ class Checkpoint:
                 "--negative-prompt has no effect without a prompt and guidance",
                 "leave it out, or use a --guidance-scale above 1",
             )
+        sampling.check_videos(videos)
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
                 f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
@@ -164,6 +166,7 @@ class Checkpoint:
                 image=request.image is not None,
                 prompt=request.prompt,
                 negative_prompt=request.negative_prompt,
+                videos=request.videos,
             )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:

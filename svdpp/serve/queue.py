@@ -258,9 +258,13 @@ class JobQueue(QueueFile):
         where = f"{_FINAL} AND proof != 'running' ORDER BY finished_at, seq"
         return dict(self.rows(f"SELECT id, finished_at FROM jobs WHERE {where}"))
 
-    def photos(self) -> dict[str, str]:
-        """The name of the photograph's file of every job, by id."""
-        return dict(self.rows("SELECT id, photo FROM jobs"))
+    def uploads(self) -> dict[str, list[str]]:
+        """The names of the uploaded files of every job, by id."""
+        rows = self.rows("SELECT id, photo, videos FROM jobs")
+        return {
+            id: [*filter(None, [photo]), *(f"{id}.{name}" for name in json.loads(videos))]
+            for id, photo, videos in rows
+        }
 
     def _ids(self, where: str) -> list[str]:
         return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
@@ -273,6 +277,7 @@ def _insert(database: sqlite3.Connection, job: Job) -> None:
     values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
+    values |= {"videos": json.dumps(job.videos)}
     values["due"] = job.created_at - job.priority * AGEING_SECONDS
     marks = ", ".join("?" * len(values))
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({marks})"
@@ -296,6 +301,7 @@ def _job_of(row: tuple[Any, ...]) -> Job:
         "cancel_asked": bool(values["cancel_asked"]),
         "error": json.loads(values["error"] or "null"),
         "metadata": json.loads(values["metadata"]),
+        "videos": json.loads(values["videos"]),
     }
     return Job(**values | parsed)
 
@@ -333,11 +339,12 @@ def _check_limits(
 
 def _same_request(known: Job, job: Job) -> Job:
     """`known`, if `job` asks for the same clip."""
-    for name in ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority"):
+    values = ("photo_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    for name in values:
         if getattr(known, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
-                f"with another {name.removesuffix('_sha256').replace('_', ' ')}",
+                f"with another {name.removesuffix('_sha256').rstrip('s').replace('_', ' ')}",
                 "use a new key for a new request",
                 details={"id": known.id, "field": name},
             )

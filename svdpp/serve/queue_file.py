@@ -67,7 +67,8 @@ CREATE TABLE jobs (
     weights TEXT NOT NULL DEFAULT '',
     held TEXT,
     proof_reason TEXT,
-    photo_pixels INTEGER NOT NULL DEFAULT 0
+    photo_pixels INTEGER NOT NULL DEFAULT 0,
+    videos TEXT NOT NULL DEFAULT '{{}}'
 );
 CREATE TABLE owners (owner TEXT PRIMARY KEY, turn INTEGER NOT NULL);
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
@@ -78,7 +79,7 @@ CREATE INDEX jobs_owner_state ON jobs (owner, state);
 CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 """
 
-_VERSION = 5
+_VERSION = 6
 
 
 class QueueFile:

@@ -10,6 +10,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from svdpp.serve.queue_file import LOST
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
-    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z]{3,4}"),
+    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.([a-z]{3,4}|[a-z]+_video)"),
     CLIPS: re.compile(r"(video_[0-9a-f]{32})\.mp4(\.json)?"),
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
@@ -42,8 +43,8 @@ def sweep(
     """
     with _errors(folder):
         sizes = {
-            id: sum(map(_num_bytes, _files(folder, id, photo)))
-            for id, photo in queue.photos().items()
+            id: sum(map(_num_bytes, _files(folder, id, uploads)))
+            for id, uploads in queue.uploads().items()
         }
     total, removed = sum(sizes.values()), []
     for id, finished_at in queue.finished().items():
@@ -61,14 +62,15 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     if job is None or not job.state.is_final:
         return False
     with _errors(folder):
-        for path in _files(folder, id, job.photo):
+        uploads = [job.photo_in(folder), *job.videos_in(folder).values()]
+        for path in _files(folder, id, [path.name for path in uploads if path]):
             path.unlink(missing_ok=True)
     return queue.remove(id)
 
 
-def _files(folder: Path, id: str, photo: str) -> list[Path]:
+def _files(folder: Path, id: str, uploads: Iterable[str]) -> list[Path]:
     clip = folder / CLIPS / f"{id}.mp4"
-    return [clip, Path(f"{clip}.json"), *([folder / PHOTOS / photo] if photo else [])]
+    return [clip, Path(f"{clip}.json"), *(folder / PHOTOS / name for name in uploads)]
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
@@ -78,7 +80,7 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     with the names that a server gives are touched, and links are not followed. Unfinished uploads,
     which no client was promised, are removed. Returns the files at their new places.
     """
-    ids = queue.photos()
+    ids = queue.uploads()
     with _errors(folder):
         for path in _regular_files(folder / PHOTOS, _UPLOAD):
             path.unlink()

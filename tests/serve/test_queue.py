@@ -69,7 +69,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
-    assert store.photos() == {}
+    assert store.uploads() == {}
 
 
 @pytest.mark.parametrize(

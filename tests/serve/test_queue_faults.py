@@ -249,7 +249,7 @@ def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
         (disk / "ballast").unlink()
         second = add(store)
         assert len(store.waiting()) == num_jobs + 1
-        assert {first, second} <= set(store.photos())
+        assert {first, second} <= set(store.uploads())
 
 
 def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def ids_of_files(folder: Path) -> set[str]:
 
 
 def ids(store: JobQueue) -> set[str]:
-    return set(store.photos())
+    return set(store.uploads())
 
 
 def test_jobs_go_by_age(store: JobQueue, folder: Path) -> None:
