@@ -83,6 +83,8 @@ class ClipRequest:
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+        for path in self.videos.values():
+            check_type("the path of a clip's video", path, str)
         require(
             self.sampling is None or isinstance(self.sampling, SamplingConfig),
             f"a clip's sampling must be a SamplingConfig, got {shown(self.sampling)}",

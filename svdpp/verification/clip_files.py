@@ -113,7 +113,8 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     """
     metadata, folder = clip.metadata, clip.path.parent
     wanted = metadata["videos_sha256"][video] if video else metadata["input_sha256"]
-    recorded = located_path(metadata["videos"][video] if video else metadata["input"], folder)
+    path = metadata["videos"].get(video, video) if video else metadata["input"]
+    recorded = located_path(path, folder)
     if video and image is not None and not os.path.isdir(image):
         image = None
     suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if video else SUFFIXES
@@ -121,9 +122,9 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
     else:
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
-    for path in dict.fromkeys(candidates):
-        if _sha256(path) == wanted:
-            return path
+    for found in dict.fromkeys(candidates):
+        if _sha256(found) == wanted:
+            return found
     where, name, kind = recorded if image is None else image, clip.path.name, video or "image"
     if os.path.isfile(where):
         what = f"{str(where)!r} is not the {kind} that {name!r} was made from"
