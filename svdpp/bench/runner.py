@@ -196,8 +196,12 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
         given = workload.images or [str(path) for path in example_photos()]
         images = check_inputs(given, sampling.video_frames)
     prompts: Sequence[str | None] = workload.prompts or [None]
+    still = check_inputs([str(example_photos()[0])])[0]
+    videos = tuple((name, still) for name in sampling.videos)
     return [
-        ClipInput(image, prompt, workload.negative_prompt) for image in images for prompt in prompts
+        ClipInput(image, prompt, workload.negative_prompt, videos)
+        for image in images
+        for prompt in prompts
     ]
 
 

@@ -67,6 +67,11 @@ def recordable_options(context: click.Context, folder: Path) -> dict[str, Any]:
         if name not in _LEFT_OUT and source is not None and source.name != "DEFAULT":
             is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
             given[name] = {"path": recorded_path(value, folder)} if is_path else value
+            if name == "video":
+                pairs = (text.split("=", 1) for text in value)
+                given[name] = {
+                    key: {"path": recorded_path(Path(path), folder)} for key, path in pairs
+                }
     return given
 
 
@@ -88,6 +93,8 @@ def recorded_options(path: Path) -> dict[str, Any]:
 
 
 def _text(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping) and "path" not in value:
+        return [f"{name}={_text(path, folder)}" for name, path in value.items()]
     if isinstance(value, Mapping):
         return str(located_path(value["path"], folder))
     if isinstance(value, list):

@@ -79,7 +79,7 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    visual = "a video" if sampling.from_video else "an image"
+    visual = _visual(sampling)
     classes = {"text": row.text, visual: row.image}
     return {
         "family": family,
@@ -102,6 +102,11 @@ def describe(family: str) -> dict[str, Any]:
     }
 
 
+def _visual(sampling: SamplingConfig) -> str:
+    """What a clip starts from besides a prompt."""
+    return ", ".join(["a video" if sampling.from_video else "an image", *sampling.videos])
+
+
 def _describe_checkpoint(name: str) -> dict[str, Any]:
     """The family of a checkpoint, as this one has it."""
     from svdpp.models.checkpoint import find_checkpoint
@@ -116,7 +121,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     about = describe(checkpoint.family)
     sampling = _default_clip(checkpoint)
     about["defaults"] = {key: getattr(sampling, key) for key in about["defaults"]}
-    visual = "a video" if sampling.from_video else "an image"
+    visual = _visual(sampling)
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
     of_model = {
         "model": name,

@@ -56,7 +56,7 @@ _OF_COST = ("guidance_scale", "max_sequence_length", "param")
         *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "steps", "seed"),
         *("min_guidance_scale", "max_guidance_scale"),
         *(name for name in PROMPT_FIELDS if name not in _OF_COST),
-        *("prompts", "negative_prompt"),
+        *("prompts", "negative_prompt", "video"),
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={

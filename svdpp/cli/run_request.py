@@ -93,8 +93,9 @@ class RunRequest:
         if self.inputs.inputs:
             found, problems = self._images()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
+        videos = self.prompts.videos(self._sampling, self.inputs.max_pixels)
         inputs = [
-            ClipInput(image, prompt, self.prompts.negative_prompt)
+            ClipInput(image, prompt, self.prompts.negative_prompt, videos)
             for image in found
             for prompt in prompts
         ]
@@ -175,8 +176,10 @@ class RunRequest:
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
-        images = {each.photo.path.parent: each.photo.path for each in inputs if each.photo}
-        shared = [self.output.place().folder, *images.values()]
+        files = [each.photo for each in inputs if each.photo]
+        files += [video for _, video in (inputs[0].videos if inputs else ())]
+        folders = {file.path.parent: file.path for file in files}
+        shared = [self.output.place().folder, *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),

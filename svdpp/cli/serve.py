@@ -223,6 +223,7 @@ def _announce(
         if not has_prompt or getattr(sampling, "from_image", False):
             name = "video.mp4" if sampling.from_video else "photo.jpg"
             fields += f" -F input_reference=@{name}"
+            fields += "".join(f" -F {video}=@{video}.mp4" for video in sampling.videos)
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
     if console.as_json:
         console.json(

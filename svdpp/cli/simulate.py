@@ -50,7 +50,15 @@ class RehearsalOptions(ClipOptions):
         "as_json",
     ),
     without=(
-        *("revision", "variant", "local_files_only", "memory_opt", "prompts", "negative_prompt"),
+        *(
+            "revision",
+            "variant",
+            "local_files_only",
+            "memory_opt",
+            "prompts",
+            "negative_prompt",
+            "video",
+        ),
         *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
         *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
     ),

@@ -65,7 +65,7 @@ class ProofOptions(ClipOptions):
     )
     image: Path | None = DIAGNOSTICS.setting(
         "PATH",
-        "For finished clips: their image, or the folder that contains it.",
+        "For finished clips: their image, or the folder that contains all that they start from.",
         shown="the path in the clip's metadata, or beside the clip",
     )
 
@@ -159,14 +159,17 @@ def _requests(
     if model.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
+    sampling = options.sampled(from_image=from_image)
+    videos = prompts.videos(sampling)
     if from_image:
-        sampling = options.sampled(from_image=True)
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
     example = None if model.family == "svd" else EXAMPLE_PROMPT
     texts: list[str | None] = [*prompts.all_prompts()] or [example]
     combined = [
-        ClipInput(image, text, prompts.negative_prompt) for image in images for text in texts
+        ClipInput(image, text, prompts.negative_prompt, videos)
+        for image in images
+        for text in texts
     ]
     num_clips = proof.at_least_one(max(2, len(combined)))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from svdpp.config.families import SamplingConfig
@@ -17,6 +18,9 @@ from svdpp.config.limits import (
 )
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
+
+#: Name of a clip's image, or of the video in its place, among its files.
+IMAGE = "image"
 
 _MAX_CRF = 51
 
@@ -58,6 +62,10 @@ class ClipRequest:
     """None: diffusers' default, the empty prompt."""
     image_sha256: str | None = None
     """SHA-256 of the file at the time of the check, in hex."""
+    videos: Mapping[str, str] = field(default_factory=dict)
+    """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
+    videos_sha256: Mapping[str, str] = field(default_factory=dict)
+    """As `image_sha256`, by name."""
     output: OutputConfig | None = None
     """None: no file is written; the result has only the hashes."""
     latents_key: str | None = None
@@ -75,12 +83,21 @@ class ClipRequest:
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+        for path in self.videos.values():
+            check_type("the path of a clip's video", path, str)
         require(
             self.sampling is None or isinstance(self.sampling, SamplingConfig),
             f"a clip's sampling must be a SamplingConfig, got {shown(self.sampling)}",
         )
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
+
+    @property
+    def files(self) -> dict[str, tuple[str, str | None]]:
+        """Path and, if known, SHA-256 of all files that the clip is made from, by name."""
+        image = {} if self.image is None else {IMAGE: (self.image, self.image_sha256)}
+        hashes = self.videos_sha256
+        return image | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
 
 
 def _check_prompt(name: str, text: object) -> None:

@@ -12,6 +12,8 @@ from svdpp.config.sampling import (
     LtxSampling,
     PromptedSampling,
     SvdSampling,
+    WanAnimateSampling,
+    WanReplaceSampling,
     WanSampling,
 )
 
@@ -97,7 +99,10 @@ _ROWS = (
     _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (SvdSampling, WanSampling, *_ROWS[:3], LtxSampling, *_ROWS[3:])
+_CLASSES = (
+    *(SvdSampling, WanSampling, *_ROWS[:3], WanAnimateSampling, WanReplaceSampling),
+    *(LtxSampling, *_ROWS[3:]),
+)
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}

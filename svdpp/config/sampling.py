@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from svdpp.config.limits import (
@@ -75,6 +76,9 @@ class CommonSampling(ABC):
     latent_axes: ClassVar[str] = "BCFHW"
     #: Whether what a clip starts from is the frames of a video.
     from_video: ClassVar[bool] = False
+    #: The further videos that each clip takes, by the argument of `__call__`; the side of their
+    #: square frames in pixels, or None: they get the clip's size.
+    videos: ClassVar[Mapping[str, int | None]] = {}
 
     family: str
     num_inference_steps: Steps
@@ -122,6 +126,17 @@ class CommonSampling(ABC):
     def video_frames(self) -> int | None:
         """Frames that a clip takes of a video; None: it starts from no video."""
         return self.frames if self.from_video else None
+
+    def check_videos(self, names: Collection[str]) -> None:
+        """Checks that a clip has the further videos that the family takes, and no others."""
+        for name in sorted({*names} - {*self.videos}):
+            near = get_close_matches(name, self.videos, n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            raise RequestError(f"the family {self.family} takes no video {name!r}", hint)
+        for name in self.videos:
+            if name not in names:
+                hint = f"give --video {name}=FILE"
+                raise RequestError(f"the family {self.family} needs the video {name}", hint)
 
     def resolved(self, *, model_frames: int) -> Self:
         """A copy with numbers in place of the model's defaults, as diffusers sets them."""
@@ -241,6 +256,33 @@ class WanSampling(PromptedSampling):
         ),
     ] = None
     max_sequence_length: Tokens = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanAnimateSampling(WanSampling):
+    """The parameters of diffusers' `WanAnimatePipeline`, with defaults, for one segment."""
+
+    videos: ClassVar[Mapping[str, int | None]] = {"pose_video": None, "face_video": 512}
+
+    family: Literal["wan_animate"] = "wan_animate"  # type: ignore[assignment]
+    num_inference_steps: Steps = 20
+    height: Height = 720
+    width: Width = 1280
+    num_frames: Frames = 77
+    fps: Fps = 30
+    guidance_scale: Scale = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanReplaceSampling(WanAnimateSampling):
+    """The same for a character that replaces the one in a video."""
+
+    videos: ClassVar[Mapping[str, int | None]] = {
+        **WanAnimateSampling.videos,
+        **{"background_video": None, "mask_video": None},
+    }
+
+    family: Literal["wan_replace"] = "wan_replace"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
-from svdpp.media.source import Source, read_source
+from svdpp.media.source import read_source
 from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.reference import Reference
@@ -95,9 +95,7 @@ class _CutTest:
         self._config, self._checkpoint, self._device = config, checkpoint, device
         self._copies = SideStream(device)
         (self._request,) = example_requests(config, 1)
-        self._source: Source | None = None
-        if self._request.image is not None:
-            self._source = read_source(self._request.image, config.sampling)
+        self._source = read_source(self._request, config.sampling)
         self._models: dict[tuple[int, Roles], VideoModel] = {}
         self._latents: list[str] = []
 

@@ -42,6 +42,7 @@ def example_requests(
         ClipRequest(
             seed=seed + clip,
             image=image,
+            videos={} if image is None else dict.fromkeys(sampling.videos, image),
             prompt=numbered_prompt(text, clip + 1) if takes_prompts else None,
         )
         for clip in range(num_clips)

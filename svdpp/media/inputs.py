@@ -28,6 +28,8 @@ class ClipInput:
     photo: Photo | None = None
     prompt: str | None = None
     negative_prompt: str | None = None
+    videos: tuple[tuple[str, Photo], ...] = ()
+    """The further videos that the family takes, by name."""
 
     @property
     def name(self) -> str:
@@ -45,6 +47,8 @@ class ClipInput:
             image_sha256=None if self.photo is None else self.photo.sha256,
             prompt=self.prompt,
             negative_prompt=self.negative_prompt,
+            videos={name: str(video.path) for name, video in self.videos},
+            videos_sha256={name: video.sha256 for name, video in self.videos},
         )
 
     def __str__(self) -> str:

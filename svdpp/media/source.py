@@ -1,4 +1,4 @@
-"""What a clip starts from: an image, or the first frames of a video; read safely, and fitted."""
+"""What a clip starts from: images, and the first frames of videos; read safely, and fitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import IO
 
 from PIL import Image
 
-from svdpp.config import SamplingConfig
+from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.config.clip import IMAGE
 from svdpp.errors import InputError
 from svdpp.media.image import (
     MAX_PIXELS,
@@ -29,8 +30,8 @@ from svdpp.media.image import (
 from svdpp.media.video import EXACT_SCALE, QUIET, find_ffmpeg
 from svdpp.redaction import without_controls
 
-#: An image, or the frames of a video.
-Source = Image.Image | list[Image.Image]
+#: An image, the frames of a video, or several of both by name.
+Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 #: Suffixes of the videos that are taken from a folder or a pattern.
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
@@ -40,14 +41,17 @@ _SECONDS = 600.0
 _MAX_LOG = 2**16
 
 
-def source_of(data: bytes, path: Path, sampling: SamplingConfig) -> tuple[Source, Photo]:
-    """What a clip of `sampling` starts from, in the bytes of a file; `path` names it in messages.
+def source_of(
+    data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
+) -> tuple[Image.Image | list[Image.Image], Photo]:
+    """The file `name` of a clip of `sampling`, from its bytes; `path` names it in messages.
 
-    The frames of a video get the clip's size, by the filter with which diffusers resizes them. An
-    image stands for a video that shows nothing else.
+    The frames of a video get their size by the filter with which diffusers resizes them. An image
+    stands for a video that shows nothing else.
     """
-    width, height, fit = sampling.width, sampling.height, sampling.fit
-    if not sampling.from_video:
+    side, fit = sampling.videos.get(name), sampling.fit
+    width, height = side or sampling.width, side or sampling.height
+    if name == IMAGE and not sampling.from_video:
         image, photo = photo_of(data, path)
         return fit_photo(image, width, height, fit), photo
     frames, size = [], (0, 0)
@@ -61,9 +65,18 @@ def source_of(data: bytes, path: Path, sampling: SamplingConfig) -> tuple[Source
     return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
 
 
-def read_source(path: str, sampling: SamplingConfig) -> Source:
-    """The same from a file."""
-    return source_of(read_bytes(Path(path)), Path(path), sampling)[0]
+def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
+    """All that a clip starts from besides a prompt; None if that is nothing.
+
+    Raises:
+        InputError: a file cannot be used, or is not the one whose SHA-256 the request has.
+    """
+    found = {}
+    for name, (path, sha256) in request.files.items():
+        found[name], photo = source_of(read_bytes(Path(path)), Path(path), sampling, name)
+        if sha256 not in (None, photo.sha256):
+            raise InputError(f"{path!r} has changed since the run began")
+    return found if sampling.videos else found.get(IMAGE)
 
 
 def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:

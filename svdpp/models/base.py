@@ -29,8 +29,9 @@ GENERATOR = "generator"
 #: Tensors by name: the contents of a packet, or a prepared image.
 Tensors = dict[str, torch.Tensor]
 
-#: What a clip starts from besides a prompt: an image, or the frames of a video.
-Source = Image.Image | list[Image.Image]
+#: What a clip starts from besides a prompt: an image, the frames of a video, or several of both by
+#: the arguments of `__call__`.
+Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 #: torch's dtypes by the names of options and configs.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -129,6 +129,7 @@ class Checkpoint:
         image: bool,
         prompt: str | None,
         negative_prompt: str | None,
+        videos: Collection[str] = (),
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         visual = "a video" if sampling.from_video else "an image"
@@ -147,6 +148,7 @@ class Checkpoint:
                 "--negative-prompt has no effect without a prompt and guidance",
                 "leave it out, or use a --guidance-scale above 1",
             )
+        sampling.check_videos(videos)
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
                 f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
@@ -158,7 +160,8 @@ class Checkpoint:
         """`check_inputs` of each request."""
         for request in requests:
             prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
-            self.check_inputs(sampling, image=request.image is not None, **prompts)
+            image, videos = request.image is not None, request.videos
+            self.check_inputs(sampling, image=image, videos=videos, **prompts)
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None."""

@@ -183,7 +183,7 @@ class _HollowModel:
         self._model = EngineModel(self._pipe, checkpoint, model.dtype, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        source = blank_source(self._sampling, self._sampling.frames)
+        source = blank_source(self._sampling, whole=True)
         prepared = {} if source is None else self._model.prepare(source)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
         roles = Roles(encode=True, denoise=False, decode=False)

@@ -31,16 +31,18 @@ _WIDTH = 64
 #: The largest values of sizes, by the pattern of their names.
 _LIMITS = (
     (1, r"num_(single_layers|refiner_layers|res_blocks|key_value_heads|text_blocks)|depth"),
+    (1, "inject_face_latents_blocks"),
     (1, r"(video|audio)_connector_num_layers|(decoder_)?layers_per_block|ch_mult"),
     (2, r"(num|n|num_decoder)_layers|num_(heads|visual_blocks|attention_heads)"),
     (2, r"(audio|(video|audio)_connector)_num_attention_heads"),
     (3, "num_hidden_layers"),  # encoders of prompts give the third last of their hidden states,
     (4, "text_proj_in_factor"),  # or all of them at once
-    (_SIDE // 8, "(decoder_)?base_dim|sample_(height|width)"),
+    (_SIDE // 8, "(decoder_)?base_dim|sample_(height|width)|motion_encoder_size"),
     (9, "sample_frames"),
     (_WIDTH // 2, "((video|audio)_connector_attention_)?head_dim"),
     (_WIDTH, r"hidden_(size|channels)|d_model|caption_channels|(pooled_)?projection_dim"),
     (_WIDTH, r"(text|image|cross_attention|text_embed|text_embed_2)_dim|in_text_dim2?"),
+    (_WIDTH, r"motion_(style|encoder)_dim|face_encoder_hidden_dim"),
     (_WIDTH, r"out_hidden_size|d_ff|(ff|ffn)_dim|intermediate_size|target_size"),
     (2 * _WIDTH, "model_dim"),
 )

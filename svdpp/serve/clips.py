@@ -6,7 +6,8 @@ import contextlib
 import functools
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Admission:
         image: bool,
         prompt: str | None,
         negative_prompt: str | None,
+        videos: Collection[str] = (),
     ) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
 
@@ -73,7 +75,11 @@ class Admission:
         ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
         if self._checkpoint is not None:
             self._checkpoint.check_inputs(
-                sampling, image=image, prompt=prompt, negative_prompt=negative_prompt
+                sampling,
+                image=image,
+                prompt=prompt,
+                negative_prompt=negative_prompt,
+                videos=videos,
             )
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
@@ -176,13 +182,8 @@ class ToRequest:
     def __call__(self, job: Job) -> ClipToMake:
         """What the ranks get for `job`, which continues from its latest latent checkpoint."""
         metadata, key = self._metadata_and_key(job)
-        photo = None if self._checkpoint is None else self._photo(job)
-        request = ClipRequest(
-            seed=job.seed,
-            image=None if photo is None else str(photo.path),
-            image_sha256=None if photo is None else photo.sha256,
-            prompt=job.prompt,
-            negative_prompt=job.negative_prompt,
+        request = replace(
+            self._made_from(job).request(job.seed),
             output=None if self._checkpoint is None else self._output(job),
             latents_key=key,
             done_steps=max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0),
@@ -200,9 +201,13 @@ class ToRequest:
         for key in latent_checkpoints.saved_keys(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
 
-    def _photo(self, job: Job) -> Photo | None:
-        path = job.photo_in(self.folder)
-        return None if path is None else Photo(path, job.photo_sha256, 0, 0)
+    def _made_from(self, job: Job) -> ClipInput:
+        if self._checkpoint is None:
+            return ClipInput()
+        path, videos = job.photo_in(self.folder), job.videos_in(self.folder).items()
+        photo = None if path is None else Photo(path, job.photo_sha256, 0, 0)
+        further = tuple((name, Photo(file, job.videos[name], 0, 0)) for name, file in videos)
+        return ClipInput(photo, job.prompt, job.negative_prompt, further)
 
     def _output(self, job: Job) -> OutputConfig:
         return OutputConfig(path=str(job.clip_in(self.folder)))
@@ -215,9 +220,10 @@ class ToRequest:
         metadata: dict[str, Any] = {}
         identity = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         if self._checkpoint is not None:
-            made_from = ClipInput(self._photo(job), job.prompt, job.negative_prompt)
             config = resolved_for(job.sampling, self._config, self._checkpoint)
             output = self._output(job)
-            metadata = clip_metadata(made_from, job.seed, output, config, self._checkpoint)
+            metadata = clip_metadata(
+                self._made_from(job), job.seed, output, config, self._checkpoint
+            )
             identity = latents_key(metadata, weights_identity(self._checkpoint))
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()

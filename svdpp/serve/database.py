@@ -76,6 +76,7 @@ CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 # version before goes on while its neighbours are upgraded.
 _ADDED = {
     6: f"""
+ALTER TABLE jobs ADD COLUMN videos TEXT NOT NULL DEFAULT '{{}}';
 ALTER TABLE jobs ADD COLUMN server TEXT;
 ALTER TABLE jobs ADD COLUMN token BIGINT NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN lease_until DOUBLE PRECISION;

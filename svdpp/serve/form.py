@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 from fastapi import UploadFile
 from pydantic import (
@@ -30,7 +30,16 @@ from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConf
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
 from svdpp.models.checkpoint import Checkpoint, Use
 from svdpp.serve.api_errors import ApiError, in_words, invalid_request
-from svdpp.serve.views import FIELDS, Fit, FormField, Model, params_by_field, params_view, size_of
+from svdpp.serve.views import (
+    FIELDS,
+    IMAGE_FIELD,
+    Fit,
+    FormField,
+    Model,
+    params_by_field,
+    params_view,
+    size_of,
+)
 
 MAX_PRIORITY = 9
 MAX_URL_CHARACTERS = 2000
@@ -138,9 +147,9 @@ class VideoRequest(BaseModel):
         return getattr(self, name, None)
 
     @property
-    def photo(self) -> UploadFile | None:
-        """The photograph, if the form has one."""
-        return cast("UploadFile | None", self.value("input_reference"))
+    def files(self) -> dict[str, UploadFile]:
+        """The files of the form, by field."""
+        return {name: value for name, value in self if hasattr(value, "filename")}
 
 
 def names_in(given: Any) -> dict[str, str]:
@@ -150,9 +159,12 @@ def names_in(given: Any) -> dict[str, str]:
     return {ours: theirs for theirs, ours in _SYNONYMS.items() if theirs in names}
 
 
+_VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
+
+
 def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
     text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
-    text = "The video: MP4, MOV, WebM or Matroska; an image stands still" if videos else text
+    text = f"The video: {_VIDEO}" if videos else text
     fit = Field(None, description="How an image of another shape becomes the frame.")
     match use:
         case "refused":
@@ -162,7 +174,11 @@ def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
         case _:
             text += "; without it the clip is made from text alone."
             photo = (_PhotoFile | None, Field(None, description=text))
-    return {"input_reference": photo, "fit": (Fit | None, fit)}
+    return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
+
+
+def _video_field(name: str) -> Any:
+    return (_PhotoFile, Field(description=f"The {name.replace('_', ' ')}: {_VIDEO}."))
 
 
 def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
@@ -195,6 +211,7 @@ def form_of(
         __base__=VideoRequest,
         __doc__=VideoRequest.__doc__,
         **_photo_fields(photo, videos=kind.from_video),
+        **{name: _video_field(name) for name in kind.videos},
         **_prompt_fields(kind),
         **{
             field: _param_field(param, highest.get(field, param.highest))
@@ -258,9 +275,10 @@ class Capabilities:
     def to_json(self, **limits: Any) -> Model:
         """The model as `/v1/models` lists it."""
         inputs: dict[str, Use] = {
-            "input_reference": self.photo,
+            IMAGE_FIELD: self.photo,
             "prompt": self.prompt,
             "negative_prompt": "refused" if self.prompt == "refused" else "optional",
+            **dict.fromkeys(self.sampling.videos, "needed"),
         }
         left_out = {"model", *inputs, *self.unused}
         schemas = self.form.model_json_schema()["properties"]
@@ -301,7 +319,7 @@ class Capabilities:
         name, *inner = fault["loc"] or ("body",)
         if fault["type"] == "extra_forbidden" and name in FIELDS:
             why = f"a model of the family {self.sampling.family}"
-            if name in _photo_fields("needed"):
+            if name in (IMAGE_FIELD, "fit"):
                 why = "which makes clips from text alone"
             return {"field": name, "reason": f"is not for {self.model}, {why}"}
         return in_words({**fault, "loc": (theirs.get(name, name), *inner)})
@@ -322,7 +340,7 @@ class Capabilities:
         if self.sampling.decode_chunk_size is not None:
             chosen["decode_chunk_size"] = min(self.sampling.decode_chunk_size, chosen["num_frames"])
         if isinstance(self.sampling, PromptedSampling):
-            chosen["from_image"] = request.photo is not None
+            chosen["from_image"] = IMAGE_FIELD in request.files
         return replace(self.sampling, **chosen)
 
     def _size(self, text: str) -> tuple[int, int]:

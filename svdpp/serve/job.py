@@ -43,6 +43,7 @@ class Job:
         photo: name of the file in the folder of photographs; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
         photo_pixels: width times height; 0 without an image.
+        videos: SHA-256 of the further videos that the family takes, by name.
         held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         server: id of the server that has claimed it, or has ended it.
@@ -69,6 +70,7 @@ class Job:
     photo_name: str = ""
     photo_sha256: str = ""
     photo_pixels: int = 0
+    videos: dict[str, str] = field(default_factory=dict)
     prompt: str | None = None
     negative_prompt: str | None = None
     created_at: float
@@ -100,6 +102,10 @@ class Job:
     def photo_in(self, folder: Path) -> Path | None:
         """The photograph's file in a data folder; it may not exist."""
         return folder / PHOTOS / self.photo if self.photo else None
+
+    def videos_in(self, folder: Path) -> dict[str, Path]:
+        """The files of its further videos, by name."""
+        return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
 
 
 @dataclass(frozen=True, kw_only=True)

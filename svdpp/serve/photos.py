@@ -75,12 +75,14 @@ class PhotoFolder:
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def keep(self, source: BinaryIO, id: str, name: str, video_frames: int = 0) -> Photo:
+    def keep(
+        self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
+    ) -> Photo:
         """Store the photograph in `source` under the id of its job, once it is decoded; durable.
 
         The call blocks until then. If it raises, no file is left. `name` is for messages, by
-        `shown_name`; the name of the returned path is `Job.photo`. With `video_frames` it may also
-        be a video with as many.
+        `shown_name`; the name of the returned path is `Job.photo`, or that of the `video` in
+        `Job.videos_in`. With `video_frames` it may also be a video with as many.
         """
         upload = final = self._folder / f".upload-{secrets.token_hex(8)}"
         try:
@@ -90,7 +92,7 @@ class PhotoFolder:
                     shutil.copyfileobj(source, file, 2**20)
                 with self._place():
                     decoded = _decode(upload, name, video_frames, self.limits)
-                final = self._folder / f"{id}{decoded.suffix}"
+                final = self._folder / f"{id}{f'.{video}' if video else decoded.suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)

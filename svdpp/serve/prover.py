@@ -168,6 +168,7 @@ class Prover:
         clip = job.clip_in(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         needed |= {"image": photo} if (photo := job.photo_in(self._folder)) else {}
+        needed |= job.videos_in(self._folder)
         gone = [name for name, path in needed.items() if not path.is_file()]
         return f"file missing: the {' and the '.join(gone)}" if gone else ""
 

@@ -101,7 +101,7 @@ SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
     AS claims ON server = id
 ORDER BY id
 """
-_FILES = "SELECT id, photo, token FROM jobs"
+_FILES = "SELECT id, photo, videos, token FROM jobs"
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
 _IN_TURN = f"""
@@ -489,9 +489,12 @@ class JobQueue:
         where = f"{_FINAL} AND proof != 'running' ORDER BY finished_at, seq"
         return dict(self.rows(f"SELECT id, finished_at FROM jobs WHERE {where}"))
 
-    def files(self) -> dict[str, tuple[str, int]]:
-        """The name of the photograph's file of every job and its token, by id."""
-        return {id: (photo, token) for id, photo, token in self.rows(_FILES)}
+    def files(self) -> dict[str, tuple[list[str], int]]:
+        """The names of the uploaded files of every job, and its token, by id."""
+        return {
+            id: ([*filter(None, [photo]), *(f"{id}.{name}" for name in json.loads(videos))], token)
+            for id, photo, videos, token in self.rows(_FILES)
+        }
 
     def _ids(self, where: str) -> list[str]:
         return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
@@ -508,6 +511,7 @@ def _insert(database: Statements, job: Job) -> None:
     values = {name: getattr(job, name) for name in _NAMES}
     values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
     values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
+    values |= {"videos": json.dumps(job.videos)}
     values["due"] = job.created_at - job.priority * AGEING_SECONDS
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
     database.execute(query, tuple(values.values()))
@@ -536,6 +540,7 @@ def _job_of(row: tuple[Any, ...]) -> Job:
         "cancel_asked": bool(values["cancel_asked"]),
         "error": json.loads(values["error"] or "null"),
         "metadata": json.loads(values["metadata"]),
+        "videos": json.loads(values["videos"]),
     }
     return Job(**values | parsed)
 
@@ -573,12 +578,12 @@ def _check_limits(
 
 def _same_request(known: Job, job: Job) -> Job:
     """`known`, if `job` asks for the same clip."""
-    names = ("photo_sha256", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    names = ("photo_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):
         if getattr(known, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
-                f"with another {name.removesuffix('_sha256').replace('_', ' ')}",
+                f"with another {name.removesuffix('_sha256').rstrip('s').replace('_', ' ')}",
                 "use a new key for a new request",
                 details={"id": known.id, "field": name},
             )

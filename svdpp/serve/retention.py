@@ -11,6 +11,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from svdpp.serve.queue import JobQueue
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
-    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.[a-z]{3,4}"),
+    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.([a-z]{3,4}|[a-z]+_video)"),
     CLIPS: re.compile(r"(video_[0-9a-f]{32})(-\d+)?\.mp4(\.json)?"),
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
@@ -46,8 +47,8 @@ def sweep(
     """
     with _errors(folder):
         sizes = {
-            id: sum(map(_num_bytes, _files(folder, id, photo, token)))
-            for id, (photo, token) in queue.files().items()
+            id: sum(map(_num_bytes, _files(folder, id, uploads, token)))
+            for id, (uploads, token) in queue.files().items()
         }
     total, removed = sum(sizes.values()), []
     for id, finished_at in queue.finished().items():
@@ -65,7 +66,8 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     if job is None or not job.state.is_final:
         return False
     with _errors(folder):
-        for path in _files(folder, id, job.photo, job.token):
+        uploads = [job.photo_in(folder), *job.videos_in(folder).values()]
+        for path in _files(folder, id, [path.name for path in uploads if path], job.token):
             path.unlink(missing_ok=True)
     return queue.remove(id)
 
@@ -79,11 +81,11 @@ def remove_lost_clips(folder: Path, job: Job, *, is_lost: bool) -> None:
             output_files.remove(path)
 
 
-def _files(folder: Path, id: str, photo: str, token: int) -> list[Path]:
+def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Path]:
     """All that a job may have, also the clips of servers that have lost it."""
     clips = [clip_file(folder, id, number) for number in range(min(token, 1), token + 1)]
     jsons = [Path(f"{clip}.json") for clip in clips]
-    return [*clips, *jsons, *([folder / PHOTOS / photo] if photo else [])]
+    return [*clips, *jsons, *(folder / PHOTOS / name for name in uploads)]
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
+from svdpp.config import SAMPLING_CLASSES
 from svdpp.errors import OutputError, RequestError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.api_errors import ApiError, as_api_error
@@ -28,7 +29,7 @@ from svdpp.serve.form import VideoRequest, names_in
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
-from svdpp.serve.views import DeletedVideo, Video, VideoPage, documented
+from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, VideoPage, documented
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -146,10 +147,12 @@ def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
     """The body for the OpenAPI document: a form, or JSON, in which a photograph is text."""
     form = form_type.model_json_schema()
     as_json = {**form, "properties": dict(form["properties"])}
-    if photo := as_json["properties"].get("input_reference"):
-        url = {"type": "object", "properties": {"image_url": {"type": "string"}}}
-        as_json["properties"]["input_reference"] = {
-            "description": f"{photo['description']} In base64, or as a data URL.",
+    url = {"type": "object", "properties": {"image_url": {"type": "string"}}}
+    videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
+    for name in as_json["properties"].keys() & {IMAGE_FIELD, *videos}:
+        about = form["properties"][name]["description"]
+        as_json["properties"][name] = {
+            "description": f"{about} In base64, or as a data URL.",
             "anyOf": [
                 {"type": "string", "contentEncoding": "base64"},
                 {**url, "required": ["image_url"], "additionalProperties": False},
@@ -306,13 +309,19 @@ def get_content(id: str, service: Served, owner: Owned, request: Request) -> Res
     response_class=FileResponse,
     responses=_file_answers("image/*", 404, 416),
 )
-def get_input(id: str, service: Served, owner: Owned, request: Request) -> Response:
-    """The photograph, as the client sent it."""
-    path = service.job(id, owner).photo_in(service.folder)
+def get_input(
+    id: str, service: Served, owner: Owned, request: Request, field: str = IMAGE_FIELD
+) -> Response:
+    """The photograph, or the video of another field, as the client sent it."""
+    job = service.job(id, owner)
+    path = {IMAGE_FIELD: job.photo_in(service.folder), **job.videos_in(service.folder)}.get(field)
     if path is None:
-        raise ApiError(404, "no_input", "the video was made from text alone")
+        without = "text alone" if field == IMAGE_FIELD else f"no {field[:60]!r}"
+        raise ApiError(404, "no_input", f"the video was made from {without}")
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
+    if field != IMAGE_FIELD:
+        return _private_file(path, "application/octet-stream", request)
     kinds = {".jpg": "image/jpeg", ".tif": "image/tiff", ".mkv": "video/matroska"}
     default = f"{'video' if path.suffix == '.mp4' else 'image'}/{path.suffix[1:]}"
     return _private_file(path, kinds.get(path.suffix, default), request)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
-from starlette.datastructures import UploadFile
 
-from svdpp.config import PipelineConfig
+from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
-from svdpp.errors import OutputError
+from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS
+from svdpp.media.image import MAX_PIXELS, Photo
 from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
@@ -34,7 +33,7 @@ from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import remove_job
-from svdpp.serve.views import DeletedVideo, Video, size_of, video_of
+from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, size_of, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
@@ -178,7 +177,9 @@ class Service:
         prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
         sampling = self.capabilities.sampling_of(request)
         self.admission.check(sampling)
-        self.admission.check_inputs(sampling, image=request.photo is not None, **prompts)
+        files = request.files
+        image = files.pop(IMAGE_FIELD, None)
+        self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
         id = new_id()
         job = Job(
             id=id,
@@ -187,11 +188,7 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
-            **(
-                {}
-                if request.photo is None
-                else self._keep(request.photo, id, sampling.video_frames)
-            ),
+            **self._keep(request, id, sampling),
             **prompts,
             created_at=time.time(),
             priority=request.priority,
@@ -209,9 +206,10 @@ class Service:
             is_known = not self.queue.is_shared  # the database may have the row nevertheless
             raise
         finally:
-            photo = job.photo_in(self.folder)
-            if photo is not None and is_known and (stored is None or stored.id != id):
-                output_files.remove(photo)
+            if is_known and (stored is None or stored.id != id):
+                for path in (job.photo_in(self.folder), *job.videos_in(self.folder).values()):
+                    if path is not None:
+                        output_files.remove(path)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -220,14 +218,30 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _keep(self, upload: UploadFile, id: str, video_frames: int | None) -> dict[str, Any]:
-        name = shown_name(upload.filename)
-        photo = self.photos.keep(upload.file, id, name, video_frames or 0)
+    def _keep(self, request: VideoRequest, id: str, sampling: SamplingConfig) -> dict[str, Any]:
+        """Stores the files of a request, all or none; returns what the job says of them."""
+        kept: dict[str, Photo] = {}
+        names = {field: shown_name(file.filename) for field, file in request.files.items()}
+        try:
+            for field, upload in request.files.items():
+                video = "" if field == IMAGE_FIELD else field
+                frames = sampling.frames if video else sampling.video_frames or 0
+                kept[field] = self.photos.keep(upload.file, id, names[field], frames, video)
+        except BaseException as error:
+            for photo in kept.values():
+                output_files.remove(photo.path)
+            if isinstance(error, InputError):
+                error.details["field"] = field
+            raise
+        hashes = {field: photo.sha256 for field, photo in kept.items() if field != IMAGE_FIELD}
+        if (image := kept.get(IMAGE_FIELD)) is None:
+            return {"videos": hashes}
         return {
-            "photo": photo.path.name,
-            "photo_name": name,
-            "photo_sha256": photo.sha256,
-            "photo_pixels": photo.width * photo.height,
+            "photo": image.path.name,
+            "photo_name": names[IMAGE_FIELD],
+            "photo_sha256": image.sha256,
+            "photo_pixels": image.width * image.height,
+            "videos": hashes,
         }
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:

@@ -26,11 +26,14 @@ def params_by_field(kind: Any) -> dict[str, Param]:
     return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
 
 
+#: The field of the image, or of the video in its place.
+IMAGE_FIELD = "input_reference"
+
 #: The fields of all servers' forms.
 FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "priority", "callback_url"}
-    | {"input_reference", "fit", "prompt", "negative_prompt"}
-).union(*map(params_by_field, SAMPLING_CLASSES.values()))
+    | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
+).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
 
 class ErrorBody(BaseModel):
@@ -187,7 +190,7 @@ class Model(BaseModel):
     family: str
     inputs: Annotated[
         dict[str, Use],
-        Field(description="What a request does with `input_reference` and the prompts."),
+        Field(description="What a request does with its files and prompts."),
     ]
     input_kind: Annotated[
         Literal["image", "video"],
@@ -271,6 +274,8 @@ def video_of(
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(step, steps)
     values = params_view(job.sampling)
+    if job.videos:
+        values |= {"videos": {name: {"sha256": sha256} for name, sha256 in job.videos.items()}}
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(

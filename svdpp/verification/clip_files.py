@@ -26,6 +26,7 @@ from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES
+from svdpp.media.source import VIDEO_SUFFIXES
 from svdpp.models.base import Frames
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
@@ -101,31 +102,38 @@ def read_clip(path: Path) -> ClipOnDisk:
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
-def find_photo(clip: ClipOnDisk, image: Path | None) -> Path:
-    """The image that a clip was made from, found by its sha256.
+def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
+    """The image, or a further video, that a clip was made from, found by its sha256.
 
     Args:
-        clip: its metadata has the image's path and hash.
+        clip: its metadata has the file's path and hash.
         image: the file, or a folder that holds it; None searches the recorded path, then
             the images beside the clip.
+        video: name of the video; "" for the image.
     """
-    wanted, folder = clip.metadata["input_sha256"], clip.path.parent
-    recorded = located_path(clip.metadata["input"], folder)
+    metadata, folder = clip.metadata, clip.path.parent
+    wanted = metadata["videos_sha256"][video] if video else metadata["input_sha256"]
+    path = metadata["videos"].get(video, video) if video else metadata["input"]
+    recorded = located_path(path, folder)
+    if video and image is not None and not os.path.isdir(image):
+        image = None
+    suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if video else SUFFIXES
     if image is None:
-        candidates = [recorded, folder / recorded.name, *_images_in(folder)]
+        candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
     else:
-        candidates = list(_images_in(image)) if os.path.isdir(image) else [image]
-    for path in dict.fromkeys(candidates):
-        if _sha256(path) == wanted:
-            return path
-    where, name = recorded if image is None else image, clip.path.name
+        candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
+    for found in dict.fromkeys(candidates):
+        if _sha256(found) == wanted:
+            return found
+    where, name, kind = recorded if image is None else image, clip.path.name, video or "image"
     if os.path.isfile(where):
-        what = f"{str(where)!r} is not the image that {name!r} was made from"
+        what = f"{str(where)!r} is not the {kind} that {name!r} was made from"
     elif image is None:
-        what = f"{str(where)!r}, the image of {name!r}, is missing"
+        what = f"{str(where)!r}, the {kind} of {name!r}, is missing"
     else:
-        what = f"there is no image of {name!r} at {str(where)!r}"
-    raise InputError(what, f"--image PATH names it; its sha256 is {wanted}")
+        what = f"there is no {kind} of {name!r} at {str(where)!r}"
+    how = "--image FOLDER names the folder of all inputs" if video else "--image PATH names it"
+    raise InputError(what, f"{how}; its sha256 is {wanted}")
 
 
 def _of_json(path: Path) -> ClipOnDisk:
@@ -204,9 +212,9 @@ def _is_frames_folder(path: Path) -> bool:
     return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
 
 
-def _images_in(folder: Path) -> Iterator[Path]:
+def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
-    yield from (path for path in names if path.suffix.lower() in SUFFIXES)
+    yield from (path for path in names if path.suffix.lower() in suffixes)
 
 
 def _sha256(path: Path) -> str:

@@ -41,7 +41,7 @@ class Settings:
     threads: int | None = None
     """Must be the clip's own number, if given."""
     image: Path | None = None
-    """The clip's image, or a folder that holds it; None searches for it."""
+    """The clip's image, or a folder that holds all inputs; None searches for them."""
     local_files_only: bool = False
     timeout: float = 600.0
     start_timeout: float = 600.0
@@ -204,11 +204,15 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
             "other devices give other bits: verify it on a machine with a CUDA device",
         ) from error
     photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
+    hashes = metadata.get("videos_sha256", {})
+    videos = {name: str(find_photo(clip, settings.image, name)) for name in hashes}
     _check_weights(clip, config)
     request = ClipRequest(
         seed=metadata["seed"],
         image=photo,
         image_sha256=metadata["input_sha256"],
+        videos=videos,
+        videos_sha256=hashes,
         prompt=metadata.get("prompt"),
         negative_prompt=metadata.get("negative_prompt"),
     )

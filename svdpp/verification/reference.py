@@ -191,7 +191,7 @@ def _diffusers(setup: _Setup, device: str) -> _Compute:
     def compute(
         request: ClipRequest, recorder: _Recorder
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        source = None if request.image is None else read_source(request.image, sampling)
+        source = read_source(request, sampling)
         latent, frames = reference.run(
             request,
             source,

@@ -69,8 +69,8 @@ def run_pipelined(
     """
     kept = folder / _PIPELINED
     kept.mkdir()
-    images = sorted({request.image for request in requests if request.image is not None})
-    pipeline = Pipeline(config, tensor_folder=str(kept), shared_paths=images, fault=fault)
+    files = sorted({path for request in requests for path, _ in request.files.values()})
+    pipeline = Pipeline(config, tensor_folder=str(kept), shared_paths=files, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
     if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all

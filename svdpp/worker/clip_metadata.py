@@ -80,7 +80,8 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
         return (*common, *_sampling_fields(family))
-    return (*common, *lora, "family", *_PROMPTS, *_sampling_fields(family))
+    videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
+    return (*common, *lora, *videos, "family", *_PROMPTS, *_sampling_fields(family))
 
 
 @cache
@@ -108,6 +109,7 @@ def clip_metadata(
         "family": sampling.family,
         "input": None if photo is None else recorded_path(photo.path, folder),
         "input_sha256": None if photo is None else photo.sha256,
+        **(_videos(made_from, folder) if sampling.videos else {}),
         "output": Path(output.path).name,
         "seed": seed,
         "model": _model_name(checkpoint),
@@ -144,6 +146,14 @@ def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[s
     other = {**metadata, "output": Path(output.path).name, "seed": seed}
     other["parameters_sha256"] = parameters_sha256(other)
     return other
+
+
+def _videos(made_from: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
+    videos = dict(made_from.videos)
+    return {
+        "videos": {name: recorded_path(video.path, folder) for name, video in videos.items()},
+        "videos_sha256": {name: video.sha256 for name, video in videos.items()},
+    }
 
 
 def _prompts(made_from: ClipInput) -> dict[str, str | None]:
@@ -250,6 +260,8 @@ def _of_family(family: str) -> type[_ClipMetadata]:
     own: dict[str, Any] = {
         name: (types[name], ...) for name in _sampling_fields(family) if name not in known
     }
+    if SAMPLING_CLASSES[family].videos:
+        own |= {"videos": (dict[str, str], ...), "videos_sha256": (dict[str, _Sha256], ...)}
     return create_model(f"_{family}", __base__=base, **own)
 
 

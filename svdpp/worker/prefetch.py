@@ -6,19 +6,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.errors import InputError
-from svdpp.media import image as photos
-from svdpp.media.source import source_of
+from svdpp.media.source import read_source
 from svdpp.models.base import Source, Tensors
 
 #: What a prepared image depends on.
-_Image = tuple[str | None, str | None, SamplingConfig | None]
+_Image = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class PhotoReader:
@@ -76,15 +74,10 @@ class PhotoReader:
             self._ahead[clip] = early or self._thread.submit(self._read, request)
 
     def _read(self, request: ClipRequest) -> Tensors:
-        if request.image is None:
-            return {}
-        path = Path(request.image)
         sampling = request.sampling or self._sampling
-        source, photo = source_of(photos.read_bytes(path), path, sampling)
-        if request.image_sha256 not in (None, photo.sha256):
-            raise InputError(f"{request.image!r} has changed since the run began")
-        return self._prepare(source, sampling)
+        source = read_source(request, sampling)
+        return {} if source is None else self._prepare(source, sampling)
 
 
 def _image_of(request: ClipRequest) -> _Image:
-    return request.image, request.image_sha256, request.sampling
+    return tuple(request.files.items()), request.sampling

@@ -17,6 +17,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import write_clip
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_rows import save_tiny
 
 SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
 
@@ -87,6 +88,67 @@ def test_models_that_the_pipeline_cannot_run_are_refused(
     folder = str(save_tiny_wan(tmp_path, **changes))  # type: ignore[arg-type]
     answer = svdpp_here("run", PHOTO, *given(folder), "--dry-run", "--out", str(tmp_path / "out"))
     assert_error(answer, 5, "only Wan 2.1 for text makes clips from a video")
+
+
+@pytest.fixture(scope="module")
+def animate(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Wan Animate."""
+    return str(save_tiny("wan_animate", tmp_path_factory.mktemp("animate")))
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_clip_with_further_videos_is_made_verified_and_resumed(
+    animate: str, tmp_path: Path
+) -> None:
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
+    inputs.mkdir()
+    pose = save_video(inputs / "pose.mp4")
+    videos = ("--video", f"pose_video={pose}", "--video", f"face_video={PHOTO}")
+    asked = given(animate, *videos, "--out", str(out), family=())
+    assert (answer := svdpp_here("run", PHOTO, *asked)).code == 0, answer.err
+    (clip,) = out.glob("*.mp4")
+    record = json.loads(Path(f"{clip}.json").read_text())
+    assert record["videos"]["pose_video"] == "../inputs/pose.mp4"
+    assert (answer := svdpp_here("verify", str(clip), "--json")).code == 0, answer.err
+    assert all(check["equal"] for check in json.loads(answer.out)["checks"])
+    again = svdpp_here("run", PHOTO, *asked, "--resume")
+    assert again.code == 0, again.err
+    assert json.loads(Path(f"{clip}.json").read_text()) == record
+    (inputs / "pose.mp4").rename(inputs / "moved.mp4")
+    assert_error(svdpp_here("verify", str(clip)), 7, "the pose_video of", "--image FOLDER")
+    (inputs / "photo.jpg").write_bytes(Path(PHOTO).read_bytes())
+    assert svdpp_here("verify", str(clip), "--image", str(inputs)).code == 0
+    options = json.loads((out / "run.json").read_text())["options"]
+    assert options["video"]["pose_video"] == {"path": "../inputs/pose.mp4"}
+    save_video(inputs / "pose.mp4", seed=1)
+    refused = svdpp_here("run", PHOTO, *asked, "--resume")
+    assert_error(refused, 2, "videos_sha256")
+    again = svdpp_here("run", "--from", str(out / "run.json"), "--overwrite")
+    assert again.code == 0, again.err
+    other = json.loads(Path(f"{clip}.json").read_text())
+    assert other["videos_sha256"]["face_video"] == record["videos_sha256"]["face_video"]
+    assert other["latents_sha256"] != record["latents_sha256"]
+
+
+def test_videos_that_a_family_does_not_take_are_refused(animate: str, tmp_path: Path) -> None:
+    pose, face = f"--video=pose_video={PHOTO}", f"--video=face_video={PHOTO}"
+    few = save_video(tmp_path / "few.mp4")
+    for videos, code, words in (
+        ((pose,), 2, "needs the video face_video\nhint: give --video face_video=FILE"),
+        ((pose, f"--video=face_vdeo={PHOTO}"), 2, "no video 'face_vdeo'\nhint: did you mean face"),
+        ((pose, face, f"--video=mask_video={PHOTO}"), 2, "takes no video 'mask_video'"),
+        ((pose, "--video=face_video"), 2, "--video takes NAME=FILE, got 'face_video'"),
+        ((pose, f"--video=face_video={tmp_path / 'gone.mp4'}"), 7, "does not exist"),
+        ((pose, f"--video=face_video={few}", "--frames", "9"), 7, "has 7 of the 9 frames"),
+        ((pose, face, "--frames", "81"), 2, "5 to 77, one segment"),
+    ):
+        asked = given(animate, *videos, "--dry-run", "--out", str(tmp_path / "out"), family=())
+        assert_error(svdpp_here("run", PHOTO, *asked), code, words)
+    other = svdpp_here("run", PHOTO, pose, "--model", "demo", "--dry-run", "--out", str(tmp_path))
+    assert_error(other, 2, "the family svd takes no video 'pose_video'")
+    about = json.loads(svdpp_here("models", "wan_replace", "--json").out)["families"][0]
+    assert about["inputs"] == ["an image, pose_video, face_video, background_video, mask_video"]
 
 
 def test_a_bench_takes_videos(model: str, tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ PUBLISHED: Mapping[str, dict[str, Any]] = {
         "down_block_types": ["DownEncoderBlock2D"] * 4,
         "up_block_types": ["UpDecoderBlock2D"] * 4,
     },
+    "WanAnimateTransformer3DModel": {
+        **{"added_kv_proj_dim": 5120, "image_dim": 4},  # that of the tiny encoder of images
+        "motion_encoder_channel_sizes": None,
+    },
     "LatteTransformer3DModel": {
         **{"caption_channels": 4096, "cross_attention_dim": 1152, "attention_head_dim": 72},
         **{"num_layers": 28, "in_channels": 4, "out_channels": 8},
@@ -60,6 +64,7 @@ PUBLISHED: Mapping[str, dict[str, Any]] = {
 WITH_PUBLISHED_SIZES = (
     *("ltx2", "ltx2-image", "hunyuan-video", "hunyuan-video-1.5", "cogvideox", "cogvideox-image"),
     *("skyreels-v2", "skyreels-v2-image", "skyreels-v2-df", "latte", "mochi"),
+    "wan-animate",
 )
 IMAGE_CHANNELS = {"cogvideox-image": 32, "skyreels-v2-image": 36}
 

@@ -41,7 +41,8 @@ def _config(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     model = ModelConfig(name=str(folder), family=case.family, dtype=dtype)
     is_svd = case.family == "svd"
     image = str(PHOTO) if case.image or is_svd else None
-    request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image)
+    videos = dict.fromkeys(case.config().videos, image or "")
+    request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image, videos=videos)
     config = PipelineConfig(world_size=2, model=model, sampling=case.config(), split="balanced")
     return config, request
 
@@ -71,6 +72,7 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
         *("verify", "--model", str(folder), "--family", case.family, "--device", "cpu"),
         *("--threads", "1", "--gpus", "2"),
         *("--split", "balanced", "--clips", "1", "--json", *options),
+        *(f"--video={name}={PHOTO}" for name in case.config().videos),
         *("--dtype", case.dtype, *((str(PHOTO),) if case.image or case.family == "svd" else ())),
         *(("--prompt", "the sea") if case.family != "svd" else ()),
     )
@@ -87,7 +89,7 @@ def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -
     config, checkpoint = resolve(config)
     assert checkpoint is not None
     sampling = config.sampling
-    image = None if request.image is None else read_source(request.image, sampling)
+    image = read_source(request, sampling)
     latents, frames, audio = whole_clip(config.model, sampling, request, image)
     roles = Roles(encode=True, denoise=True, decode=False)
     model = load_model(checkpoint, config.model, sampling, "cpu", roles)

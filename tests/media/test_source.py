@@ -16,9 +16,9 @@ from PIL import Image
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
 from svdpp.media import source
-from svdpp.media.image import MAX_PIXELS
+from svdpp.media.image import MAX_PIXELS, read_bytes
 from svdpp.media.inputs import check_inputs, find_images
-from svdpp.media.source import read_source, read_video, source_of
+from svdpp.media.source import read_video, source_of
 from svdpp.media.video import find_ffmpeg, read_frames, write_clip
 from tests.media.pictures import encoded, gradient
 
@@ -44,26 +44,30 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def fitted(path: Path, asked: Any) -> Any:
+    return source_of(read_bytes(path), path, asked)[0]
+
+
 def pixels(frames: Any) -> Any:
     return np.stack([np.asarray(frame) for frame in frames])
 
 
 def test_the_frames_are_the_first_ones_of_the_video(clip: Path) -> None:
-    frames = read_source(str(clip), sampling(height=64, width=96))
+    frames = fitted(clip, sampling(height=64, width=96))
     assert np.array_equal(pixels(frames), read_frames(clip, "mp4")[:5])
 
 
 def test_frames_are_resized_as_diffusers_does(clip: Path) -> None:
     processor = VideoProcessor(vae_scale_factor=8)
     whole = [Image.fromarray(frame) for frame in read_frames(clip, "mp4")[:5]]
-    ours = read_source(str(clip), sampling())
+    ours = fitted(clip, sampling())
     resized = (processor.preprocess_video(each, **SIZE) for each in (ours, whole))
     assert torch.equal(*resized)
 
 
 @pytest.mark.parametrize(("fit", "corner"), [("crop", 96), ("pad", 0)])
 def test_frames_are_fitted(clip: Path, fit: str, corner: int) -> None:
-    frames = read_source(str(clip), sampling(height=32, width=32, fit=fit))
+    frames = fitted(clip, sampling(height=32, width=32, fit=fit))
     assert {frame.size for frame in frames} == {(32, 32)}
     assert (pixels(frames)[0, 0, -1].max() > 0) == (corner > 0)
 
@@ -71,9 +75,9 @@ def test_frames_are_fitted(clip: Path, fit: str, corner: int) -> None:
 def test_an_image_stands_for_a_video_that_shows_nothing_else(tmp_path: Path) -> None:
     still = tmp_path / "still.png"
     still.write_bytes(encoded(gradient(**SIZE), "PNG"))
-    frames = read_source(str(still), sampling())
+    frames = fitted(still, sampling())
     assert np.array_equal(pixels(frames), pixels([gradient(**SIZE)] * 5))
-    image = read_source(str(still), SAMPLING_CLASSES["svd"](height=32, width=48, num_frames=2))
+    image = fitted(still, SAMPLING_CLASSES["svd"](height=32, width=48, num_frames=2))
     assert isinstance(image, Image.Image)
 
 
@@ -82,9 +86,7 @@ def test_containers_are_told_by_their_content(clip: Path, tmp_path: Path, name: 
     path = tmp_path / name
     kind = "matroska" if name.endswith("mkv") else "mov"
     ffmpeg("-i", clip, "-c", "copy", "-f", kind, f"file:{path}")
-    assert np.array_equal(
-        pixels(read_source(str(path), sampling())), pixels(read_source(str(clip), sampling()))
-    )
+    assert np.array_equal(pixels(fitted(path, sampling())), pixels(fitted(clip, sampling())))
 
 
 def test_frames_are_upright(clip: Path, tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_damaged_and_hostile_files_are_refused(
     path.write_bytes(change(clip.read_bytes()))
     for read in (
         lambda: read_video(path, 5, MAX_PIXELS),
-        lambda: read_source(str(path), sampling()),
+        lambda: fitted(path, sampling()),
     ):
         with pytest.raises(InputError, match=words) as caught:
             read()

@@ -45,11 +45,17 @@ def photograph() -> Image.Image:
 
 
 def source(sampling: Any) -> Source:
-    """The picture, or frames of a video, fitted."""
-    if not sampling.from_video:
-        return photograph()
-    shape = (sampling.num_frames, sampling.height, sampling.width, 3)
-    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    """The picture, or frames of a video, or both, fitted."""
+    if sampling.videos:
+        sides = enumerate(sampling.videos.values(), start=1)
+        videos = [_frames(sampling, seed, side) for seed, side in sides]
+        return {"image": photograph(), **dict(zip(sampling.videos, videos, strict=True))}
+    return _frames(sampling) if sampling.from_video else photograph()
+
+
+def _frames(sampling: Any, seed: int = 0, side: int | None = None) -> list[Image.Image]:
+    shape = (sampling.num_frames, side or sampling.height, side or sampling.width, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     return [Image.fromarray(frame) for frame in pixels]
 
 

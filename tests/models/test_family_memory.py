@@ -23,9 +23,9 @@ from tests.models.range_checks import (
     loaded,
     model_of,
     nothing,
-    photograph,
     read_folder,
     request_of,
+    source,
 )
 from tests.models.test_rows import CASES
 from tests.models.tiny_families import save_tiny_wan
@@ -40,6 +40,7 @@ SIZES = {
     "ltx-image": (192, 17, 256),
     "ltx2": (96, 9, 256),
     "hunyuan-video-image": (128, 9, 420),
+    "wan-animate": (128, 9, 256),
     "cogvideox-image": (128, 9, 64),
     "mochi": (128, 7, 256),
     "wan": (160, 13, 256),
@@ -69,7 +70,7 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(tmp_path: Path, name
     experts = frozenset(range(checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
     model = load_model(checkpoint, named, sampling, "cpu", roles)
-    prepared = model.prepare(photograph()) if case.image else {}
+    prepared = model.prepare(source(sampling)) if case.image else {}
     request = request_of("a cat" if checkpoint.row.takes_prompt else None)
 
     def encode() -> Any:

@@ -112,6 +112,13 @@ CASES: dict[str, Case] = {
     "wan-vace-control": Case(
         "wan_vace_control", {"height": 32, "width": 48, "num_frames": 9}, image=True
     ),
+    "wan-animate": Case(
+        "wan_animate",
+        {"height": 32, "width": 48, "num_frames": 9, "guidance_scale": 4.0},
+        image=True,
+        negative="blurred",
+    ),
+    "wan-replace": Case("wan_replace", {"height": 32, "width": 32, "num_frames": 9}, image=True),
     "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
     "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
 }
@@ -295,6 +302,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("ltx", {"decode_timestep": 0.1}, "--param decode_timestep has no effect on model"),
     ("ltx", {"decode_noise_scale": 0.1}, "--param decode_noise_scale has no effect on model"),
     ("ltx", UNGUIDED, "--param guidance_rescale has no effect: --guidance-scale"),
+    ("wan-animate", {"num_frames": 81}, "--frames must be 5 to 77, one segment of the model"),
 ]
 
 

@@ -95,6 +95,32 @@ def _wan_vace(_: bool) -> tuple[str, dict[str, Any]]:
     return "WanVACEPipeline", parts
 
 
+def _wan_animate(_: bool) -> tuple[str, dict[str, Any]]:
+    transformer = diffusers.WanAnimateTransformer3DModel(
+        **wan_sizes(1),
+        num_layers=2,
+        image_dim=4,
+        added_kv_proj_dim=24,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=1,
+    )
+    parts = {
+        **_t5(),
+        "vae": wan_vae(16),
+        "image_encoder": transformers.CLIPVisionModel(_vision(16, 8)),
+        "image_processor": CLIPImageProcessorPil(crop_size=16, size=16),
+        "transformer": transformer,
+        "scheduler": UniPCMultistepScheduler(**WAN_UNIPC),
+    }
+    return "WanAnimatePipeline", parts
+
+
 def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
     text = {**_LLM, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 1}
     vision = {**_VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
@@ -441,6 +467,8 @@ _BLOCKS_2D = {
 }
 _MAKERS: Mapping[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
     "wan_vace": _wan_vace,
+    "wan_animate": _wan_animate,
+    "wan_replace": _wan_animate,
     "ltx2": _ltx2,
     "hunyuan_video": _hunyuan_video,
     "framepack": _framepack,

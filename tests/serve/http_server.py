@@ -123,7 +123,10 @@ class HttpServer:
         """Requests a clip; without a photograph if it is None."""
         headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
         # As parts of a form, which httpx would not send without a file.
-        files: dict[str, Any] = {name: (None, str(value)) for name, value in form.items()}
+        files: dict[str, Any] = {
+            name: value if isinstance(value, tuple) else (None, str(value))
+            for name, value in form.items()
+        }
         if photo is not None:
             files["input_reference"] = (name, photo)
         return self.client.post("/v1/videos", files=files, headers=headers)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
-from svdpp.media import image as photos
+from svdpp.media import source as files
 from svdpp.worker.prefetch import PhotoReader
 
 SAMPLING = SvdSampling(height=16, width=24, num_frames=2)
@@ -50,7 +50,7 @@ def test_one_photograph_is_read_ahead_and_no_more(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    second, read_bytes = threading.Event(), photos.read_bytes
+    second, read_bytes = threading.Event(), files.read_bytes
 
     def noting(path: Path) -> bytes:
         read.append(path.stem)
@@ -58,7 +58,7 @@ def test_one_photograph_is_read_ahead_and_no_more(
             second.set()
         return read_bytes(path)
 
-    monkeypatch.setattr(photos, "read_bytes", noting)
+    monkeypatch.setattr(files, "read_bytes", noting)
     reader = PhotoReader(SAMPLING, _first_pixel, CPU)
     reader.expect(_requests(paths))
     reader.take(0)

@@ -1,7 +1,10 @@
 """The options for a run's inputs: images and seeds, or the manifest of another run."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +17,10 @@ from svdpp.config.limits import (
     check_whole,
 )
 from svdpp.errors import InputError, RequestError
+
+if TYPE_CHECKING:
+    from svdpp.config import SamplingConfig
+    from svdpp.media.image import Photo
 
 
 def _take_from(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
@@ -49,11 +56,31 @@ class PromptOptions:
         "FILE", "Several prompts, one in each line of a UTF-8 file."
     )
     negative_prompt: str | None = PROMPTS.setting("TEXT", "What must not be in the clip.")
+    video: list[str] | None = PROMPTS.setting(
+        "NAME=FILE",
+        "A further video of each clip, repeatable; svdpp models FAMILY lists those that it takes.",
+    )
 
     @property
     def has_prompt(self) -> bool:
         """Whether any prompt is given."""
         return self.prompt is not None or self.prompts is not None
+
+    def videos(
+        self, sampling: SamplingConfig, max_pixels: int = MAX_MEGAPIXELS * 10**6
+    ) -> tuple[tuple[str, Photo], ...]:
+        """The further videos by name; the frames that a clip takes are decoded."""
+        from svdpp.media.source import read_video
+
+        paths: dict[str, Path] = {}
+        for text in self.video or ():
+            name, _, path = text.partition("=")
+            if not path:
+                raise RequestError(f"--video takes NAME=FILE, got {text!r}")
+            paths[name] = Path(path)
+        sampling.check_videos(paths)
+        read = [read_video(path, sampling.frames, max_pixels) for path in paths.values()]
+        return tuple(zip(paths, read, strict=True))
 
     def all_prompts(self) -> list[str]:
         """The given prompts, in order; empty if there are none."""

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
+from svdpp.config.clip import IMAGE
 from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
@@ -26,12 +27,12 @@ from svdpp.models.engine.values import Node
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
-_IMAGE = "image"
 _MAX_CACHED_TEXTS = 16
 # Methods whose results depend on their arguments alone.
 _OF_TEXT = re.compile(r"_get_\w+_prompt_embeds|_encode_prompt_\w+")
 # Arguments of `__call__` whose sampling parameters have other names.
-_RENAMED = {"frame_rate": "fps", "video_length": "num_frames"}
+_RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_length": "num_frames"}
+_SMALL = (16, 16)
 
 
 class EngineModel:
@@ -63,16 +64,15 @@ class EngineModel:
         return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
 
     def prepare(self, source: Source) -> Tensors:
-        """What the row prepares, or the pixels: (H, W, 3) uint8, or (F, H, W, 3) of a video.
+        """What the row prepares, or the pixels by name: uint8 (H, W, 3), of a video (F, H, W, 3).
 
         On the CPU; it may run in a thread while the rank denoises another clip.
         """
         if self._row.prepare is not None:
             made: Tensors = self._row.prepare(self._pipe, source, self._sampling)
             return made
-        if isinstance(source, list):
-            return {_IMAGE: torch.from_numpy(np.stack([np.asarray(frame) for frame in source]))}
-        return {_IMAGE: torch.from_numpy(np.array(source.convert("RGB")))}
+        named = source if isinstance(source, dict) else {IMAGE: source}
+        return {name: _pixels(each) for name, each in named.items()}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
         """The packet before the first step: what later steps and the decode need.
@@ -80,8 +80,10 @@ class EngineModel:
         Encodes the prompts and the image, which is `prepared`, and draws the noise.
         """
         assert bool(prepared) == self._sampling.from_image
-        pixels = prepared.get(_IMAGE)
-        source = blank_source(self._sampling) if pixels is None else _source(pixels)
+        source = blank_source(self._sampling)
+        if prepared and self._row.prepare is None:
+            found = {name: _pictures(pixels) for name, pixels in prepared.items()}
+            source = found if self._sampling.videos else found[IMAGE]
         with ExitStack() as patches:
             patches.enter_context(self._row.prepared(self._pipe, prepared))
             for name in own_methods(self._pipe.__class__):
@@ -263,22 +265,36 @@ def call_arguments(
     given = {
         **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
-        **{row.image_argument: source, "generator": generator},
+        **(source if isinstance(source, dict) else {row.image_argument: source}),
+        "generator": generator,
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **row.arguments(sampling)}
 
 
-def blank_source(sampling: Any, num_frames: int = 1) -> Source | None:
-    """Black pictures in place of what a clip starts from; None if it starts from text alone."""
+def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
+    """Black pictures in place of what a clip starts from; None if it starts from text alone.
+
+    Unless they are `whole`, the frames of videos are as few or as small as the pipelines take.
+    """
     if not sampling.from_image:
         return None
-    image = Image.new("RGB", (sampling.width, sampling.height))
-    return [image] * num_frames if sampling.from_video else image
+    width, height = sampling.width, sampling.height
+    image = Image.new("RGB", (width, height))
+    if not sampling.videos:
+        return [image] * (sampling.frames if whole else 1) if sampling.from_video else image
+    sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}
+    frames = {name: Image.new("RGB", size if whole else _SMALL) for name, size in sizes.items()}
+    return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}
 
 
-def _source(pixels: torch.Tensor) -> Source:
-    """Of the result of `prepare`."""
+def _pixels(pictures: Any) -> torch.Tensor:
+    if isinstance(pictures, list):
+        return torch.from_numpy(np.stack([np.asarray(frame) for frame in pictures]))
+    return torch.from_numpy(np.array(pictures.convert("RGB")))
+
+
+def _pictures(pixels: torch.Tensor) -> Any:
     if pixels.dim() == 3:
         return Image.fromarray(pixels.numpy())
     return [Image.fromarray(frame) for frame in pixels.numpy()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,11 @@ class Records:
         for name, result, _ in self._made:
             if name == _NOISE_RECORD:
                 packer.pack(tensors_in(result)[0], LATENTS)
-        records = []
+        records, calls = [], Counter[str]()
         for place, (name, result, drew) in enumerate(self._made):
-            is_sent = name not in (*_UNSENT, *self._row.unsent)
+            is_read = self._row.sent_calls.get(name) == calls[name]
+            calls[name] += 1
+            is_sent = is_read or name not in (*_UNSENT, *self._row.unsent)
             node = packer.pack(result, f"record.{place}") if is_sent else describe(result)
             state = None if drew is None else packer.pack([drew], f"drew.{place}")
             records.append({"name": name, "result": node, "drew": state})

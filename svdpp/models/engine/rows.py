@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from svdpp.models.engine import others, svd, wan
@@ -52,6 +52,8 @@ class Row:
     """Whether diffusers' pipeline loads LoRAs."""
     unsent: tuple[str, ...] = ()
     """Records that steps and decode do not use, besides those of images before they are encoded."""
+    sent_calls: Mapping[str, int] = field(default_factory=dict)
+    """Of a record among these that is made several times, the one, from 0, that they use."""
     noise: str | None = None
     """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
     which no step changes; None: only the first step uses it."""
@@ -156,6 +158,17 @@ _SKYREELS = Row(
     fp32=frozenset({"vae", "image_encoder"}),
 )
 
+_ANIMATE = replace(
+    _WAN,
+    title="Wan Animate, whose character moves as the one in videos",
+    text=None,
+    image="WanAnimatePipeline",
+    denoiser="WanAnimateTransformer3DModel",
+    unsent=("video_processor_for_mask.preprocess_video", "vae_image_processor.preprocess"),
+    sent_calls={"video_processor.preprocess_video": 1},  # of the face, which steps encode
+    check=wan.check_animate,
+)
+
 ROWS: Mapping[str, Row] = {
     "svd": Row(
         title="Stable Video Diffusion",
@@ -195,6 +208,13 @@ ROWS: Mapping[str, Row] = {
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
+    ),
+    "wan_animate": _ANIMATE,
+    "wan_replace": replace(
+        _ANIMATE,
+        title="Wan Animate, whose character replaces the one in a video",
+        also=("WanAnimatePipeline",),
+        arguments=lambda _: {"mode": "replace"},
     ),
     "ltx": _LTX,
     "ltx_condition": replace(
@@ -315,7 +335,6 @@ _GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "WanAnimatePipeline": "takes two videos and an image, and svdpp reads one file for a clip",
     "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
     "CosmosTextToWorldPipeline": _GUARDRAIL,

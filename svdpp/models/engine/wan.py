@@ -32,6 +32,16 @@ def video_facts(configs: Configs) -> Facts:
     return found
 
 
+def check_animate(checkpoint: Any, sampling: WanSampling) -> None:
+    """As `check`, and refuses more frames than one segment has.
+
+    The pipeline decodes a segment to begin the next one, which no rank with steps alone can do.
+    """
+    frames = sampling.num_frames
+    require(5 <= frames <= 77, f"--frames must be 5 to 77, one segment of the model, got {frames}")
+    check(checkpoint, sampling)
+
+
 def check_video(checkpoint: Any, sampling: Any) -> None:
     """As `check`, of the steps that run."""
     check_strength(checkpoint, sampling)

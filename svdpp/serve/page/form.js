@@ -1,7 +1,7 @@
 // Owns the settings of new clips: the model's defaults, their limits, and where a wrong one is shown.
 
 import { $, make, say, setAttribute, setText } from "./dom.js";
-import { field, namesFor, shapeForm } from "./knobs.js";
+import { field, namesFor, shapeForm, videosOf } from "./knobs.js";
 import { on } from "./signals.js";
 import { state } from "./state.js";
 import { sentence } from "./text.js";
@@ -53,7 +53,7 @@ export function settings() {
 }
 
 export function fieldsAreValid() {
-  const inputs = namesFor(model()).map(field);
+  const inputs = [...namesFor(model()), ...videosOf(model())].map(field);
   const wrong = inputs.filter((input) => !input.checkValidity() || lacksText(input));
   for (const input of wrong) showFieldError(input.name, limitText(input));
   wrong[0]?.focus();
@@ -63,6 +63,7 @@ export function fieldsAreValid() {
 const lacksText = (input) => model().inputs[input.name] === "needed" && !input.value.trim();
 
 function limitText(input) {
+  if (input.type === "file") return "Choose a file.";
   if (lacksText(input)) return "Say what happens in the clip.";
   if (input.name === "seed") return "A whole number, or empty.";
   const unit = Number(input.step);
@@ -75,7 +76,7 @@ function limitText(input) {
 /** [field, words] of each setting that the server refuses. */
 export function faultsOf(error) {
   const known = (name) => (["width", "height"].includes(name) ? "size" : name === "seconds" ? "frames" : name);
-  const has = (name) => [...namesFor(model()), "model"].includes(known(name));
+  const has = (name) => [...namesFor(model()), ...videosOf(model()), "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
   if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
   const first = /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];

@@ -1,6 +1,7 @@
 // Owns the fields of the form that only some models have, as the server lists them.
 
 import { $, make, setText } from "./dom.js";
+import { capital } from "./text.js";
 import { PARAMETERS } from "./words.js";
 
 const LABELS = {
@@ -24,6 +25,10 @@ export const field = (name) => $("new").elements[name];
 export const namesFor = (model) =>
   PARAMETERS.filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
 
+/** The further videos that clips of a model need, by name. */
+export const videosOf = (model) =>
+  Object.keys(model?.inputs ?? {}).filter((name) => !["input_reference", "prompt", "negative_prompt"].includes(name));
+
 /** Gives the form the fields of a model. */
 export function shapeForm(model) {
   const names = namesFor(model);
@@ -31,6 +36,7 @@ export function shapeForm(model) {
   showPhotoField(model.inputs.input_reference);
   $("files").accept = model.input_kind === "video" ? "video/*,image/*" : "image/*";
   setText($("drop").querySelector("strong"), `Choose ${model.input_kind}s`);
+  showVideoFields(videosOf(model));
   const knobs = names.filter((name) => LABELS[name]);
   if (knobs.join() !== $("knobs").dataset.names) {
     for (const old of [...$("knobs").querySelectorAll(".knob")]) old.remove();
@@ -44,6 +50,14 @@ export function shapeForm(model) {
 function showPhotoField(use) {
   $("drop").hidden = use === "refused";
   setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
+}
+
+function showVideoFields(names) {
+  if (names.join() === $("videos").dataset.names) return;
+  $("videos").dataset.names = names.join();
+  $("videos").replaceChildren(...names.map((name) => make("label", { className: "field" },
+    make("span", { textContent: capital(name.replaceAll("_", " ")) }),
+    make("input", { name, type: "file", accept: "video/*,image/*", required: true }))));
 }
 
 function makeKnob(name) {

@@ -6,6 +6,7 @@ import { $, say } from "./dom.js";
 import {
   clearErrors, faultsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
 } from "./form.js";
+import { field, videosOf } from "./knobs.js";
 import { leaveOut, randomSeed, renderPhotos, token } from "./photos.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
@@ -18,11 +19,12 @@ const newText = () => ({ file: null, seed: randomSeed() });
 let text = newText();
 
 /** Stores one clip's request on the server; a second try with the same values is the same request. */
-async function send(photo, values) {
-  const wanted = JSON.stringify(values);
+async function send(photo, values, videos) {
+  const wanted = JSON.stringify([values, videos.map(([name, file]) => [name, file.name, file.size, file.lastModified])]);
   if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
   const form = new FormData();
   if (photo.file) form.append("input_reference", photo.file, photo.file.name || "image");
+  for (const [name, file] of videos) form.append(name, file, file.name || name);
   for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
   const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": photo.key } });
   if (photo.thumb) keepThumb(video.input.sha256, photo.thumb);
@@ -53,12 +55,12 @@ export async function submit(event) {
 
 /** Sends the chosen photographs one after another, or the text alone; those that are refused stay. */
 async function sendAll(values) {
-  const made = [];
+  const made = [], videos = videosOf(model()).map((name) => [name, field(name).files[0]]);
   for (const photo of state.photos.length ? [...state.photos] : [text]) {
     Object.assign(photo, { sending: true, error: "" });
     renderPhotos();
     try {
-      made.push(await send(photo, { ...values, seed: values.seed || photo.seed }));
+      made.push(await send(photo, { ...values, seed: values.seed || photo.seed }, videos));
       if (photo === text) text = newText();
       leaveOut(photo);
       tell("change");
@@ -95,7 +97,10 @@ export async function makeAgain(id, changes = {}) {
   const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
   try {
     const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
-    const made = await send({ file }, { ...values, ...changes });
+    const videos = [];
+    for (const name of Object.keys(video.videos ?? {}))
+      videos.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
+    const made = await send({ file }, { ...values, ...changes }, videos);
     say(`${titleOf(made)}: in the queue.`);
   } catch (error) {
     say(wordsOf(error));
