@@ -18,7 +18,7 @@ from typing import Any
 
 from svdpp import errors
 from svdpp.cli.app import COMMANDS, App
-from svdpp.cli.command import Command, described, panels_of, shown_names
+from svdpp.cli.command import Command, panels_of
 from svdpp.cli.models import describe
 from svdpp.cli.options.declare import Argument
 from svdpp.config import SAMPLING_CLASSES
@@ -82,7 +82,7 @@ def reference() -> str:
     options: Any = root.params
     blocks = [_HEAD, "# `svdpp`", _escaped(inspect.cleandoc(root.help or ""))]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
-    blocks.append(_list("Options", ((shown_names(one), one.help) for one in options)))
+    blocks.append(_list("Options", options))
     links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
     blocks.append("**Commands**\n\n" + "\n".join(links))
     for name in COMMANDS:
@@ -99,12 +99,13 @@ def _command(command: Command) -> Iterator[str]:
     yield f"```console\n$ {' '.join(words)}\n```"
     yield "For example:\n\n```sh\n" + "\n".join(command.examples) + "\n```"
     if arguments:
-        yield _list("Arguments", ((one.metavar, described(one)) for one in arguments))
-    for title, options in panels_of(command.params, command.common).items():
-        yield _list(title, ((shown_names(one), described(one)) for one in options))
+        yield _list("Arguments", arguments)
+    for title, options in panels_of(command).items():
+        yield _list(title, options)
 
 
-def _list(title: str, rows: Iterable[tuple[str, str]]) -> str:
+def _list(title: str, members: Iterable[Any]) -> str:
+    rows = (each.get_help_record(None) for each in members)
     lines = [f"- `{left}`: {_escaped(right)}" for left, right in rows]
     return f"**{title}**\n\n" + "\n".join(lines)
 

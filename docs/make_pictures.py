@@ -1,6 +1,6 @@
 """Draws the pictures of the docs: ranks and time of a real run and of plans.
 
-python docs/make_pictures.py [runs|plans]   # needs the `pictures` extra
+python docs/make_pictures.py [runs|plans]   # needs matplotlib
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
+from timeline import Panel, draw_timeline
 
-from svdpp.cli.trace_outputs import draw_run
 from svdpp.config import (
     ClipRequest,
     ModelConfig,
     PipelineConfig,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.timeline import Panel, draw_timeline
 from svdpp.plan.costs import PRESETS
-from svdpp.plan.forecast import replay
+from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.large_forecast import steady_seconds_per_clip
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import build_schedule
@@ -74,13 +73,16 @@ def rehearse_seven_ranks() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
-    draw_small(pipeline, PICTURES / "ranks.png")
-
-
-def draw_small(pipeline: Pipeline, path: Path) -> None:
-    """The run's timeline."""
-    draw_run(pipeline, path)
-    make_small(path)
+    spans = pipeline.replayed()
+    times = {"Measured": pipeline.trace.summary(), "Forecast": summarise(spans, config.world_size)}
+    panels = [
+        Panel(
+            f"{name}: {len(requests)} clips in {of.makespan:.1f} s, bubble {of.bubble:.0%}", shown
+        )
+        for (name, of), shown in zip(times.items(), (pipeline.trace.spans, spans), strict=True)
+    ]
+    draw_timeline(panels, config.world_size, PICTURES / "ranks.png")
+    make_small(PICTURES / "ranks.png")
 
 
 def make_small(path: Path) -> None:

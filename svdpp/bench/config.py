@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     ValidationError,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -149,16 +148,6 @@ class BenchConfig(Section):
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
     targets: dict[str, str] = Field(default_factory=dict)
     """Bounds for figures of the summary, such as `overhead: "<= 1.05"`."""
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _no_autocast(cls, value: object) -> object:
-        if value == "amp":
-            raise ValueError(
-                "amp means torch.autocast, which chooses a dtype for each kernel: neither the "
-                "ranks nor the proof support it; bf16 and fp16 apply to weights and latents"
-            )
-        return value
 
     @model_validator(mode="after")
     def _targets_can_be_judged(self) -> BenchConfig:
@@ -291,15 +280,12 @@ FIELDS = dict(_fields(BenchConfig))
 
 
 def _known(where: str) -> str:
-    """A hint: a key of the same name elsewhere, a similar key, or all keys of the section."""
-    section, _, last = where.rpartition(".")
+    """A hint: a field of the same name elsewhere, a similar one, or all fields."""
+    last = where.rpartition(".")[2]
     elsewhere = [name for name in FIELDS if name.rpartition(".")[2] == last]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]!r}?"
-    beside = {n.rpartition(".")[2]: n for n in FIELDS if section and n.startswith(f"{section}.")}
-    top = {name: name for name in sorted({name.partition(".")[0] for name in FIELDS})}
-    known = beside or top
-    found = difflib.get_close_matches(last if beside else where.partition(".")[0], known, n=1)
-    if found:
-        return f"did you mean {known[found[0]]!r}?"
-    return f"known: {', '.join(known.values())}"
+    near = elsewhere or difflib.get_close_matches(where, FIELDS, n=1)
+    return (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"known: {', '.join(sorted({name.partition('.')[0] for name in FIELDS}))}"
+    )

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from svdpp import __version__
-from svdpp.cli.command import help_option, show_overview
+from svdpp.cli.command import Context, help_option
 from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
@@ -71,20 +71,35 @@ def run_command_line(arguments: Sequence[str]) -> int:
 class App(click.Group):
     """The program; a command is imported only if it is named."""
 
+    context_class = Context
+
     def __init__(self) -> None:
-        super().__init__("svdpp", help=_HELP, invoke_without_command=True, add_help_option=False)
+        super().__init__(
+            "svdpp",
+            help=_HELP,
+            epilog=EPILOG,
+            invoke_without_command=True,
+            add_help_option=False,
+            subcommand_metavar="COMMAND ...",
+            options_metavar="",
+        )
         self.params = [
-            help_option(_show_overview, "-h", "--help", help="Show this help."),
-            help_option(_show_version, "--version", help="Show the version."),
+            help_option("-h", "--help", help="Show this help."),
+            help_option("--version", help="Show the version.", text=f"svdpp {__version__}"),
         ]
 
     def invoke(self, ctx: click.Context) -> object:
         """Runs the command, or shows the help if there is none."""
         result = super().invoke(ctx)
         if ctx.invoked_subcommand is None:
-            _show_overview(ctx)
+            click.echo(ctx.get_help())
             ctx.exit(2)
         return result
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """See `click.Group`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """See `click.Group`."""
@@ -108,11 +123,3 @@ class App(click.Group):
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         items = [CompletionItem(name, help=COMMANDS[name]) for name in names]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
-
-
-def _show_overview(context: click.Context) -> None:
-    show_overview(context, COMMANDS, EPILOG)
-
-
-def _show_version(_: click.Context) -> None:
-    click.echo(f"svdpp {__version__}")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from svdpp.cli import bench_fields
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, argument
+from svdpp.cli.options.layout import LayoutOptions, RankOptions
+from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.trace_outputs import check_target
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.bench.compare import Comparison, Ratio
-    from svdpp.bench.config import BenchConfig
+    from svdpp.bench.config import BenchConfig, Workload
     from svdpp.bench.runner import Bench
 
 
@@ -32,22 +35,19 @@ class BenchOptions:
         "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
         "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
     )
-    compare: tuple[Path, Path] | None = setting(
-        DIAGNOSTICS,
-        "A B",
-        "Compare the results in folder B with those in folder A; measure nothing.",
+    compare: tuple[Path, Path] | None = DIAGNOSTICS.setting(
+        "A B", "Compare the results in folder B with those in folder A; measure nothing."
     )
-    baseline: Path | None = setting(
-        DIAGNOSTICS,
+    baseline: Path | None = DIAGNOSTICS.setting(
         "DIR",
         "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
         "became slower by more than noise.",
     )
-    results: Path = setting(
-        DIAGNOSTICS, "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
+    results: Path = DIAGNOSTICS.setting(
+        "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
     )
-    trace: Path | None = setting(
-        DIAGNOSTICS, "FILE.json", "Write a trace of the pipeline's last round, as svdpp run does."
+    trace: Path | None = DIAGNOSTICS.setting(
+        "FILE.json", "Write a trace of the pipeline's last round, as svdpp run does."
     )
 
 
@@ -77,12 +77,18 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             raise RequestError("--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
-    point = _configuration(names, overrides)
+    from svdpp.bench.config import read_config, shipped
     from svdpp.launch import fork_server
 
+    if len(names) != 1:
+        given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
+        raise RequestError(
+            f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
+        )
+    point = read_config(names[0], overrides)
     check_target("--trace", asked.trace, ".json")
-    with bench_fields.named():
-        family = bench_fields.family(point)
+    model = _model(point)
+    family = None if model.is_dummy else model.family
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
     if asked.baseline is not None:
@@ -117,27 +123,65 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
     return names, overrides
 
 
-def _configuration(names: list[str], overrides: list[str]) -> BenchConfig:
-    from svdpp.bench.config import read_config, shipped
-
-    if len(names) != 1:
-        given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
-        raise RequestError(
-            f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
-        )
-    return read_config(names[0], overrides)
-
-
 def _bench(point: BenchConfig) -> Bench:
     from svdpp.bench.runner import Bench
     from svdpp.driver.pipeline import Pipeline
 
-    with bench_fields.named():
-        pipeline = Pipeline(bench_fields.pipeline_config(point))
-        one = Bench(point, pipeline.config)
-        if pipeline.checkpoint is not None:
-            pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
+    pipeline = Pipeline(pipeline_config(point))
+    one = Bench(point, pipeline.config)
+    if pipeline.checkpoint is not None:
+        pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
     return one
+
+
+def pipeline_config(point: BenchConfig) -> PipelineConfig:
+    """The configuration that `svdpp run` makes of the same options, by which errors name fields."""
+    ranks, workload, model = point.pipeline, point.workload, _model(point)
+    for name in ("prompts", "negative_prompt"):
+        if getattr(workload, name) is not None and model.family == "svd":
+            raise RequestError(
+                f"workload.{name} is not for {model.model}, a model of the family svd",
+                f"leave workload.{name} out",
+            )
+    of_layout = {"split", "replicas", "decoders", "costs", "share_experts"}
+    of_ranks = {field.name for field in fields(RankOptions)}
+    options = PipelineOptions(
+        ranks=RankOptions(**ranks.model_dump(include=of_ranks)),
+        model=model,
+        sampling=_sampling(workload),
+        layout=LayoutOptions(
+            cfg_parallel=cast("Any", str(ranks.cfg_parallel)),
+            **ranks.model_dump(include=of_layout, exclude_defaults=True),
+        ),
+    )
+    from_image = True if workload.images else None
+    request = PipelineRequest(options=options, num_clips=workload.clips, from_image=from_image)
+    return request.resolve()[0]
+
+
+def _model(point: BenchConfig) -> ModelOptions:
+    about = point.model.model_dump()
+    return ModelOptions(
+        model=about.pop("name"),
+        as_family=about.pop("family"),
+        dtype=point.precision,
+        latent_shape=tuple(about.pop("latent_shape")),
+        deterministic=point.pipeline.deterministic,
+        **about,
+    )
+
+
+def _sampling(workload: Workload) -> SamplingOptions:
+    values = workload.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
+    chunk = values.pop("decode_chunk_size")
+    values |= {"num_frames": values.pop("frames")}
+    shared = {field.name for field in fields(SamplingOptions)} & values.keys()
+    own = {name: values[name] for name in values.keys() - shared if values[name] is not None}
+    return SamplingOptions(
+        decode_chunk_size=None if chunk is None else str(chunk),
+        param=[f"{name}={value}" for name, value in own.items()],
+        **{name: values[name] for name in shared},
+    )
 
 
 def _run(console: Console, one: Bench, asked: BenchOptions) -> dict[str, Any]:
@@ -150,8 +194,7 @@ def _run(console: Console, one: Bench, asked: BenchOptions) -> dict[str, Any]:
     one.trace_path = asked.trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    with bench_fields.named():
-        one.run(console.info, kept.add)
+    one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
     if asked.baseline is not None:
@@ -203,10 +246,18 @@ def _check(one: Bench, found: dict[str, Any]) -> None:
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
-    """Prints a row for each case, the speed-ups, the shares of time, and whether bits agree."""
+    """Prints each figure in every case, the speed-ups, what limits it, and whether bits agree."""
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
-    console.table([_row(case, about) for case, about in found["cases"].items()])
-    for case, about in found["cases"].items():
+    cases = found["cases"]
+    names = list(cases["pipeline"]["over_rounds"])
+    console.table(
+        [
+            {"figure": name}
+            | {case: number(cases[case]["over_rounds"].get(name)) for case in cases}
+            for name in names
+        ]
+    )
+    for case, about in cases.items():
         if about["error"]:
             console.result(f"{case}: {about['error']}")
     for case, speedup in found["speedups"].items():
@@ -215,58 +266,22 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             f"pipeline over {case}: {speedup['over_rounds']:.3f} times the clips a minute "
             f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
         )
-    console.result(_accounted(found))
     console.result(f"what limits the pipeline: {found['limits']['headline']}")
     if found["limits"]["advice"]:
         console.result(f"  {found['limits']['advice']['command']}")
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
-    if found.get("targets"):
-        console.table(
-            [
-                {
-                    "target": name,
-                    "bound": outcome["target"],
-                    "value": "-" if outcome["value"] is None else f"{outcome['value']:.3g}",
-                    "within": within(outcome["low"], outcome["high"]),
-                    "": outcome["verdict"],
-                }
-                for name, outcome in found["targets"].items()
-            ]
-        )
+    targets = found.get("targets", {})
+    shown = [
+        {"target": name} | {key: number(value) for key, value in each.items()}
+        for name, each in targets.items()
+    ]
+    console.table(shown)
 
 
-def within(low: float | None, high: float | None) -> str:
-    """A range; a dash if it is unknown."""
-    return "-" if low is None or high is None else f"{low:.2g} to {high:.2g}"
-
-
-def _row(case: str, about: dict[str, Any]) -> dict[str, str]:
-    columns = ("clips/min", "rounds", "first s", "step ms", "bubble", "start s", "GiB")
-    if not about["rounds"]:
-        return {"case": case, **dict.fromkeys(columns, "-")}
-    figures = about["over_rounds"]
-    rates = [each["steady_clips_per_minute"] for each in about["rounds"]]
-    cells = (
-        f"{figures['steady_clips_per_minute']:.3g}",
-        f"{min(rates):.3g}-{max(rates):.3g}",
-        f"{figures['first_clip_seconds']:.2f}",
-        f"{figures['step_p50_seconds'] * 1000:.1f}",
-        f"{figures['bubble']:.0%}",
-        f"{figures['start_seconds']:.1f}",
-        f"{figures['peak_allocated_gib'] or figures['peak_reserved_gib']:.2f}",
-    )
-    return {"case": case, **dict(zip(columns, cells, strict=True))}
-
-
-def _accounted(found: dict[str, Any]) -> str:
-    """The shares of the pipeline's time, including what is unaccounted for."""
-    figures = found["cases"]["pipeline"]["over_rounds"]
-    parts = ", ".join(
-        f"{name} {figures[f'{name}_share']:.1%}"
-        for name in ("compute", "wait", "transfer", "idle", "unaccounted")
-    )
-    return f"time of the pipeline's ranks: {parts}"
+def number(value: float | str | None) -> str:
+    """A figure in a table; a dash if it is unknown."""
+    return value if isinstance(value, str) else "-" if value is None else f"{value:.3g}"
 
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
@@ -287,11 +302,9 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
 
 def _ratio_row(ratio: Ratio) -> dict[str, str]:
     words = {True: "noise", False: "differs", None: "one round"}
+    figures = {"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low}
     return {
         "figure": ratio.name,
-        "A": f"{ratio.a:.4g}",
-        "B": f"{ratio.b:.4g}",
-        "B / A": f"{ratio.value:.3g}",
-        "within": within(ratio.low, ratio.high),
+        **{name: number(value) for name, value in (figures | {"high": ratio.high}).items()},
         "": "drift" if ratio.is_baseline else words[ratio.is_noise],
     }

@@ -1,13 +1,8 @@
-"""The definition of a command: a function of option groups; and its help.
-
-click's own help folds options at their hyphens, and shows either all of them or none.
-"""
+"""The definition of a command: a function of option groups; and its help."""
 
 from __future__ import annotations
 
 import inspect
-import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
@@ -15,17 +10,46 @@ from typing import Any, get_type_hints
 import click
 
 from svdpp.cli.console import Console
-from svdpp.cli.defaults import Default
 from svdpp.cli.failures import answered
-from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS, Option, declared, parameter
+from svdpp.cli.options.declare import PANELS, Option, declared, parameter
 from svdpp.cli.options.outputs import TalkOptions
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
 _EMPTY = inspect.Parameter.empty
-_LEFT = 24
-_MAX_WIDTH = 100
+_LEFT = 28
+# Key of the context's `meta`: whether the help shows all options.
+_ALL = "svdpp.all"
+
+
+class _Formatter(click.HelpFormatter):
+    """click's, which folds text at the hyphens of options; these hyphens do not break."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_unbroken(text))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *_: Any, **_more: Any) -> None:
+        super().write_dl([(left, _unbroken(right)) for left, right in rows], _LEFT)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+def _unbroken(text: str) -> str:
+    return text.replace("-", _HYPHEN)
+
+
+class Context(click.Context):
+    """The context of a command; its help is at most 100 columns wide."""
+
+    formatter_class = _Formatter
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"max_content_width": 100, **more})
 
 
 class Command(click.Command):
@@ -43,6 +67,8 @@ class Command(click.Command):
         meanings: this command's own help for a parameter, by name.
         settings: click's settings of the context.
     """
+
+    context_class = Context
 
     def __init__(
         self,
@@ -70,8 +96,8 @@ class Command(click.Command):
             if is_dataclass(self._hints[name]):
                 self.params += self._flat(self._hints[name], given.default)
         self.params += self._flat(TalkOptions, _EMPTY)
-        self.params.append(help_option(self._short_help, "-h", "--help", help="Show this help."))
-        self.params.append(help_option(self._long_help, "--help-all", help="Show all options."))
+        self.params.append(help_option("-h", "--help", help="Show this help."))
+        self.params.append(help_option("--help-all", help="Show all options."))
 
     def invoke(self, ctx: click.Context) -> None:
         """Calls the function, and ends the program if it fails."""
@@ -117,11 +143,23 @@ class Command(click.Command):
             }
         )
 
-    def _short_help(self, context: click.Context) -> None:
-        show_page(context, self.examples, self.common, whole=not self.common)
+    def format_arguments(self, *_: object) -> None:
+        """Writes nothing: `format_options` does, with every version of click."""
 
-    def _long_help(self, context: click.Context) -> None:
-        show_page(context, self.examples, self.common, whole=True)
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the arguments, the common options or all of them, and the examples."""
+        arguments = [one for one in self.params if not isinstance(one, Option)]
+        panels: dict[str, Sequence[Any]] = {"Arguments": arguments, **panels_of(self)}
+        others = {} if ctx.meta.get(_ALL) or not self.common else dict(list(panels.items())[2:])
+        for title, members in panels.items():
+            if members and title not in others:
+                _section(formatter, title, [one.get_help_record(ctx) for one in members])
+        more = [
+            (name, " ".join(_long_name(one) for one in found)) for name, found in others.items()
+        ]
+        _section(formatter, "More, described by --help-all", more)
+        if self.examples:
+            formatter.write("\nExamples:\n" + "".join(f"  {one}\n" for one in self.examples))
 
 
 def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
@@ -137,12 +175,9 @@ def is_given(context: click.Context, name: str) -> bool:
 def given_options(context: click.Context) -> dict[str, str]:
     """The options given on the command line as users type them, by parameter."""
     return {
-        str(parameter.name): next(
-            (name for name in reversed(parameter.opts) if name not in HIDDEN_NAMES),
-            str(parameter.name),
-        )
-        for parameter in context.command.params
-        if is_given(context, str(parameter.name))
+        str(option.name): option.names[-1]
+        for option in context.command.params
+        if isinstance(option, Option) and is_given(context, str(option.name))
     }
 
 
@@ -152,144 +187,44 @@ def _set_elsewhere(context: click.Context) -> dict[str, str]:
     for option in context.command.params:
         name = str(option.name)
         if context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP:
-            default: Default | None = defaults.get(name)
+            default = defaults.get(name)
             repeated = context.params.get("repeat")  # a manifest overrides all other defaults
-            where = str(repeated) if repeated else default.source if default else ""
+            where = str(repeated or (default.source if default else ""))
             found.update(dict.fromkeys(option.opts, where))
     return found
 
 
-def help_option(show: Callable[[click.Context], None], *names: str, help: str) -> Option:
-    """An option that shows something instead of running the command."""
+def help_option(*names: str, help: str, text: str = "") -> Option:
+    """An option that prints `text`, or the command's help, instead of running the command."""
 
-    def answer(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    def answer(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            show(context)
+            context.meta[_ALL] = "--help-all" in option.opts
+            click.echo(text or context.get_help())
             context.exit()
 
     about: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
-    return Option(names, panel="Options", help=help, callback=answer, **about)
+    return Option([*names], panel="", help=help, callback=answer, **about)
 
 
-def show_page(
-    context: click.Context, examples: Sequence[str], common: Sequence[str], *, whole: bool
-) -> None:
-    """Prints a command's help to stdout; without `whole` only `common` options are described."""
-    _print(_page_lines(context, examples, common, _width(), whole=whole))
-
-
-def show_overview(context: click.Context, commands: Mapping[str, str], epilog: str) -> None:
-    """Prints the help of the program itself to stdout."""
-    width = _width()
-    lines = [*_usage(context, "COMMAND ..."), *_prose(context.command.help or "", width)]
-    lines += _section("Commands", commands.items(), width)
-    lines += _section("Options", map(_row, context.command.params), width)
-    _print([*lines, *_prose(epilog, width)])
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)
-
-
-def panels_of(parameters: Sequence[Any], common: Sequence[str]) -> dict[str, list[Any]]:
-    """The options among `parameters` by panel, in the order of the help."""
-    options = {one.name: one for one in parameters if isinstance(one, Option)}
-    panels: dict[str, list[Any]] = {"Common": [options[name] for name in common]}
+def panels_of(command: Command) -> dict[str, list[Option]]:
+    """The options of a command by panel, in the order of the help; the first has --help."""
+    options = {str(one.name): one for one in command.params if isinstance(one, Option)}
+    panels = {"Common": [options.pop(name) for name in command.common]}
     panels |= {panel: [] for panel in PANELS}
-    for name, option in options.items():
-        if name not in common:
-            panels.setdefault(option.panel, []).append(option)
-    return {title: members for title, members in panels.items() if members}
+    last = [options.pop(name) for name in ("help", "help_all")]
+    for option in options.values():
+        panels[option.panel].append(option)
+    panels = {title: members for title, members in panels.items() if members}
+    panels["Common" if command.common else [*panels][-1]] += last
+    return panels
 
 
-def shown_names(option: Any) -> str:
-    """An option's names and the placeholder of its value: `-o, --out DIR`."""
-    names = [name for name in option.opts if name not in HIDDEN_NAMES]
-    names.sort(key=lambda name: name.startswith("--"))
-    return f"{', '.join(names)} {option.metavar or ''}".rstrip()
+def _long_name(option: Option) -> str:
+    return next(name for name in option.names if name.startswith("--"))
 
 
-def described(parameter: Any) -> str:
-    """A parameter's help with its default."""
-    text, default = parameter.shown, parameter.default
-    if not text and isinstance(parameter, Option) and not (parameter.is_flag or parameter.count):
-        text = "" if default is None else str(default)
-    return f"{parameter.help} [default: {text}]" if text else parameter.help
-
-
-def _page_lines(
-    context: click.Context,
-    examples: Sequence[str],
-    common: Sequence[str],
-    width: int,
-    *,
-    whole: bool,
-) -> Iterator[str]:
-    arguments: list[Any] = [one for one in context.command.params if not isinstance(one, Option)]
-    usage = " ".join(["[OPTIONS]", *(argument.metavar for argument in arguments)])
-    yield from _usage(context, usage)
-    yield from _prose(context.command.help or "", width)
-    rows = [(argument.metavar, described(argument)) for argument in arguments]
-    yield from _section("Arguments", rows, width)
-    panels = panels_of(context.command.params, common)
-    help_options = panels.pop("Options", [])
-    shown = panels if whole else {"Common": panels.pop("Common")}
-    shown.get("Common", list(shown.values())[-1]).extend(help_options)
-    for title, members in shown.items():
-        yield from _section(title, map(_row, members), width)
-    if not whole:
-        named = [
-            (title, " ".join(_long(each) for each in members)) for title, members in panels.items()
-        ]
-        yield from _section("More, described by --help-all", named, width)
-    if examples:
-        yield from ("", click.style("Examples", bold=True), *(f"  {one}" for one in examples))
-
-
-def _long(option: Any) -> str:
-    return str(next(name for name in option.opts if name.startswith("--")))
-
-
-def _row(option: Any) -> tuple[str, str]:
-    names = shown_names(option)
-    # Long names line up, with or without a short name before them.
-    return (names if not names.startswith("--") else f"    {names}"), described(option)
-
-
-def _usage(context: click.Context, rest: str) -> Iterator[str]:
-    yield click.style("Usage: ", bold=True) + f"{context.command_path} {rest}"
-
-
-def _prose(text: str, width: int) -> Iterator[str]:
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        yield ""
-        yield from textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)
-
-
-def _section(title: str, rows: Iterator[tuple[str, str]] | Any, width: int) -> Iterator[str]:
-    rows = list(rows)
-    if not rows:
-        return
-    yield ""
-    yield click.style(title, bold=True)
-    for left, right in rows:
-        yield from _entry(left, right, width)
-
-
-def _entry(left: str, right: str, width: int) -> Iterator[str]:
-    """`left` with `right` folded beside it, or below it if `left` is too long for its column."""
-    lines = textwrap.wrap(
-        right, width - _LEFT - 4, break_on_hyphens=False, break_long_words=False
-    ) or [""]
-    if len(left) <= _LEFT:
-        head = click.style(left, fg="cyan") + " " * (_LEFT - len(left))
-        yield f"  {head}  {lines.pop(0)}".rstrip()
-    else:
-        yield f"  {click.style(left, fg='cyan')}"
-    for line in lines:
-        yield " " * (_LEFT + 4) + line
+def _section(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows)

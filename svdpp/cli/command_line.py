@@ -19,7 +19,7 @@ from svdpp.redaction import located_path, recorded_path
 _LEFT_OUT = frozenset(
     {
         *("inputs", "seeds", "seed", "recursive", "keep_going", "repeat", "overwrite", "resume"),
-        *("dry_run", "trace", "timeline", "profile", "as_json", "debug", "quiet", "verbose"),
+        *("dry_run", "trace", "profile", "as_json", "debug", "quiet", "verbose"),
         *("log_file", "help", "help_all"),
     }
 )

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,6 @@ from svdpp.errors import InputError, RequestError
 _PREFIX = "SVDPP_"
 # Set by svdpp itself, and by Kubernetes for a service that is named svdpp.
 _NOT_OURS = re.compile(r"FORK_SERVER_STARTER|SERVICE_(HOST|PORT)\w*|PORT(_\w+)?")
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +40,14 @@ def load_defaults(
     files = list(_file_settings(folder))
     if not (variables or files):
         return {}
+    files += [
+        (name.removeprefix(_PREFIX).lower(), environment[name], name)
+        for name in variables
+        if environment[name] and not _NOT_OURS.fullmatch(name.removeprefix(_PREFIX))
+    ]
     known = _known_options()
-    found: dict[str, Default] = {}
-    for key, value, source in files:
-        default = _default(known, key, value, source)
-        if default.parameter in found:
-            other = found[default.parameter].option
-            raise RequestError(f"{source} sets {default.option} and {other}, which are one option")
-        found[default.parameter] = default
-    for name in variables:
-        key = name.removeprefix(_PREFIX)
-        if environment[name] and not _NOT_OURS.fullmatch(key):
-            default = _default(known, key.lower(), environment[name], name)
-            found[default.parameter] = default
-    return found
+    found = (_default(known, key, value, source) for key, value, source in files)
+    return {default.parameter: default for default in found}
 
 
 def _file_settings(folder: Path) -> Iterator[tuple[str, Any, str]]:
@@ -83,35 +74,25 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
+    """The default as a command line has it: a text, true or false, or several texts."""
     from svdpp.cli.options.sampling import moved_option
 
     name = key.replace("_", "-")
     if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "svdpp run --help-all lists the options"
         raise RequestError(
             f"{source} sets {key!r}, which is not an option"
             if source != _PREFIX + key.upper()
             else f"{source} does not name an option",
-            moved_option(f"--{name}") or _nearest(name, known),
+            moved_option(f"--{name}") or hint,
         )
     parameter, kind = known[name]
-    return Default(
-        option=f"--{name}", parameter=parameter, value=_value(kind, value, name), source=source
-    )
-
-
-def _value(kind: Any, value: Any, name: str) -> Any:
-    """The value as a command line has it: a text, true or false, or several texts."""
-    if kind is bool:
-        if isinstance(value, str):
-            value = _SWITCHES.get(value.lower(), value)
-        if not isinstance(value, bool):
-            raise RequestError(f"{name} must be true or false, got {value!r}")
-        return value
     if isinstance(value, list):
-        return tuple(map(str, value))
-    if isinstance(value, bool | dict):
-        raise RequestError(f"{name} must be a string or a number, got {value!r}")
-    return str(value)
+        value = tuple(map(str, value))
+    elif kind is not bool:
+        value = str(value)
+    return Default(option=f"--{name}", parameter=parameter, value=value, source=source)
 
 
 def _known_options() -> dict[str, tuple[str, Any]]:
@@ -138,10 +119,3 @@ def _known_options() -> dict[str, tuple[str, Any]]:
         for name in about.get("names", ())
         if name.startswith("--")
     }
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    from difflib import get_close_matches
-
-    matches = get_close_matches(name, known, n=1)
-    return f"did you mean {matches[0]}?" if matches else "svdpp run --help-all lists the options"

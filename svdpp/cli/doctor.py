@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.text import Text
@@ -18,9 +18,8 @@ from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
-    default_world,
-    experts_of,
     needs_image,
+    with_a_step_each,
 )
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
@@ -97,7 +96,7 @@ def doctor(
 def _examined(
     launched: World | None, ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
 ) -> PipelineConfig:
-    """The configuration to examine: one step for each rank; all steps if there are two experts."""
+    """The configuration to examine."""
     options = PipelineOptions(
         sampling=sampling,
         model=replace(model, local_files_only=True),  # nothing is downloaded
@@ -105,24 +104,15 @@ def _examined(
     )
     # The check must also work on a machine without GPUs, so `auto` may take the CPU.
     device = ranks.device_for(DEMO_MODEL)
-    unknown, from_image, experts = None, True, {}
+    unknown, from_image = None, True
     try:
         from_image = needs_image(options.model)
-        sampled = options.sampled(from_image=from_image)
-        experts = experts_of(options.model.to_config(device), sampled)
-        steps = sampled.num_inference_steps
     except ModelError:  # one of the checks will say so
-        unknown, steps = "svd", sampling.num_steps()
-    world_size = ranks.world
-    if world_size is None:
-        world_size = default_world(device, steps, divide=not experts)
+        unknown = "svd"
+    about: dict[str, Any] = {"from_image": from_image, "family": unknown}
+    options = with_a_step_each(options, None, device, **about)
     return PipelineRequest(
-        options=options.with_steps(steps if experts else world_size, world_size),
-        num_clips=None,
-        launched=launched,
-        device=device,
-        from_image=from_image,
-        family=unknown,
+        options=options, num_clips=None, launched=launched, device=device, **about
     ).resolve()[0]
 
 

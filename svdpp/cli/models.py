@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,18 +63,15 @@ def models(console: Console, asked: NameOptions) -> None:
             ]
         )
     else:
-        console.answer({**found[0], "parameters": _in_words(found[0]["parameters"])})
-
-
-def _in_words(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    return {
-        f"--param {name}": {
-            "default": each["default_in_words"] or str(each["default"]),
-            "range": f"{each['lowest']:g} to {each['highest']:g}",
-            "help": each["help"],
+        words = {
+            f"--param {key}": {
+                "default": each["default_in_words"] or str(each["default"]),
+                "range": f"{each['lowest']:g} to {each['highest']:g}",
+                "help": each["help"],
+            }
+            for key, each in found[0]["parameters"].items()
         }
-        for name, each in parameters.items()
-    }
+        console.answer({**found[0], "parameters": words})
 
 
 def describe(family: str) -> dict[str, Any]:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, setting, switch
+from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY
 from svdpp.cli.options.inputs import ClipOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world
-from svdpp.config.limits import MAX_CLIPS
+from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world_hint
+from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 
 if TYPE_CHECKING:
-    from svdpp.cli.plan_report import Request
+    from collections.abc import Iterator
+
     from svdpp.plan.choose import Pairs
 
 _DEFAULT_WORLD = 4
@@ -31,50 +31,40 @@ _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 _SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
-# Options that only --memory and --decode-ranks use.
+# Options that only --memory uses, and --decode-ranks two of them.
 _OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
-# Options that only --memory uses, and those.
-_OF_MEMORY = frozenset(
-    {
-        *("dtype", "device", "height", "width", *_OF_CHUNKS),
-        *("memory_opt", "lora"),
-    }
-)
+_OF_MEMORY = ("dtype", "device", "height", "width", "memory_opt", "lora", *_OF_CHUNKS)
+_OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastOptions(ClipOptions):
     """What to forecast."""
 
-    compare: bool = switch(LAYOUT, "Show every split, auto and data parallel side by side.")
-    hosts: str | None = setting(
-        LAYOUT,
+    compare: bool = LAYOUT.switch("Show every split, auto and data parallel side by side.")
+    hosts: str | None = LAYOUT.setting(
         "HxG",
         "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
         shown="all ranks are on one host",
     )
-    arrivals: str | None = setting(
-        LAYOUT,
+    arrivals: str | None = LAYOUT.setting(
         "RATE",
         "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
         shown="all clips are present at the start",
     )
-    expert_boundary: int | None = setting(
-        LAYOUT,
+    expert_boundary: int | None = LAYOUT.setting(
         "N",
         "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
         "then does steps of one expert only, and loads no other.",
         shown="one expert",
     )
-    memory: bool = switch(
-        MEMORY,
+    memory: bool = MEMORY.switch(
         "Estimate each rank's peak memory from the configuration of --model, without "
-        "downloading weights. Takes seconds, since it imports torch.",
+        "downloading weights. Takes seconds, since it imports torch."
     )
-    device_memory: str | None = setting(
-        MEMORY,
-        "GIB|CARDS",
-        "Memory of each device, or a list such as 2x79,2x47; --layout auto and --compare "
+    device_memory: str | None = MEMORY.setting(
+        "GIB,GIB",
+        "Memory of each device, or of all, such as 79,79,47,47; --layout auto and --compare "
         "leave out layouts that need more.",
     )
 
@@ -82,8 +72,7 @@ class ForecastOptions(ClipOptions):
         """Clips to plan for."""
         from svdpp.plan.split import MAX_RANKS
 
-        if world_size > MAX_RANKS:
-            raise RequestError(f"a plan has at most {MAX_RANKS} ranks, got {world_size}")
+        check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
 
@@ -92,20 +81,26 @@ class ForecastOptions(ClipOptions):
         asked = self.device_memory
         if asked is None:
             return ()
-        cards = [gib for entry in asked.split(",") for gib in _cards(entry, world_size)]
-        if len(cards) == 1:
-            return (cards[0],) * world_size
-        if len(cards) != world_size:
+        try:
+            sizes = tuple(map(float, asked.split(",")))
+        except ValueError:
+            sizes = (math.nan,)
+        if not all(math.isfinite(size) and size > 0 for size in sizes):
             raise RequestError(
-                f"--device-memory {asked} names {len(cards)} devices, but there are {world_size} "
-                "ranks",
-                f"use --gpus {len(cards)}, or name {world_size} devices",
+                f"--device-memory must be finite numbers above 0, got {asked!r}",
+                "such as --device-memory 79, or 79,79,47,47 for devices that differ",
             )
-        return tuple(cards)
+        if len(sizes) not in (1, world_size):
+            raise RequestError(
+                f"--device-memory {asked} names {len(sizes)} devices, but there are {world_size} "
+                "ranks",
+                f"use --gpus {len(sizes)}, or name {world_size} devices",
+            )
+        return sizes if len(sizes) == world_size else sizes * world_size
 
 
 def _seconds(help: str) -> Any:
-    return setting(COSTS, "SECONDS", help, shown="that of --costs")
+    return COSTS.setting("SECONDS", help, shown="that of --costs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,45 +155,57 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.cli.plan_report import Request
+    from svdpp.cli.plan_report import show_comparison, show_layout
+    from svdpp.plan.choose import choose_layout
+    from svdpp.plan.compare import compare_layouts
+    from svdpp.plan.layout import Layout
 
-    if not forecast.memory:
-        _refuse_idle(context, divides_decode=layout.decode_ranks is not None)
+    _refuse_idle(context, forecast, layout)
     family = model.family
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
     boundary, pairs, why_not = _of_model(model, sampling, ranks, forecast.expert_boundary)
-    _check_experts(layout, forecast, boundary)
+    if layout.share_experts and boundary is None:
+        raise RequestError(
+            "--share-experts has an effect only with --expert-boundary, or a model of two experts",
+            "add --expert-boundary N, or leave out --share-experts",
+        )
     if forecast.memory:
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
     num_clips = forecast.num_clips(world_size)
-    remarks = _remarks(forecast, layout, seconds, costs, ranks.device)
-    limits: dict[str, Any] = {"num_clips": num_clips, "memory_gib": forecast.limits(world_size)}
-    if forecast.compare or layout.chooses_pairs:
-        limits["pairs"] = pairs
-        remarks += [why_not] if why_not and layout.cfg_parallel == "auto" else []
-    if forecast.compare or layout.chooses:
-        limits["sooner"] = num_clips < world_size
-    arrivals = _arrivals(forecast.arrivals, num_clips)
-    request = Request(num_clips=num_clips, arrivals=arrivals, remarks=remarks)
-    counts = {
+    limits = forecast.limits(world_size)
+    clips: dict[str, Any] = {
+        "num_clips": num_clips,
+        "arrivals": _arrivals(forecast.arrivals, num_clips),
+    }
+    counts: dict[str, Any] = {
         "num_steps": sampling.num_steps(family),
         "world_size": world_size,
         "costs": costs,
         "expert_boundary": boundary,
         "share_experts": layout.share_experts,
     }
-    show = (
-        _show_comparison
-        if forecast.compare
-        else partial(_show_layout, _chunks(layout, model, sampling))
-    )
-    try:
-        show(console, layout, request, counts, limits)
-    except RequestError as error:
-        if forecast.hosts is not None:
-            error.hint = without_world(error.hint)
-        raise
+    chosen: dict[str, Any] = {
+        **counts,
+        "memory_gib": limits,
+        "sooner": num_clips < world_size,
+        "pairs": pairs if forecast.compare or layout.chooses_pairs else "no",
+    }
+    with without_world_hint(forecast.hosts is not None):
+        if forecast.compare:
+            show_comparison(console, counts, num_clips, compare_layouts(**chosen, **clips))
+        elif layout.chooses:
+            size, fixed = layout.pair_size, layout.fixed
+            choice = choose_layout(**chosen, num_clips=num_clips, cfg_parallel=size, fixed=fixed)
+            show_layout(console, choice.layout, **clips, reason=choice.reason)
+        else:
+            chunks = _chunks(layout, model, sampling)
+            show_layout(
+                console, Layout(**counts, **layout.fields(world_size), chunks=chunks), **clips
+            )
+    console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
+    if why_not and layout.cfg_parallel == "auto":
+        console.info(why_not)
 
 
 def _of_model(
@@ -213,50 +220,6 @@ def _of_model(
     sampled = sampling.to_config(model, from_image=needs_image(model))
     experts = experts_of(model.to_config("cpu"), sampled)
     return experts.get("expert_boundary"), *pairs_of(model, sampled, ranks)
-
-
-def _show_comparison(
-    console: Console,
-    layout: LayoutOptions,
-    request: Request,
-    counts: dict[str, Any],
-    limits: dict[str, Any],
-) -> None:
-    from svdpp.cli.plan_report import show_comparison
-    from svdpp.plan.compare import compare_layouts
-
-    layout.leave_to("--compare")
-    for option in layout.given:
-        raise RequestError(f"--compare shows all layouts: leave out --{option}")
-    rows = compare_layouts(**counts, **limits, arrivals=request.arrivals)
-    show_comparison(console, request, counts, rows)
-
-
-def _show_layout(
-    chunks: tuple[int, ...],
-    console: Console,
-    layout: LayoutOptions,
-    request: Request,
-    counts: dict[str, Any],
-    limits: dict[str, Any],
-) -> None:
-    from svdpp.cli.plan_report import show_layout
-    from svdpp.plan.choose import choose_layout
-    from svdpp.plan.layout import Layout
-
-    if layout.chooses:
-        choice = choose_layout(
-            **counts, **limits, cfg_parallel=layout.pair_size, fixed=layout.fixed
-        )
-        show_layout(console, request, choice.layout, choice.reason)
-        return
-    if limits["memory_gib"]:
-        raise RequestError(
-            "--device-memory has an effect only with --layout auto or --compare",
-            "add one of them, or leave --device-memory out",
-        )
-    fields = {**counts, **layout.fields(counts["world_size"]), "chunks": chunks}
-    show_layout(console, request, Layout(**fields))
 
 
 def _chunks(
@@ -308,22 +271,6 @@ def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
     return num_hosts * per_host, per_host
 
 
-def _cards(entry: str, most: int) -> list[float]:
-    """The GiB of each card of an entry such as 79 or 2x79; at most one card more than `most`."""
-    count, times, gib = entry.rpartition("x")
-    try:
-        size = float(gib)
-        number = int(count) if times else 1
-    except ValueError:
-        size = number = 0
-    if not (math.isfinite(size) and size > 0 and number > 0):
-        raise RequestError(
-            f"--device-memory must be a finite number above 0, got {entry!r}",
-            "such as --device-memory 79, or 2x79,2x47 for devices that differ",
-        )
-    return [size] * min(number, most + 1)
-
-
 def _with_memory(
     costs: Costs, model: ModelOptions, device: str, sampling: SamplingOptions
 ) -> tuple[Costs, int | None]:
@@ -345,26 +292,25 @@ def _with_memory(
     return costs, config.expert_boundary
 
 
-def _check_experts(layout: LayoutOptions, forecast: ForecastOptions, boundary: int | None) -> None:
-    if layout.share_experts and boundary is None:
-        raise RequestError(
-            "--share-experts has an effect only with --expert-boundary, or a model of two experts",
-            "add --expert-boundary N, or leave out --share-experts",
-        )
-    if forecast.expert_boundary is not None and forecast.memory:
-        raise RequestError(
-            "with --memory the model gives the boundary between its experts",
-            "leave out --expert-boundary",
-        )
-
-
-def _refuse_idle(context: click.Context, *, divides_decode: bool) -> None:
-    """Refuses options that have no effect without --memory, or --decode-ranks."""
-    needed = _OF_MEMORY - _OF_CHUNKS if divides_decode else _OF_MEMORY
+def _refuse_idle(context: click.Context, forecast: ForecastOptions, layout: LayoutOptions) -> None:
+    """Refuses options that have no effect beside the others."""
+    needed = {} if forecast.memory else dict.fromkeys(_OF_MEMORY, "--memory")
+    if layout.decode_ranks is not None:
+        needed = {name: needed[name] for name in needed if name not in _OF_CHUNKS}
+    if not (forecast.compare or layout.chooses):
+        needed["device_memory"] = "--layout auto or --compare"
     for name, option in given_options(context).items():
         if name in needed:
             raise RequestError(
-                f"{option} has an effect only with --memory", f"add --memory, or leave out {option}"
+                f"{option} has an effect only with {needed[name]}",
+                f"add {needed[name]}, or leave out {option}",
+            )
+        if forecast.compare and name in _OF_LAYOUT:
+            raise RequestError(f"--compare shows all layouts: leave out {option}")
+        if forecast.memory and name == "expert_boundary":
+            raise RequestError(
+                "with --memory the model gives the boundary between its experts",
+                "leave out --expert-boundary",
             )
 
 
@@ -374,25 +320,18 @@ def _remarks(
     seconds: SecondsOptions,
     costs: Costs,
     device: str,
-) -> list[str]:
-    remarks = []
+) -> Iterator[str]:
     if forecast.memory and device == "cpu":
-        remarks.append(
-            "memory: as in use at the same time; malloc may keep up to twice the working memory"
-        )
+        yield "memory: as in use at the same time; malloc may keep up to twice the working memory"
     if forecast.device_memory is not None and costs.denoise_weights_gib is None:
-        remarks.append(
-            "--device-memory leaves out no layout: these costs do not include memory; --memory "
-            "estimates it"
-        )
+        yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
     if layout.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
-        remarks.append(
+        yield (
             f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
             if costs.device
             else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
             "unless an option gives its time; --costs gives them all"
         )
-    return remarks
 
 
 def _arrivals(rate: str | None, num_clips: int) -> list[float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
@@ -29,69 +28,60 @@ _MAX_CUTS = 16
 _COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Clips and arrivals of a forecast.
-
-    Args:
-        arrivals: when each clip arrives; empty: all are present at the start.
-    """
-
-    num_clips: int
-    arrivals: Sequence[float] = ()
-    remarks: Sequence[str] = ()
-
-    @property
-    def clips(self) -> str:
-        """The number of clips with its noun."""
-        return counted(self.num_clips, "clip")
-
-
-@dataclass(frozen=True)
 class _Timed:
-    layout: Layout
-    request: Request
+    """A layout with its forecast."""
 
-    @cached_property
-    def forecast(self) -> Forecast:
-        return forecast_layout(self.layout, self.request.num_clips, self.request.arrivals)
+    def __init__(self, layout: Layout, num_clips: int, arrivals: Sequence[float]) -> None:
+        self.layout = layout
+        self.forecast = forecast_layout(layout, num_clips, arrivals)
+        #: Of each clip of a long queue.
+        self.steady_seconds = steady_seconds_per_clip(layout)
 
-    @cached_property
-    def steady_seconds(self) -> float:
-        """Seconds for each clip of a long queue."""
-        return steady_seconds_per_clip(self.layout)
-
-    def lines(self, what: str) -> Iterator[str]:
-        yield (
+    def show(self, console: Console, what: str) -> None:
+        console.result(
             f"{what} on {self.layout.world_size} ranks: {self.forecast.makespan:.4g} s, first "
             f"after {self.forecast.first_clip:.4g} s, bubble {self.forecast.bubble:.0%}"
         )
-        yield f"  of a long queue, one clip every {self.steady_seconds:.4g} s"
+        console.result(f"  of a long queue, one clip every {self.steady_seconds:.4g} s")
 
 
-def show_layout(console: Console, request: Request, layout: Layout, reason: str = "") -> None:
+def show_layout(
+    console: Console,
+    layout: Layout,
+    num_clips: int,
+    arrivals: Sequence[float] = (),
+    reason: str = "",
+) -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
-    `reason` says why `auto` chose it.
+    Args:
+        arrivals: when each clip arrives, in seconds; empty: all are present at the start.
+        reason: why `auto` chose the layout.
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
     alone |= {"replicas": layout.world_size, "decode_ranks": 1}
-    ours = _Timed(layout, request)
-    theirs = _Timed(replace(layout, **alone), request)
-    assert ours.forecast  # it may refuse the costs: print nothing before
-    console.info(*request.remarks)
+    ours = _Timed(layout, num_clips, arrivals)
+    theirs = _Timed(replace(layout, **alone), num_clips, arrivals)
     if console.as_json:
         console.json(_layout_json(ours, theirs, reason))
         return
     _print_ranks(console, layout)
-    _print_cuts(console, layout, request.num_clips)
+    _print_cuts(console, layout, num_clips)
     console.result()
-    _print_picture(console, layout, request)
+    _print_picture(console, layout, num_clips, arrivals)
     console.result()
-    for line in _forecast_lines(ours, theirs, reason):
-        console.result(line)
-    if num_idle := _num_idle_ranks(layout):
-        console.info(f"warning: {num_idle} of {layout.world_size} ranks have nothing to do")
+    if reason:
+        console.result(f"auto picks {reason}")
+    ours.show(console, counted(num_clips, "clip"))
+    if arrivals or layout.split != "uniform" or reason:
+        latency, since = ours.forecast.latency, "arrival" if arrivals else "encode"
+        console.result(
+            f"a clip takes {latency.mean:.4g} s from its {since}: "
+            f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
+        )
+    if layout.replica_size * layout.cfg_parallel > 1:
+        theirs.show(console, "data parallel")
+    _warn_of_idle_ranks(console, layout)
 
 
 def _print_ranks(console: Console, layout: Layout) -> None:
@@ -132,51 +122,26 @@ def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
         console.result(f"clip {clip * layout.replicas} is cut at {inner}")
 
 
-def _print_picture(console: Console, layout: Layout, request: Request) -> None:
-    """Prints the rank x time grid; if it is too large, the first clips of the first replica."""
-    num_clips, arrivals = request.num_clips, list(request.arrivals)
-    title = ""
-    if layout.world_size > _MAX_ROWS and layout.replicas_are_alike:
-        arrivals = arrivals[:: layout.replicas]
-        num_clips = -(-num_clips // layout.replicas)
-        per_host = layout.costs.ranks_per_host
-        if per_host is not None and layout.replica_size % per_host:
-            per_host = None  # one host holds the replica
-        costs = replace(layout.costs, ranks_per_host=per_host)
-        title = f"the first of {layout.replicas} replicas"
-        size = layout.replica_size * layout.cfg_parallel
-        layout = replace(layout, world_size=size, replicas=1, costs=costs)
+def _print_picture(
+    console: Console, layout: Layout, num_clips: int, arrivals: Sequence[float]
+) -> None:
+    """Prints the rank x time grid, of the first clips if there are many."""
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
     if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
         num_clips = min(num_clips, 4 * layout.world_size)
-        title = f"the first {num_clips} clips" + (f" of {title}" if title else "")
+        console.result(f"the first {num_clips} clips:")
     schedule = build_schedule(layout.routes(range(num_clips)), layout.world_size)
     spans = replay(schedule, layout.costs, dict(enumerate(arrivals[:num_clips])))
-    if title:
-        console.result(f"{title}:")
     console.grid(spans, layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _forecast_lines(ours: _Timed, data_parallel: _Timed, reason: str) -> Iterator[str]:
-    layout, request, latency = ours.layout, ours.request, ours.forecast.latency
-    if reason:
-        yield f"auto picks {reason}"
-    yield from ours.lines(request.clips)
-    if request.arrivals or layout.split != "uniform" or reason:
-        since = "from its arrival" if request.arrivals else "from its encode"
-        yield (
-            f"a clip takes {latency.mean:.4g} s {since}: "
-            f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
-        )
-    if layout.replica_size * layout.cfg_parallel > 1:
-        yield from data_parallel.lines("data parallel")
-
-
-def _num_idle_ranks(layout: Layout) -> int:
-    return sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
+def _warn_of_idle_ranks(console: Console, layout: Layout, name: str = "") -> None:
+    idle = sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
+    if idle:
+        console.info(f"warning: {name}{idle} of {layout.world_size} ranks have nothing to do")
 
 
 def _layout_json(ours: _Timed, data_parallel: _Timed, reason: str) -> dict[str, Any]:
@@ -189,7 +154,7 @@ def _layout_json(ours: _Timed, data_parallel: _Timed, reason: str) -> dict[str, 
         "split": layout.split,
         "layout": _facts(layout) | {"reason": reason or None},
         "ranks": [
-            vars(share)
+            share._asdict()
             | layout.roles[share.rank].parts
             | ({"experts": _expert_names(layout, share.rank)} if of_experts else {})
             | {"peak_gib": layout.peak_gib[share.rank]}
@@ -242,19 +207,18 @@ def gib(peaks: Iterable[float | None]) -> str:
 
 
 def show_comparison(
-    console: Console, request: Request, counts: Mapping[str, Any], rows: Sequence[Row]
+    console: Console, counts: Mapping[str, Any], num_clips: int, rows: Sequence[Row]
 ) -> None:
     """Prints layouts side by side, then notes on them."""
-    console.info(*request.remarks)
     if console.as_json:
         sizes = {name: counts[name] for name in ("num_steps", "world_size")}
         layouts = [_row_json(row) for row in rows]
-        about = {**sizes, "clips": request.num_clips, "layouts": layouts}
+        about = {**sizes, "clips": num_clips, "layouts": layouts}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
     console.table([dict(zip(_COMPARED, _compared(row), strict=True)) for row in rows])
     console.result()
-    console.result(f"total: {request.clips} on {counts['world_size']} ranks")
+    console.result(f"total: {counted(num_clips, 'clip')} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips")
     console.result(
         "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
@@ -264,11 +228,8 @@ def show_comparison(
     for row in rows:
         if row.note:
             console.result(f"{row.name}: {row.note}")
-        if row.layout is not None and (num_idle := _num_idle_ranks(row.layout)):
-            console.info(
-                f"warning: {row.name}: {num_idle} of {counts['world_size']} ranks "
-                "have nothing to do"
-            )
+        if row.layout is not None:
+            _warn_of_idle_ranks(console, row.layout, f"{row.name}: ")
 
 
 def _compared(row: Row) -> tuple[str, ...]:

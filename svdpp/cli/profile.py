@@ -10,7 +10,7 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, setting
+from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import PromptOptions
 from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
@@ -19,10 +19,8 @@ from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
 from svdpp.cli.request import (
     PipelineOptions,
     PipelineRequest,
-    default_world,
-    experts_of,
-    joined_world,
     needs_image,
+    with_a_step_each,
 )
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -34,12 +32,9 @@ from svdpp.redaction import redact
 class MeasureOptions(OverwriteOptions):
     """Inputs, number of repeats, and output file of a measurement."""
 
-    out: Path = setting(COSTS, "FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
-    repeats: int = setting(
-        COSTS,
-        "N",
-        "Number of clips to measure after the warm-up; the result is their median.",
-        default=3,
+    out: Path = COSTS.setting("FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
+    repeats: int = COSTS.setting(
+        "N", "Number of clips to measure after the warm-up; the result is their median.", default=3
     )
 
     def __post_init__(self) -> None:
@@ -102,20 +97,15 @@ def profile(
 
 
 def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """The configuration to measure: one step for each rank; two for one rank, which some need."""
+    """The configuration to measure."""
     if options.sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
     device = options.ranks.device_for(options.model.model)
     from_image = needs_image(options.model)
-    sampled = options.sampled(from_image=from_image)
-    experts = experts_of(options.model.to_config(device), sampled)
-    world_size = joined_world(launched, options.ranks.world)
-    if world_size is None:
-        world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
     config, _ = PipelineRequest(
-        options=options.with_steps(max(world_size, 2), world_size),
+        options=with_a_step_each(options, launched, device, from_image=from_image),
         num_clips=None,
         launched=launched,
         device=device,

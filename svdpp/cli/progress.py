@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.console import Group
-from rich.live import Live
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
@@ -36,7 +35,7 @@ _LINE_SECONDS = 60.0
 _STATES = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
-class Progress:
+class Progress(Bars):
     """A context manager that is also an observer of a pipeline's events.
 
     Args:
@@ -63,17 +62,23 @@ class Progress:
         forecasts: bool = False,
         ranks: bool = True,
     ) -> None:
-        self._console = console
-        self._title = title
-        self._schedule = schedule
-        self._world_size = len(schedule)
+        is_live = console.err.is_terminal and not console.err.is_dumb_terminal
+        columns = [
+            TextColumn(
+                f"{{task.fields[{name}]}}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most),
+            )
+            for name, most in (("clip", 20), ("state", None), ("rate", None))
+        ]
+        self._remarks, self._title, self._schedule = console, title, schedule
+        self._world_size, self._has_ranks = len(schedule), ranks
         scheduled = len({action.clip for actions in schedule for action in actions})
         self.num_clips = scheduled if num_clips is None else num_clips
         self._labels = list(map(one_line, labels)) or [
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
         self._costs, self._forecasts = costs or Costs(), forecasts
-        self._bars = _bars(console, schedule, self.num_clips / scheduled) if ranks else None
         self._means = MeanCosts()
         self._settled: set[int] = set()
         self.num_done = 0
@@ -83,31 +88,28 @@ class Progress:
         self._started = time.monotonic()
         self._begun: float | None = None
         self._ended: float | None = None
-        self._live: Live | None = None
         self._makespan: float | None = None
         self._next_forecast = 0.0
         self._next_line = self._started + _LINE_SECONDS
-
-    def __enter__(self) -> Progress:
-        err = self._console.err
-        if err.is_terminal and not err.is_dumb_terminal and not self._console.quiet:
-            self._live = Live(
-                get_renderable=self._draw,
-                console=err,
-                refresh_per_second=5 if self._bars is not None else 1,
-                transient=True,
-            )
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        super().__init__(  # it asks for what is to be shown
+            TextColumn("{task.description}"),
+            BarColumn(None, table_column=Column(ratio=1, max_width=20)),
+            MofNCompleteColumn(),
+            *columns,
+            console=console.err,
+            refresh_per_second=5 if ranks else 1,
+            transient=True,
+            disable=not is_live or console.quiet,
+        )
+        for rank, actions in enumerate(schedule if ranks else ()):
+            steps = sum(one.end - one.start for one in actions if one.kind is Kind.DENOISE)
+            total = round(self.num_clips / scheduled * steps)
+            self.add_task(f"rank {rank}", total=total, clip="", state="starting", rate="")
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
-        if self._bars is not None:
-            _show(self._bars, rank, event, self._labels)
+        if self._has_ranks:
+            self._show(rank, event)
         self._means.add(event)
         if self._begun is None and (
             isinstance(event, StepDone) or (isinstance(event, Heartbeat) and event.action)
@@ -117,26 +119,25 @@ class Progress:
             case Joined():
                 self._joined.add(rank)
                 is_last = len(self._joined) == self._world_size > 1
-                if self._live is None and self._bars and is_last:
+                if self.disable and self._has_ranks and is_last:
                     seconds = time.monotonic() - self._started
                     self._say(f"{self._world_size} ranks are ready after {seconds:.1f} s")
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
                 self._settled.add(event.clip)
                 self._settle(event)
             case PromptCut():
-                name = self._labels[event.clip]
                 self._say(
-                    f"warning: the model does not read the end of the prompt of {name}: "
-                    f"{event.text!r}"
+                    "warning: the model does not read the end of the prompt of "
+                    f"{self._labels[event.clip]}: {event.text!r}"
                 )
             case CheckpointLost() if not self._has_lost_checkpoints:
                 self._has_lost_checkpoints = True
                 self._say(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
-        if self._live is None and time.monotonic() >= self._next_line:
+        if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
-            self._console.info(str(self._summary()))
+            self._remarks.info(self._summary())
 
     @property
     def closing(self) -> str:
@@ -146,6 +147,12 @@ class Progress:
         lost = f", {self.num_failed} lost" if self.num_failed else ""
         return f"{self._title}: {counted(self.num_done, 'clip')} in {_clock(seconds)}{rate}{lost}"
 
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The summary, then the ranks: rich cuts what is too high for the terminal."""
+        yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
+        if self.tasks:
+            yield self.make_tasks_table(self.tasks)
+
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
         self._ended = time.monotonic()
@@ -154,26 +161,20 @@ class Progress:
             self._say(f"{label} is lost: {event.error['message']}")
             return
         self.num_done += 1
-        if self._bars is None:
-            return
-        metadata = event.metadata
-        name = f" -> {metadata['output']}" if metadata.get("output") else ""
-        took = f", {metadata['wall_seconds']:.1f} s" if "wall_seconds" in metadata else ""
-        self._say(f"{self._counted}: {label}{name}{took}")
+        if self._has_ranks:
+            metadata = event.metadata
+            name = f" -> {metadata['output']}" if metadata.get("output") else ""
+            took = f", {metadata['wall_seconds']:.1f} s" if "wall_seconds" in metadata else ""
+            self._say(f"{self._counted}: {label}{name}{took}")
 
     def _say(self, text: str) -> None:
-        self._console.info(f"{self._title}: {text}")
+        self._remarks.info(f"{self._title}: {text}")
 
     @property
     def _counted(self) -> str:
         return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
 
-    def _draw(self) -> Group:
-        ranks = [] if self._bars is None else [self._bars.get_renderable()]
-        # The summary is first, because rich cuts what is too high for the terminal.
-        return Group(self._summary(), *ranks)
-
-    def _summary(self) -> Text:
+    def _summary(self) -> str:
         text = f"{self._title}: {self._counted}"
         text += f", {self.num_failed} lost" if self.num_failed else ""
         now = time.monotonic()
@@ -184,8 +185,7 @@ class Progress:
         else:
             left = self._seconds_left(now - self._begun)
             text += f", {_clock(now - self._begun)} elapsed"
-        text += f", about {_clock(left)} left" if left is not None else ""
-        return Text(text, no_wrap=True, overflow="ellipsis")
+        return text if left is None else f"{text}, about {_clock(left)} left"
 
     def _seconds_left(self, elapsed: float) -> float | None:
         """The forecast's makespan at the costs known so far, less the time gone by."""
@@ -206,50 +206,28 @@ class Progress:
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
+    def _show(self, rank: int, event: Event) -> None:
+        task = self.tasks[rank]
+        state = task.fields["state"]
+        match event:
+            case Joined():
+                self.update(task.id, state="ready")
+            case StepDone():
+                rate = f"{event.seconds:.2f} s/step"
+                clip = self._labels[event.clip]
+                self.update(
+                    task.id, advance=1, state=f"step {event.step + 1}", clip=clip, rate=rate
+                )
+            case Heartbeat(action=None):
+                state = "loading" if state in ("starting", "loading") else "idle"
+                self.update(task.id, state=state, clip="")
+            case Heartbeat(action=Action() as action):
+                state = "waiting" if event.waiting else _STATES.get(action.kind, state)
+                self.update(task.id, state=state, clip=self._labels[action.clip])
+            case _:
+                pass
+
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
-
-
-def _bars(console: Console, schedule: Schedule, times: float) -> Bars:
-    """A bar for each rank; `times` as many clips are made as the schedule has."""
-    bars = Bars(
-        TextColumn("{task.description}"),
-        BarColumn(None, table_column=Column(ratio=1, max_width=20)),
-        MofNCompleteColumn(),
-        *(
-            TextColumn(
-                f"{{task.fields[{name}]}}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most),
-            )
-            for name, most in (("clip", 20), ("state", None), ("rate", None))
-        ),
-        console=console.err,
-        auto_refresh=False,
-    )
-    for rank, actions in enumerate(schedule):
-        steps = sum(one.end - one.start for one in actions if one.kind is Kind.DENOISE)
-        total = round(times * steps)
-        bars.add_task(f"rank {rank}", total=total, clip="", state="starting", rate="")
-    return bars
-
-
-def _show(bars: Bars, rank: int, event: Event, labels: Sequence[str]) -> None:
-    task = bars.tasks[rank]
-    before = task.fields["state"]
-    match event:
-        case Joined():
-            bars.update(task.id, state="ready")
-        case StepDone():
-            clip, rate = labels[event.clip], f"{event.seconds:.2f} s/step"
-            bars.update(task.id, advance=1, state=f"step {event.step + 1}", clip=clip, rate=rate)
-        case Heartbeat(action=None):
-            state = "loading" if before in ("starting", "loading") else "idle"
-            bars.update(task.id, state=state, clip="")
-        case Heartbeat(action=Action() as action):
-            state = "waiting" if event.waiting else _STATES.get(action.kind, before)
-            bars.update(task.id, state=state, clip=labels[action.clip])
-        case _:
-            pass

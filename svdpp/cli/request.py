@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,7 @@ from svdpp.plan.split import largest_world
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint, Use
     from svdpp.plan.choose import Pairs
-    from svdpp.plan.costs import Costs
-
-#: Given the number of ranks: memory that the model's parts need, as fields of `Costs`, and of each
-#: rank's device, in GiB.
-Memory = Callable[[int], tuple[dict[str, float], tuple[float, ...]]]
+    from svdpp.plan.layout import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +36,6 @@ class PipelineOptions:
     def sampled(self, *, from_image: bool, family: str | None = None) -> SamplingConfig:
         """The parameters of the sampler."""
         return self.sampling.to_config(self.model, from_image=from_image, family=family)
-
-    def with_steps(self, num_steps: int, world_size: int) -> PipelineOptions:
-        """The same for another number of steps, on a given number of ranks."""
-        return replace(
-            self,
-            sampling=replace(self.sampling, steps=num_steps),
-            ranks=replace(self.ranks, world=world_size),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +55,7 @@ class PipelineRequest:
     """Of a model whose configs cannot be read; None: read them."""
     on_cpu: int = 2
     """Default number of ranks that share the CPU, or one GPU."""
-    default_split: str | None = None
+    default_split: Split | None = None
     """Split of a model with one expert if the user gives no layout; None: uniform. With two experts
     it is balanced, because they rarely have equal steps."""
     serves: bool = False
@@ -89,7 +78,7 @@ class PipelineRequest:
             )
         plan, why = self._plan()
         num_local = self._world_size if launched is None else launched.local_size
-        try:
+        with without_world_hint(launched is not None):
             config = PipelineConfig(
                 world_size=self._world_size,
                 model=self._model,
@@ -104,10 +93,6 @@ class PipelineRequest:
                 **plan,
                 **more,
             )
-        except RequestError as error:
-            if launched is not None:
-                error.hint = without_world(error.hint)
-            raise
         return config, why
 
     @cached_property
@@ -171,78 +156,55 @@ class PipelineRequest:
             plan["costs"] = plan["costs"].scaled(self.time_scale)
         return plan, why
 
-    def _memory(self, world_size: int) -> tuple[dict[str, float], tuple[float, ...]]:
-        if self._device == "cpu":
-            return {}, ()
-        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+    def _chosen(self, plan: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """What `auto` chooses, as fields of a `PipelineConfig`, and why."""
+        from svdpp.plan.choose import choose_layout
 
-        return memory_of_devices(self._model, self._sampling, self._device, world_size)
-
-    def _chosen(self, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """What `auto` chooses, and why."""
         options, layout, world_size = self.options, self._layout, self._world_size
         clips = self.num_clips(world_size) if callable(self.num_clips) else self.num_clips
-        pairs, no_pairs = (
-            pairs_of(options.model, self._sampling, options.ranks)
-            if layout.chooses_pairs
-            else ("no", "")
-        )
-        chosen, why = auto_layout(
-            layout,
-            {
-                "num_steps": self._sampling.num_inference_steps,
-                "world_size": world_size,
-                "num_clips": clips,
-            },
-            None if options.model.is_dummy else self._memory,
+        if clips is None:
+            option = "--layout auto" if layout.layout == "auto" else "--cfg-parallel auto"
+            raise RequestError(
+                f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
+                f"svdpp plan {option} --clips M shows which options to give",
+            )
+        pairs: Pairs = "no"
+        no_pairs = ""
+        if layout.chooses_pairs:
+            pairs, no_pairs = pairs_of(options.model, self._sampling, options.ranks)
+        needs, limits = self._memory()
+        plan = {**plan, "costs": replace(plan["costs"], **needs)}
+        choice = choose_layout(
             **plan,
+            num_steps=self._sampling.num_inference_steps,
+            world_size=world_size,
+            num_clips=clips,
+            memory_gib=limits,
+            cfg_parallel=layout.pair_size,
+            fixed=layout.fixed,
             decodes=self._decodes,
             # A server without pairs also takes clips without guidance: only the user gives that up.
             pairs="no" if self.serves and layout.cfg_parallel is None else pairs,
-            sooner=self.serves or (clips or 0) < world_size,
+            sooner=self.serves or clips < world_size,
         )
+        names = ("split", "replicas", "decoders", "cfg_parallel")
+        chosen = {"costs": plan["costs"]} | {name: getattr(choice.layout, name) for name in names}
+        if choice.layout.share_experts:  # also if the options do not say so
+            chosen["share_experts"] = True
+        why = f"layout: {choice.reason}"
         if layout.costs is None and self._decodes and self._sampling.family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         elif layout.costs is None:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         return chosen, f"{why}; {no_pairs}" if no_pairs and layout.cfg_parallel == "auto" else why
 
+    def _memory(self) -> tuple[dict[str, float], tuple[float, ...]]:
+        """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
+        if self._device == "cpu" or self.options.model.is_dummy:
+            return {}, ()
+        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
 
-def auto_layout(
-    layout: LayoutOptions,
-    counts: Mapping[str, Any],
-    memory: Memory | None,
-    *,
-    costs: Costs,
-    **more: Any,
-) -> tuple[dict[str, Any], str]:
-    """What `auto` chooses, as fields of a `PipelineConfig`, and why.
-
-    `counts` are those of steps, ranks and clips; `more` are further arguments of `choose_layout`.
-    """
-    if counts["num_clips"] is None:
-        option = "--layout auto" if layout.layout == "auto" else "--cfg-parallel auto"
-        raise RequestError(
-            f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
-            f"svdpp plan {option} --clips M shows which options to give",
-        )
-    from svdpp.plan.choose import choose_layout
-
-    needs, limits = ({}, ()) if memory is None else memory(counts["world_size"])
-    costs = replace(costs, **needs)  # type: ignore[arg-type]
-    choice = choose_layout(
-        **counts,
-        **more,
-        costs=costs,
-        memory_gib=limits,
-        cfg_parallel=layout.pair_size,
-        fixed=layout.fixed,
-    )
-    names = ("split", "replicas", "decoders", "cfg_parallel")
-    chosen = {"costs": costs, **{name: getattr(choice.layout, name) for name in names}}
-    if choice.layout.share_experts:  # also if the options do not say so
-        chosen["share_experts"] = True
-    return chosen, f"layout: {choice.reason}"
+        return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
 
 
 def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -> tuple[Pairs, str]:
@@ -332,9 +294,15 @@ def joined_world(launched: World | None, asked: int | None) -> int | None:
     )
 
 
-def without_world(hint: str) -> str:
-    """`hint` without its advice on `--world`, for when something else sets the number of ranks."""
-    return re.sub(r",? or --world \d+(?: or fewer)?", "", hint)
+@contextlib.contextmanager
+def without_world_hint(applies: bool) -> Iterator[None]:
+    """Leaves `--world` out of hints, for when something else sets the number of ranks."""
+    try:
+        yield
+    except RequestError as error:
+        if applies:
+            error.hint = re.sub(r",? or --world \d+(?: or fewer)?", "", error.hint)
+        raise
 
 
 def default_world(
@@ -351,3 +319,24 @@ def default_world(
         count = max(torch.cuda.device_count(), 1)
     stages = max(1, count // max(1, multiple))
     return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)
+
+
+def with_a_step_each(
+    options: PipelineOptions,
+    launched: World | None,
+    device: str,
+    *,
+    from_image: bool,
+    family: str | None = None,
+) -> PipelineOptions:
+    """The same with one step for each rank, at least two: some schedulers need them."""
+    world_size = joined_world(launched, options.ranks.world)
+    if world_size is None:
+        sampled = options.sampled(from_image=from_image, family=family)
+        experts = {} if family else experts_of(options.model.to_config(device), sampled)
+        world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
+    return replace(
+        options,
+        sampling=replace(options.sampling, steps=max(world_size, 2)),
+        ranks=replace(options.ranks, world=world_size),
+    )

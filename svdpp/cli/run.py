@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,9 @@ from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_report import (
     announce,
-    announce_look,
-    announce_report,
     labels,
     print_clips,
     show_dry_run,
-    warn_of_memory_pressure,
 )
 from svdpp.cli.run_request import RunRequest, without_other_seeds
 from svdpp.cli.trace_outputs import TraceOptions
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
 
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _AT_ONCE = 1000
+# Checking these takes a second or two.
+_FEW_CLIPS = 8
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -118,7 +118,8 @@ def _planned(
 
     policy = asked.policy
     num_there = check_outputs(found, asked.seeds, policy)
-    announce_look(console, config, policy, num_there)
+    if policy.keeps_finished and num_there > _FEW_CLIPS:
+        console.info(f"checking {num_there} existing clips frame by frame ...")
     pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), found, traces)
     assert pipeline.checkpoint is not None
     return pipeline, plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
@@ -134,6 +135,7 @@ class _Run:
 
     def make(self, refused: Sequence[SvdppError], options: dict[str, Any]) -> None:
         """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
+        from svdpp.diagnostics.report import diagnose, run_again
         from svdpp.driver.jobs import open_manifest
 
         console, clips, policy = self.console, self.clips, self.asked.policy
@@ -149,9 +151,10 @@ class _Run:
             }
             for failure in self.pipeline.failures
         ]
-        warn_of_memory_pressure(console, made)
         if made and figures is not None:
-            announce_report(console, figures, policy.manifest)
+            limits = diagnose(figures, run_again(policy.manifest)).lines
+            report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
+            console.info(*limits, *([report] if limits else []))
         if console.as_json:
             console.json([*clips.skipped, *made, *lost])
         else:
@@ -172,7 +175,7 @@ class _Run:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], None
-        announce(console, pipeline.config, self.clips)
+        announce(console, pipeline.config, self.clips, self.asked.output.latents_dir)
         progress = Progress(
             console,
             "run",

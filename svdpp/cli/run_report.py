@@ -9,36 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import Console, counted
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig
 
 if TYPE_CHECKING:
     from svdpp.cli.run_request import RunRequest
-    from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.jobs import ClipPlan, OutputPolicy
     from svdpp.media.inputs import ClipInput
-
-# Checking these takes a second or two.
-_FEW_CLIPS = 8
 
 Metadata = Mapping[str, Any]
 
 
-def announce_look(
-    console: Console, config: PipelineConfig, policy: OutputPolicy, num_there: int
+def announce(
+    console: Console, config: PipelineConfig, clips: ClipPlan, latents_dir: Path | None
 ) -> None:
-    """Announces a long check of existing outputs, and a --latents-dir without effect."""
-    if policy.keeps_finished and num_there > _FEW_CLIPS:
-        console.info(f"checking {num_there} existing clips frame by frame ...")
-    if policy.latents_folder is not None and not config.layout.links:
-        console.info(
-            "--latents-dir has no effect: with this layout no latent goes from rank to rank"
-        )
-
-
-def announce(console: Console, config: PipelineConfig, clips: ClipPlan) -> None:
     """Announces the clips, the devices and the model."""
     num_clips = len(clips.requests)
     begun = sum(request.done_steps > 0 for request in clips.requests)
+    if latents_dir is not None and not config.layout.links:
+        console.info("--latents-dir has no effect: in this layout no rank sends a latent")
     console.info(
         f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
         f"{config.sampling.width}x{config.sampling.height}, on "
@@ -66,24 +54,6 @@ def _name(request: ClipRequest) -> str:
     return "clip" if request.prompt is None else textwrap.shorten(request.prompt, 40)
 
 
-def warn_of_memory_pressure(console: Console, made: Sequence[Metadata]) -> None:
-    """Warns once if a GPU's memory ran short while clips were made."""
-    if any(metadata.get("memory_pressure") for metadata in made):
-        console.info(
-            "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
-            "differ; a smaller --decode-chunk-size or fewer --gpus on the card lower memory"
-        )
-
-
-def announce_report(console: Console, figures: RunFigures, manifest: Path) -> None:
-    """Announces what limits the run and what to try, and the command that shows all of it."""
-    from svdpp.diagnostics.report import diagnose, run_again
-
-    lines = diagnose(figures, run_again(manifest)).lines
-    if lines:
-        console.info(*lines, f"  svdpp report {shlex.quote(str(manifest))}")
-
-
 def print_clips(
     console: Console,
     out: Path,
@@ -99,6 +69,11 @@ def print_clips(
     for clip in lost:
         name = out / clip["output"] if clip["output"] else "(no clip)"
         console.result(f"{name}  (lost: {clip['error']['message']})")
+    if any(metadata.get("memory_pressure") for metadata in made):
+        console.info(
+            "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
+            "differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
+        )
     if skipped:
         console.info(f"already finished: {counted(len(skipped), 'clip')}")
     exact = [metadata for metadata in made if metadata["exact"] is True]
@@ -106,8 +81,8 @@ def print_clips(
         console.info("not called exact: pairs divide a batch of two; how far apart that is:")
         console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
     if exact:
-        output = OutputConfig(path=str(out / exact[0]["output"]), format=exact[0]["format"])
-        console.info("to prove one:", f"  svdpp verify {shlex.quote(output.path)}")
+        path = shlex.quote(str(out / exact[0]["output"]))
+        console.info(f"to prove one: svdpp verify {path}")
 
 
 def show_dry_run(
@@ -121,6 +96,7 @@ def show_dry_run(
     from svdpp.diagnostics.memory_estimate import estimate_ranks
     from svdpp.driver.jobs import check_outputs, plan_clips
     from svdpp.driver.resolve import resolve
+    from svdpp.plan.large_forecast import forecast_layout
 
     policy = asked.policy
     config, checkpoint = resolve(config, weights="none")
@@ -138,7 +114,7 @@ def show_dry_run(
         "layout": str(config.layout),
         "world_size": config.world_size,
         "device": config.device,
-        "forecast": _forecast(config, len(clips.requests)) if asked.knows_costs else None,
+        "forecast": None,
         "ranks": [
             {
                 "rank": each.rank,
@@ -151,11 +127,16 @@ def show_dry_run(
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }
+    if clips.requests and asked.knows_costs:
+        forecast = forecast_layout(config.layout, len(clips.requests))
+        about["forecast"] = {
+            "makespan_seconds": forecast.makespan,
+            "first_clip_seconds": forecast.first_clip,
+            "costs": config.costs.name,
+        }
     if not console.as_json:
         about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
-        about["forecast"] = (
-            about["forecast"] or "none without --costs, which svdpp profile measures"
-        )
+        about["forecast"] = about["forecast"] or "none without --costs; svdpp profile measures them"
         sampling = config.sampling
         console.result(
             f"{counted(len(clips.requests), 'clip')} to make: "
@@ -164,17 +145,6 @@ def show_dry_run(
             f"{config.model.name} {config.model.dtype}"
         )
     console.answer(about)
-
-
-def _forecast(config: PipelineConfig, num_clips: int) -> dict[str, Any] | None:
-    """The forecast for clips that are made from their first step, at the costs of the layout."""
-    from svdpp.plan.large_forecast import forecast_layout
-
-    if not num_clips:
-        return None
-    times = forecast_layout(config.layout, num_clips)
-    seconds = {"makespan_seconds": times.makespan, "first_clip_seconds": times.first_clip}
-    return {**seconds, "costs": config.costs.name}
 
 
 def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:

@@ -62,8 +62,9 @@ class RunRequest:
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
-        self.output.check()
-        assert self._sampling  # it and the seeds are checked when they are made
+        # These are checked when they are made.
+        assert self.output.place()
+        assert self._sampling
         assert self.seeds
         if self.options.model.is_dummy:
             raise RequestError(
@@ -87,34 +88,35 @@ class RunRequest:
 
         if is_member(self.launched):
             return [], []
-        images, problems = self._images()
+        found: Sequence[Photo | None] = [None]
+        problems: list[SvdppError] = []
+        if self.inputs.inputs:
+            found, problems = self._images()
         prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
-        found = [
-            ClipInput(photo, prompt, self.prompts.negative_prompt)
-            for photo in (images if self.inputs.inputs else [None])
+        inputs = [
+            ClipInput(image, prompt, self.prompts.negative_prompt)
+            for image in found
             for prompt in prompts
         ]
         if not self.inputs.keep_going:
-            return found, []
+            return inputs, []
         from svdpp.driver.jobs import without_shared_names
 
-        found, shared = without_shared_names(found, self.seeds, self.policy)
-        return found, [*problems, *shared]
+        inputs, shared = without_shared_names(inputs, self.seeds, self.policy)
+        return inputs, [*problems, *shared]
 
     def _images(self) -> tuple[list[Photo], list[SvdppError]]:
         from svdpp.media.inputs import raise_all, sift_inputs
 
-        if not self.inputs.inputs:
-            return [], []
         found, problems = sift_inputs(
-            self.inputs.inputs,
+            self.inputs.inputs or (),
             recursive=self.inputs.recursive,
             max_pixels=self.inputs.max_pixels,
             video_frames=self._sampling.video_frames,
         )
         if problems and not self.inputs.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
-        return found, list(problems)
+        return found, [*problems]
 
     def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none."""
@@ -146,22 +148,19 @@ class RunRequest:
         """Remarks on a drawn seed and on stretched images."""
         remarks, config = [], self._sampling
         if self._is_drawn:
-            remarks.append(
-                f"seed: {self.seeds[0]}, drawn at random; --seed {self.seeds[0]} repeats it"
-            )
+            seed = self.seeds[0]
+            remarks.append(f"seed: {seed}, drawn at random; --seed {seed} repeats it")
         shape = config.width / config.height
+        images = {photo.path: photo.width / photo.height for each in found if (photo := each.photo)}
         stretched = [
-            photo
-            for photo in (each.photo for each in found)
-            if photo is not None
-            and not 1 / _SAME_SHAPE <= photo.width / photo.height / shape <= _SAME_SHAPE
+            path.name
+            for path, own in images.items()
+            if not 1 / _SAME_SHAPE <= own / shape <= _SAME_SHAPE
         ]
         if stretched and config.fit == "stretch":
-            first = stretched[0]
-            name = f"{first.path.name!r} ({first.width}x{first.height})"
             more = f" and {len(stretched) - 1} more are" if stretched[1:] else " is"
             remarks.append(
-                f"fit: {name}{more} stretched to {config.width}x{config.height}; "
+                f"fit: {stretched[0]!r}{more} stretched to {config.width}x{config.height}; "
                 "--fit crop keeps proportions"
             )
         return remarks
@@ -183,7 +182,7 @@ class RunRequest:
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
             profile_path=None if traces is None else traces.profile_path,
-            trace_clips=_TRACE_CLIPS if traces is None or traces.timeline is None else None,
+            trace_clips=_TRACE_CLIPS,
         )
 
     @cached_property

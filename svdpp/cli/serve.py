@@ -17,6 +17,7 @@ from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
+from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
@@ -30,7 +31,7 @@ _FLEET = ("psycopg",)
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT = "dithered"
+_SPLIT: Split = "dithered"
 
 
 @command(
@@ -182,15 +183,12 @@ def _settings(
 
 def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
     """Opens the log; a service also shows warnings without being asked."""
-    log.open(console, launched)
-    if log.verbose or console.quiet:
-        return
     from loguru import logger
 
-    def sink(message: str) -> None:
-        console.err.print(str(message).rstrip("\n"), markup=False)
-
-    logger.add(sink, level="WARNING", format="{time:HH:mm:ss} {level: <7} {message}")
+    log.open(console, launched)
+    if not (log.verbose or console.quiet):
+        form = "{time:HH:mm:ss} {level: <7} {message}"
+        logger.add(lambda line: console.info(line.rstrip("\n")), level="WARNING", format=form)
 
 
 def _announce(

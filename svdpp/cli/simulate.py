@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
-from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import COSTS, setting
+from svdpp.cli.console import Console
+from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.trace_outputs import TraceOptions
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.plan.forecast import Forecast
 
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
 
@@ -33,8 +32,7 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 class RehearsalOptions(ClipOptions):
     """Clips of a rehearsal, and their speed."""
 
-    time_scale: float | None = setting(
-        COSTS,
+    time_scale: float | None = COSTS.setting(
         "X",
         "Make the dummy model sleep for the time of --costs times X, to imitate other devices at "
         "another speed.",
@@ -107,7 +105,8 @@ def simulate(
 
         serve_member(pipeline, launched, console)
         return
-    requests = example_requests(config, num_clips, seed=sampling.one_seed(), prompt=prompts.prompt)
+    seed = parse_seeds(sampling.seed)[0]
+    requests = example_requests(config, num_clips, seed=seed, prompt=prompts.prompt)
     recorder = RunRecorder(pipeline, requests)
     pipeline.observe(recorder)
     _perform(console, pipeline, requests, traces)
@@ -153,54 +152,23 @@ def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
     reason = "" if figures is None else overrun(figures, times["forecast"].makespan)
     if reason:
         console.info(f"warning: {reason}")
-    if console.as_json:
-        console.json({**_to_json(pipeline, times), "overrun": reason or None})
-        return
-    _print_ranks(console, pipeline)
-    for name, one in times.items():
-        console.result(
-            f"{name}: {counted(one.clips, 'clip')} in {one.makespan:.2f} s, first after "
-            f"{one.first_clip:.2f} s, then one every {one.seconds_per_clip:.2f} s; "
-            f"bubble {one.bubble:.0%}"
-        )
-
-
-def _to_json(pipeline: Pipeline, times: dict[str, Forecast]) -> dict[str, Any]:
     config, ranks = pipeline.config, pipeline.trace.to_json()
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
-    fields = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
-    return {
-        "schema_version": 1,
-        "num_steps": config.sampling.num_inference_steps,
-        **{name: getattr(config, name) for name in (*fields, "num_threads")},
-        "model": config.model.name,
-        "dtype": config.model.dtype,
-        "backend": pipeline.backend,
-        "clips": times["measured"].clips,
-        **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
-        "ranks": ranks,
-    }
-
-
-def _print_ranks(console: Console, pipeline: Pipeline) -> None:
-    """Prints a row for each rank, and the rank x time picture of what was measured."""
-    shares = pipeline.config.layout.all_shares
-    rows = [
+    names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
+    console.answer(
         {
-            "rank": str(stats.rank),
-            "range": f"{share.start}:{share.end}",
-            "steps": str(stats.steps_done),
-            "compute s": f"{stats.compute_seconds:.2f}",
-            "wait s": f"{stats.wait_seconds:.2f}",
-            "transfer s": f"{stats.transfer_seconds:.3f}",
-            "mean ms": f"{stats.mean_step_seconds * 1000:.1f}",
-            "p95 ms": f"{stats.p95_step_seconds * 1000:.1f}",
-            "bubble": f"{stats.bubble:.0%}",
+            "schema_version": 1,
+            "num_steps": config.sampling.num_inference_steps,
+            **{name: getattr(config, name) for name in (*names, "num_threads")},
+            "model": config.model.name,
+            "dtype": config.model.dtype,
+            "backend": pipeline.backend,
+            "clips": times["measured"].clips,
+            **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
+            "ranks": ranks,
+            "overrun": reason or None,
         }
-        for stats, share in zip(pipeline.trace.rank_stats(), shares, strict=True)
-    ]
-    console.table(rows)
-    console.result()
-    console.grid(pipeline.trace.spans, pipeline.config.world_size)
-    console.result()
+    )
+    if not console.as_json:
+        console.grid(pipeline.trace.spans, config.world_size)

@@ -1,4 +1,4 @@
-"""The options `--trace`, `--timeline` and `--profile`, and their files, also of a failed run."""
+"""The options `--trace` and `--profile`, and their files, also of a failed run."""
 
 from __future__ import annotations
 
@@ -10,32 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp import __version__
-from svdpp.cli.console import counted
-from svdpp.cli.options.declare import DIAGNOSTICS, setting
+from svdpp.cli.options.declare import DIAGNOSTICS
 from svdpp.errors import OutputError, RequestError
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.chrome_trace import TraceFile
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.plan.forecast import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Pictures and traces of a run. A trace is written while it goes on, a timeline at its end."""
+    """Traces of a run."""
 
-    trace: Path | None = setting(
-        DIAGNOSTICS,
+    trace: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
     )
-    timeline: Path | None = setting(
-        DIAGNOSTICS,
-        "FILE.svg|png",
-        "Draw the timeline of the ranks, measured and forecast. Needs matplotlib.",
-    )
-    profile: Path | None = setting(
-        DIAGNOSTICS,
+    profile: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
         "every kernel in Chrome's trace format.",
@@ -43,18 +34,13 @@ class TraceOptions:
 
     def check(self) -> None:
         """Checks the files before any work."""
-        from svdpp.media.timeline import check_can_draw
-
         check_target("--trace", self.trace, ".json")
         check_target("--profile", self.profile, ".json")
-        check_target("--timeline", self.timeline, ".svg", ".png")
-        if self.timeline is not None:
-            check_can_draw()
 
     @property
     def paths(self) -> list[str]:
         """The requested files, quoted for a shell."""
-        found = (self.trace, self.timeline, self.profile)
+        found = (self.trace, self.profile)
         return [shlex.quote(str(path)) for path in found if path is not None]
 
     @property
@@ -64,27 +50,17 @@ class TraceOptions:
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Completes the files when the block ends, also after a failure; enter it first."""
+        """Completes the trace when the block ends, also after a failure; enter it first."""
         file = None if self.trace is None else _trace_file(pipeline, self.trace)
         try:
             yield
         except BaseException:
             with contextlib.suppress(OutputError):  # report the failure of the run
-                self._complete(pipeline, file)
+                if file is not None:
+                    file.close()
             raise
-        self._complete(pipeline, file)
-
-    def _complete(self, pipeline: Pipeline, file: TraceFile | None) -> None:
         if file is not None:
             file.close()
-        if self.timeline is None:
-            return
-        try:
-            has_worked = bool(pipeline.trace.spans)
-        except RuntimeError:
-            return  # no rank was started
-        if has_worked:
-            draw_run(pipeline, self.timeline)
 
 
 def check_target(option: str, path: Path | None, *suffixes: str) -> None:
@@ -97,21 +73,6 @@ def check_target(option: str, path: Path | None, *suffixes: str) -> None:
         raise RequestError(f"{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
     output_files.check_writable(path.parent)
     output_files.check_free(str(path))
-
-
-def draw_run(pipeline: Pipeline, path: Path) -> None:
-    """Draws the measured timeline of `pipeline`, and its forecast below."""
-    from svdpp.media.timeline import Panel, draw_timeline
-    from svdpp.plan.forecast import summarise
-
-    world_size, trace = pipeline.config.world_size, pipeline.trace
-    panels = [Panel(f"Measured: {_words(trace.summary())}", trace.spans)]
-    if trace.steps:
-        spans = pipeline.replayed()
-        summary = summarise(spans, world_size)
-        costs = "given" if pipeline.config.model.dummy_sleeps else "mean measured"
-        panels.append(Panel(f"Forecast, at the {costs} costs: {_words(summary)}", spans))
-    draw_timeline(panels, world_size, path)
 
 
 def _trace_file(pipeline: Pipeline, path: Path) -> TraceFile:
@@ -130,8 +91,3 @@ def _trace_file(pipeline: Pipeline, path: Path) -> TraceFile:
     file = TraceFile(path, about)
     pipeline.observe(file)
     return file
-
-
-def _words(summary: Forecast) -> str:
-    clips = counted(summary.clips, "clip")
-    return f"{clips} in {summary.makespan:.1f} s, bubble {summary.bubble:.0%}"

@@ -12,11 +12,11 @@ import click
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, setting
+from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import fit_chunk
+from svdpp.cli.options.sampling import fit_chunk, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.cli.run_report import labels
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
@@ -54,21 +54,16 @@ class ProofOptions(ClipOptions):
         "folder of them.",
         shown="an image that comes with svdpp",
     )
-    tolerance: float = setting(
-        DIAGNOSTICS,
-        "ATOL",
-        "Largest difference that counts as equal; 0 requires equal bits.",
-        default=0.0,
+    tolerance: float = DIAGNOSTICS.setting(
+        "ATOL", "Largest difference that counts as equal; 0 requires equal bits.", default=0.0
     )
-    inject_fault: str | None = setting(
-        DIAGNOSTICS,
+    inject_fault: str | None = DIAGNOSTICS.setting(
         "FAULT",
         "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
         "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
         "clip are 0.",
     )
-    image: Path | None = setting(
-        DIAGNOSTICS,
+    image: Path | None = DIAGNOSTICS.setting(
         "PATH",
         "For finished clips: their image, or the folder that contains it.",
         shown="the path in the clip's metadata, or beside the clip",
@@ -160,7 +155,7 @@ def _requests(
     from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
     from svdpp.media.inputs import ClipInput, check_inputs, in_turn
 
-    model, seed = options.model, options.sampling.one_seed()
+    model, seed = options.model, parse_seeds(options.sampling.seed)[0]
     if model.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
@@ -196,7 +191,7 @@ def _compare(
             conditions = proof.run_pipelined(
                 config, requests, folder, fault=fault, observers=observers
             )
-        with _progress(console, "sequential", names, _alone(config)) as progress:
+        with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
     if console.as_json:
@@ -205,13 +200,6 @@ def _compare(
         _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
-
-
-def _alone(config: PipelineConfig) -> Layout:
-    from svdpp.plan.layout import Layout
-
-    steps = config.sampling.num_inference_steps
-    return Layout(num_steps=steps, world_size=1, decodes=config.decodes)
 
 
 def _progress(console: Console, title: str, names: Sequence[str], layout: Layout) -> Progress:
@@ -223,19 +211,17 @@ def _progress(console: Console, title: str, names: Sequence[str], layout: Layout
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
-    rows = [
-        {
-            "clip": str(check.clip),
-            "what": check.what.replace("_", " "),
-            "step": str(check.step),
-            "rank": str(check.rank),
-            "verdict": "equal" if check.bitwise else "within" if check.equal else "DIFFERENT",
-            "max difference": "0" if check.bitwise else check.distance,
-            "sha256": check.sha256[:12],
-        }
-        for check in verdict.checks
-    ]
-    console.table(rows)
+    console.table(
+        [
+            {
+                **{name: str(getattr(check, name)) for name in ("clip", "what", "step", "rank")},
+                "verdict": "equal" if check.bitwise else "within" if check.equal else "DIFFERENT",
+                "max difference": "0" if check.bitwise else check.distance,
+                "sha256": check.sha256[:12],
+            }
+            for check in verdict.checks
+        ]
+    )
     if verdict.bitwise:
         clips = len({check.clip for check in verdict.checks})
         console.result(
@@ -275,7 +261,7 @@ def _verify_clips(
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
-        with _progress(console, "verify", names, _alone(tasks[0].config)) as progress:
+        with _progress(console, "verify", names, tasks[0].config.alone().layout) as progress:
             proofs += prove(tasks, observers=(progress,))
     _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
 
@@ -287,24 +273,19 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     is_single = len(proofs) == 1
     if is_single and errors:
         raise errors[0]
+    several = {
+        "equal": not different and not errors,
+        "clips": [proof.to_json() for proof in proofs],
+    }
     if console.as_json:
-        several = {
-            "equal": not different and not errors,
-            "clips": [proof.to_json() for proof in proofs],
-        }
         console.json({"schema_version": 2, **(proofs[0].to_json() if is_single else several)})
-    elif is_single:
-        _print_checks(console, proofs[0])
-    else:
-        for proof in proofs:
-            console.result(str(proof))
-        counts = {
-            "bitwise equal": len(proofs) - len(different) - len(errors),
-            "different": len(different),
-            "not verified": len(errors),
-        }
-        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        console.result(f"{len(proofs)} clips: {summary}")
+    for proof in proofs:
+        if is_single:
+            _print_checks(console, proof)
+        console.result(str(proof))
+    if not is_single:
+        num_equal = len(proofs) - len(different) - len(errors)
+        console.result(f"{num_equal} of {len(proofs)} clips are bitwise equal")
     many = f"{len(different or errors)} of {len(proofs)} clips"
     if different:
         first = different[0]
@@ -323,6 +304,3 @@ def _print_checks(console: Console, proof: ClipProof) -> None:
         word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
         sha256 = (check.found or "")[:12]
         console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
-    if not proof.different:
-        name = proof.path.name
-        console.result(f"bitwise equal: {name} is what diffusers computes, and its file is whole")

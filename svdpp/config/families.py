@@ -12,10 +12,7 @@ from svdpp.config.sampling import (
     LtxSampling,
     PromptedSampling,
     SvdSampling,
-    VaceSampling,
-    WanControlSampling,
     WanSampling,
-    WanVideoSampling,
 )
 
 _GUIDANCE = 100.0
@@ -24,6 +21,9 @@ _COMMON = get_type_hints(PromptedSampling, include_extras=True)
 _COLUMNS = ("height", "width", "num_frames", "fps", "guidance_scale", "max_sequence_length")
 _LTX: dict[str, Any] = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
 _FRAMEPACK: dict[str, Any] = {"frames_unit": 36, "embedded_guidance": True}
+_VACE = {"conditioning_scale": Param(1.0, 10, "Weight of the reference image.")}
+_CONTROL = {"conditioning_scale": Param(1.0, 10, "Weight of the video.")}
+_V2V = {"strength": replace(STRENGTH, default=0.8)}
 _LTX_CONDITION = {
     "guidance_rescale": Param(0.0, 1.0, "Rescaling of the guided video."),
     "decode_timestep": Param(0.0, 1.0, "Noise level of the decode."),
@@ -48,6 +48,7 @@ def _row(
     *numbers: float,
     steps: int = 50,
     own: Mapping[str, Param] | None = None,
+    base: type[PromptedSampling] = PromptedSampling,
     **settings: Any,
 ) -> type[PromptedSampling]:
     """The class of a family's parameters; `settings` are class variables of `CommonSampling`."""
@@ -63,7 +64,7 @@ def _row(
                 for each, param in (own or {}).items()
             ),
         ],
-        bases=(PromptedSampling,),
+        bases=(base,),
         namespace={"side_unit": 16, "frames_unit": 4, **settings, "__module__": __name__},
         frozen=True,
         kw_only=True,
@@ -72,7 +73,11 @@ def _row(
     return made
 
 
+_WAN = (480, 832, 81, 16, 5.0, 512)
 _ROWS = (
+    _row("wan_vace", *_WAN, own=_VACE, base=WanSampling),
+    _row("wan_vace_control", *_WAN, own=_CONTROL, base=WanSampling, from_video=True),
+    _row("wan_v2v", *_WAN, steps=40, own=_V2V, base=WanSampling, from_video=True),
     _row("ltx_condition", 512, 704, 161, 25, 3.0, 256, own=_LTX_CONDITION, **_LTX),
     _row("ltx2", 512, 768, 121, 24, 3.0, 1024, steps=30, own=_LTX2, **_LTX),
     _row("hunyuan_video", 720, 1280, 129, 15, 6.0, 256, embedded_guidance=True),
@@ -82,7 +87,7 @@ _ROWS = (
     _row(
         *("cogvideox_v2v", 480, 720, 49, 8, 6.0, 226),
         steps=40,
-        own={"strength": replace(STRENGTH, default=0.8)},
+        own=_V2V,
         latent_axes="BFCHW",
         from_video=True,
     ),
@@ -92,10 +97,7 @@ _ROWS = (
     _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (
-    *(SvdSampling, WanSampling, VaceSampling, WanControlSampling, WanVideoSampling, LtxSampling),
-    *_ROWS,
-)
+_CLASSES = (SvdSampling, WanSampling, *_ROWS[:3], LtxSampling, *_ROWS[3:])
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}

@@ -80,14 +80,6 @@ def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> N
         raise RequestError(f"{name} must be {what}{low} to {high}{unit}, got {shown(value)}")
 
 
-def check_number(name: str, value: Any, high: float) -> None:
-    """Refuse a value that is not a finite number from 0 to `high`."""
-    require(
-        is_number(value) and 0 <= value <= high,
-        f"{name} must be a finite number, 0 to {high:g}, got {shown(value)}",
-    )
-
-
 def check_seconds(name: str, value: Any) -> None:
     """Refuse a value that is not a number of seconds above 0, at most a week."""
     require(
@@ -176,7 +168,10 @@ class Param:
             unit = f" {self.unit}" if self.unit else ""
             check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
             return
-        check_number(self.option, value, self.highest)
+        require(
+            is_number(value) and 0 <= value <= self.highest,
+            f"{self.option} must be a finite number, 0 to {self.highest:g}, got {shown(value)}",
+        )
         is_low = self.above and value <= self.lowest
         require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
 

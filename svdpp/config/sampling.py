@@ -89,8 +89,8 @@ class CommonSampling(ABC):
     """How a photograph of another shape is fitted to the frame."""
 
     def __post_init__(self) -> None:
-        check_sides(self, (self.side_unit, self.side_unit))
         kind: Any = type(self)
+        check_sides(self, (self.side_unit, self.side_unit))
         for name, param in params_of(kind).items():
             param.check(getattr(self, name))
         require(
@@ -244,35 +244,6 @@ class WanSampling(PromptedSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaceSampling(WanSampling):
-    """The parameters of diffusers' `WanVACEPipeline`, with defaults."""
-
-    family: Literal["wan_vace"] = "wan_vace"  # type: ignore[assignment]
-    conditioning_scale: Annotated[float, within(0, 10, "Weight of the reference image.")] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WanControlSampling(VaceSampling):
-    """The same for a clip that is controlled by a video."""
-
-    from_video: ClassVar[bool] = True
-
-    family: Literal["wan_vace_control"] = "wan_vace_control"  # type: ignore[assignment]
-    conditioning_scale: Annotated[float, within(0, 10, "Weight of the video.")] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WanVideoSampling(WanSampling):
-    """The parameters of diffusers' `WanVideoToVideoPipeline`, with the steps that it runs."""
-
-    from_video: ClassVar[bool] = True
-
-    family: Literal["wan_v2v"] = "wan_v2v"  # type: ignore[assignment]
-    num_inference_steps: Steps = 40
-    strength: Annotated[float, STRENGTH] = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
 class LtxSampling(PromptedSampling):
     """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
 
@@ -300,7 +271,16 @@ class LtxSampling(PromptedSampling):
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
     """Checks that height and width are multiples of `units`; the hint names the nearest ones."""
     for name, unit in zip(("height", "width"), units, strict=True):
-        _check_side(name, getattr(sampling, name), unit)
+        side = getattr(sampling, name)
+        if isinstance(side, int) and not (0 < side <= MAX_SIDE and side % unit == 0):
+            below = min(max(side // unit * unit, unit), MAX_SIDE)
+            above = min(max(-(-side // unit) * unit, unit), MAX_SIDE)
+            nearest = " or ".join(dict.fromkeys(map(str, (below, above))))
+            raise RequestError(
+                f"--{name} must be a multiple of {unit} from {unit} to {MAX_SIDE}, got "
+                f"{shown(side)}",
+                f"nearest: --{name} {nearest}",
+            )
 
 
 def check_frames(sampling: CommonSampling, unit: int) -> None:
@@ -313,22 +293,6 @@ def check_frames(sampling: CommonSampling, unit: int) -> None:
         f"--frames must be a multiple of {unit} plus 1, got {frames}",
         f"nearest: --frames {below} or --frames {below + unit}",
     )
-
-
-def _check_side(name: str, value: Any, unit: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    require(
-        is_whole and 0 < value <= MAX_SIDE and value % unit == 0,
-        f"--{name} must be a multiple of {unit} from {unit} to {MAX_SIDE}, got {shown(value)}",
-        _nearest_side(name, value, unit) if is_whole else "",
-    )
-
-
-def _nearest_side(name: str, value: int, unit: int) -> str:
-    down, up = value // unit * unit, -(-value // unit) * unit
-    below, above = (min(max(side, unit), MAX_SIDE) for side in (down, up))
-    nearest = f"{below}" if below == above else f"{below} or {above}"
-    return f"nearest: --{name} {nearest}"
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:

@@ -153,7 +153,7 @@ class _CutTest:
 
     def _model(self, place: int, **roles: Any) -> VideoModel:
         """The model with one role alone; a second half has another one than the first."""
-        wanted = Roles(**{"encode": False, "denoise": False, "decode": False, **roles})
+        wanted = Roles(**roles)
         if (place, wanted) not in self._models:
             loaded = load_model(self._config, self._checkpoint, str(self._device), wanted)
             self._models[place, wanted] = loaded

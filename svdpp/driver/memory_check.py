@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from svdpp.config import PipelineConfig
+from svdpp.config import DEMO_MODEL, PipelineConfig
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import activation_bound, available_bytes, gib_text, weight_bytes
+from svdpp.models.free_memory import available_bytes, gib_text, shares_weights
 from svdpp.plan.layout import Roles
 
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
@@ -19,6 +20,10 @@ _RANK_BYTES = 128 * 2**20
 #: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
 #: beside it).
 _IMAGE_BYTES = 768 * 2**20
+#: Of a built-in model: what does not depend on the clip's size, and elements of activations for
+#: each element of the dummy's latent, and each pixel of a frame that the demo decodes or denoises.
+_BUILT_IN_BYTES = 2**29
+_DUMMY_ELEMENTS, _DECODED_ELEMENTS, _DENOISED_ELEMENTS = 640, 512, 90
 _KNOBS = {
     "encode": "a smaller --height and --width lower it",
     "denoise": "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
@@ -59,13 +64,18 @@ def check_memory(
 
 def _upper_bound(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
-) -> int:
-    """An upper bound, far above the need, but fast: it does not import diffusers."""
-    bound = activation_bound(checkpoint, config.model, config.sampling) + 2 * _RANK_BYTES
-    if checkpoint is not None:
-        used = {part for roles in ranks for part in _components(config, checkpoint, roles)}
-        bound += sum(weight_bytes(checkpoint, config.model, part).num_bytes for part in used)
-    return len(ranks) * bound + _image_bytes(checkpoint, ranks)
+) -> float:
+    """Above the need of a built-in model, but known without diffusers; infinite for others."""
+    sampling, frames = config.sampling, config.sampling.frames
+    if checkpoint is None:
+        elements = _DUMMY_ELEMENTS * math.prod(config.model.dummy_latent.shape)
+    elif checkpoint.name == DEMO_MODEL:
+        decoded = min(sampling.decode_chunk_size or frames, frames)
+        pixels = sampling.height * sampling.width
+        elements = pixels * (_DECODED_ELEMENTS * decoded + _DENOISED_ELEMENTS * frames)
+    else:
+        return math.inf
+    return len(ranks) * (_BUILT_IN_BYTES + 4 * elements) + _image_bytes(checkpoint, ranks)
 
 
 def _estimate(
@@ -103,13 +113,9 @@ def _image_bytes(checkpoint: Checkpoint | None, ranks: Sequence[Roles]) -> int:
     return 0 if checkpoint is None else _IMAGE_BYTES * sum(roles.encode for roles in ranks)
 
 
-def _components(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> frozenset[str]:
-    return checkpoint.components_of(roles, config.sampling)
-
-
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint | None, roles: Roles) -> bool:
     """Whether ranks with these roles map the same pages of the weights' files."""
     return checkpoint is not None and all(
-        weight_bytes(checkpoint, config.model, part).is_shared
-        for part in _components(config, checkpoint, roles)
+        shares_weights(checkpoint, config.model, part)
+        for part in checkpoint.components_of(roles, config.sampling)
     )

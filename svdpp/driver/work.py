@@ -15,7 +15,7 @@ from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Route, Schedule, build_schedule, check_schedule
+from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.worker.messages import ClipJob, Work
 
 _CONFIGS_KEPT = 64
@@ -157,11 +157,9 @@ class ClipWork:
             except (TypeError, ValueError) as error:
                 name, reason = f"clip {clip - first} of the list", str(error).splitlines()[0]
                 raise RequestError(f"{name} cannot be sent to the ranks: {reason}") from error
-        schedule = self.schedule(requests, first)
-        check_schedule(schedule, dict(enumerate(map(self.num_steps, requests), first)))
         return {
             rank: self._work(actions, jobs).to_bytes()
-            for rank, actions in enumerate(schedule)
+            for rank, actions in enumerate(self.schedule(requests, first))
             if actions
         }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LATENTS = "latents"
 
 #: Beginning of the names of the tensors that hold the scheduler's state in a packet.
-STATE_PREFIX = "scheduler."
+STATE = "scheduler"
 
 #: Beginning of the names of the tensors that a denoiser's call returns, before the call's number.
 PREDICTION = "prediction"
@@ -72,5 +72,5 @@ def solver_history(tensors: Tensors) -> Tensors:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if name.startswith(STATE_PREFIX) and tensor.is_floating_point()
+        if name.startswith(STATE) and tensor.is_floating_point()
     }

@@ -7,7 +7,6 @@ a `ModelError` that names the file.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from svdpp.config import (
     SamplingConfig,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_frames, check_sides
+from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.engine.configs import (
@@ -38,7 +37,7 @@ from svdpp.models.engine.configs import (
     read_json,
     short_repr,
 )
-from svdpp.models.engine.rows import FAMILIES, REFUSED, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
 from svdpp.models.lora import LoraFile, check_loras, find_lora
 from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
 from svdpp.plan.layout import Roles
@@ -69,8 +68,6 @@ class Checkpoint:
     scheduler: SchedulerConfig
     size_multiple: tuple[int, int]
     """Height and width of a frame are multiples of these."""
-    frames_multiple: int
-    """The number of frames is a multiple of this plus 1."""
     model_frames: int = 1
     """Frames of a clip whose request does not say how many."""
     fixed_frames: int | None = None
@@ -114,7 +111,7 @@ class Checkpoint:
         """The components that a rank with these roles loads, with and without weights."""
         row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
-            needed |= {*row.encode, *(row.encode_image if sampling.from_image else ())}
+            needed |= {*row.encode, *(IMAGE_ENCODERS if sampling.from_image else ())}
         if roles.decode:
             needed.update(row.decode)
         if roles.denoise:
@@ -135,11 +132,10 @@ class Checkpoint:
     ) -> None:
         """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
         visual = "a video" if sampling.from_video else "an image"
-        inputs = (
+        for what, is_given, use, hint in (
             (visual, image, self.image_use, f"name {visual}"),
             ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
-        )
-        for what, is_given, use, hint in inputs:
+        ):
             if use == "needed" and not is_given:
                 raise RequestError(f"{self.label} needs {what}", hint)
             if use == "refused" and is_given:
@@ -161,12 +157,8 @@ class Checkpoint:
     def check_requests(self, sampling: SamplingConfig, requests: Iterable[ClipRequest]) -> None:
         """`check_inputs` of each request."""
         for request in requests:
-            self.check_inputs(
-                sampling,
-                image=request.image is not None,
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt,
-            )
+            prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+            self.check_inputs(sampling, image=request.image is not None, **prompts)
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None."""
@@ -175,17 +167,20 @@ class Checkpoint:
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
             )
         sampling = sampling.resolved(model_frames=self.model_frames)
-        check_frames(sampling, self.frames_multiple)
         require(
             self.fixed_frames in (None, sampling.frames),
             f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
         )
         check_sides(sampling, self.size_multiple)
+        kind: Any = type(sampling)
+        for name in own_params(kind).keys() & {*self.unused_parameters}:
+            is_default = getattr(sampling, name) == getattr(kind, name)
+            require(is_default, f"--param {name} has no effect on {self.label}")
         self.row.check(self, sampling)
         return sampling
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
-        """The files with a component's weights, which are complete, and the header of each."""
+        """The files with a component's weights, and the header of each."""
         return weight_headers(self.folder, part, self.variant)
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
@@ -202,8 +197,10 @@ class Checkpoint:
         """Those of a clip's steps, as a tensor."""
         scheduler = self.new_scheduler(sampling)
         with library_errors("scheduler", self):
-            scheduler.set_timesteps(sampling.num_inference_steps, device="cpu")
-        return scheduler.timesteps
+            steps = sampling.num_inference_steps
+            every = self.row.arguments(sampling).get("num_inference_steps", steps)
+            scheduler.set_timesteps(every, device="cpu")
+        return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
@@ -221,26 +218,17 @@ def has_weights(part: str) -> bool:
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
-    It reads only configs and safetensors headers. A folder is used in place. A name that is neither
-    `demo` nor a folder is a hub id; the hub library's settings (HF_HOME, HF_HUB_OFFLINE, a login)
-    apply.
-
-    Args:
-        model: not the dummy model.
-        weights: whether to download and check the weight files of all components too.
+    It reads only configs and, with `weights`, safetensors headers of all components. A name that is
+    neither `demo` nor a folder is a hub id; the settings of the hub's library (HF_HOME,
+    HF_HUB_OFFLINE, a login) apply.
     """
-    if model.is_dummy:
-        raise ValueError("the dummy model has no checkpoint")
-    if model.variant is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,40}", model.variant):
-        raise RequestError(f"--variant {short_repr(model.variant)} is not a name such as fp16")
     local = _local_folder(model.name)
     if local is not None and model.revision is not None:
         raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
     if (model.name, model.revision) == (DEFAULT_MODEL, None):
         local = local or _ASSETS / "svd-xt"  # as published, and there without a network
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        checkpoint = _check_configs(model, folder, local)
+        checkpoint = _check_configs(model, local or hub.download(model), local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -253,11 +241,11 @@ def with_weights(
     """
     loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
     local = _local_folder(model.name)
-    if local is None:
-        pinned = replace(model, revision=checkpoint.revision or model.revision)
-        folder = hub.download(pinned, components)
     with _model_named(model, local):
-        if local is None:  # the default model's configs have not been downloaded before
+        if local is None:
+            pinned = replace(model, revision=checkpoint.revision or model.revision)
+            folder = hub.download(pinned, components)
+            # The default model's configs have not been downloaded before.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
         files = [path for part in checked for path in checkpoint.weight_files(part)]
@@ -274,9 +262,8 @@ def family_of_model(model: ModelConfig) -> str:
     if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     local = _local_folder(model.name)
-    folder = local or hub.download(model)
     with _model_named(model, local):
-        return _read_index(folder, model.family)[1]
+        return _read_index(local or hub.download(model), model.family)[1]
 
 
 # 1. Find the folder.
@@ -332,7 +319,6 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
         "size_multiple": (kind.side_unit, kind.side_unit),
-        "frames_multiple": kind.frames_unit,
         **row.facts(configs),
     }
     checkpoint = Checkpoint(

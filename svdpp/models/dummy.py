@@ -43,10 +43,7 @@ class DummyUNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SleepTimes:
-    """Seconds that each part takes at least, so that the dummy can stand for another device.
-
-    Where its own computation takes longer, so does the part.
-    """
+    """Seconds that each part takes at least, so that the dummy can stand for another device."""
 
     step_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -81,7 +78,7 @@ class DummyModel:
         return {LATENTS: torch.zeros(self._spec.shape, dtype=self._dtype, device=self.device)}
 
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
-        """Returns nothing, because the dummy uses no image."""
+        """Nothing: the dummy uses no image."""
         return {}
 
     def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:  # noqa: ARG002
@@ -128,11 +125,7 @@ class DummyModel:
 
     audio: Audio | None = None
 
-    def decode(
-        self,
-        tensors: Tensors,  # noqa: ARG002
-        frames: FrameRange | None = None,
-    ) -> torch.Tensor:
+    def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Black frames, one for each of the latent's, in the time of a decode."""
         count, *size = self.frames_shape
         part = frames or FrameRange(0, count, count)

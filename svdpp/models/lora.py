@@ -18,7 +18,7 @@ from svdpp.models import hub
 from svdpp.models.safetensors_header import read_safetensors_header
 from svdpp.redaction import recorded_name
 
-#: What diffusers writes: the file of a folder, or of a repository, that is named alone.
+# What diffusers writes: the file of a folder, or of a repository, that is named alone.
 _DEFAULT_FILE = "pytorch_lora_weights.safetensors"
 
 
@@ -68,14 +68,15 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
 
 def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
     """The file of a LoRA, downloaded if it is on the hub."""
-    name, local = hub.show_name(lora.name), Path(os.path.expanduser(lora.name))
+    name, path = hub.show_name(lora.name), Path(os.path.expanduser(lora.name))
     try:
-        if local.exists():
-            path = (local / _DEFAULT_FILE if local.is_dir() else local).resolve()
+        if path.exists():
+            path = (path / _DEFAULT_FILE if path.is_dir() else path).resolve()
             where: dict[str, Any] = {"name": str(path)}
         else:
-            path, commit = _download(lora, local_files_only)
-            where = {"revision": commit}
+            path = _download(lora, local_files_only)
+            commits = filter(None, map(hub.commit_of, path.parents))
+            where = {"revision": next(commits, lora.revision)}
         if path.suffix != ".safetensors":
             raise ModelError("only safetensors files are read", "convert it")
         if not any("lora" in key for key in read_safetensors_header(path)):
@@ -111,26 +112,17 @@ def _sha256(path: Path, size: int, modified: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(lora: Lora, local_files_only: bool) -> tuple[Path, str | None]:
-    """The file in the hub's cache, and its commit."""
+def _download(lora: Lora, local_files_only: bool) -> Path:
+    """The file in the hub's cache."""
     from huggingface_hub import hf_hub_download
 
     owner, _, rest = lora.name.partition("/")
     repository, _, file = rest.partition("/")
-    is_id = bool(owner.strip("~.") and repository) and not repository.endswith(".safetensors")
-    if not is_id:
+    if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
         raise ModelError(
             "there is no such file", "name a safetensors file, or OWNER/NAME/FILE on the hub"
         )
-    source = ModelConfig(
-        name=f"{owner}/{repository}", revision=lora.revision, local_files_only=local_files_only
-    )
+    given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
+    source = ModelConfig(name=f"{owner}/{repository}", **given)
     with hub.typed_errors(source):
-        path = hf_hub_download(
-            source.name,
-            file or _DEFAULT_FILE,
-            revision=lora.revision,
-            local_files_only=local_files_only,
-        )
-    commits = (hub.commit_of(parent) for parent in Path(path).parents)
-    return Path(path), next(filter(None, commits), lora.revision)
+        return Path(hf_hub_download(source.name, file or _DEFAULT_FILE, **given))

@@ -1,10 +1,9 @@
 """The estimate of a model's memory from its configs; reads no weight.
 
-It runs the real encode, step and decode of a rank, with components made of fake tensors, which
-have a shape but no data. A component's call runs on fake tensors too, and the pipeline gets zeros
-of the shapes of its result. Meanwhile every storage that is created and freed is counted. Of the
-kernels' workspaces, only those of CPU convolutions are counted, because torch reports only which
-convolution kernel it chooses.
+It runs the real encode, steps and decode of a rank. Components are made of fake tensors, which have
+a shape but no data, and so are their calls; the pipeline gets zeros of the shapes of their results.
+Meanwhile every storage that is created and freed is counted. Of the kernels' workspaces, only those
+of CPU convolutions are counted: torch says which kernel it chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
@@ -99,21 +97,17 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimates the memory of each part of a model, in seconds and without its weights.
+    """Estimates the memory of each part of a model for resolved `sampling`, in seconds.
 
-    Args:
-        checkpoint: None for the dummy model.
-        model: its dtype is that of weights and latents.
-        sampling: resolved, so that frame count and decode chunk are numbers.
-        device: on `cpu`, the workspaces of convolutions count; on CUDA, those of cuDNN do not.
-        num_threads: intra-op threads of a CPU rank, on which torch's choice of kernels depends.
+    `checkpoint` is None for the dummy model. On the CPU the kernels, and so their memory, depend on
+    `num_threads`.
     """
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         if checkpoint is None:
             return MemoryEstimate(encode=None, denoise=_dummy(model, on_cpu), decode=None)
-        hollow = _Hollow(checkpoint, model, sampling, on_cpu=on_cpu)
+        hollow = _HollowModel(checkpoint, model, sampling, on_cpu=on_cpu)
         packet, encode = hollow.encode()
         packet, denoise = hollow.denoise(packet)
         denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
@@ -133,8 +127,8 @@ def probe_packet(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, has_stepped: bool
 ) -> Tensors:
     """A packet of zeros in host memory; see `EngineModel.probe_packet`."""
-    hollow = _Hollow(checkpoint, model, sampling, on_cpu=True)
-    packet, _ = hollow.encode()
+    hollow = _HollowModel(checkpoint, model, sampling, on_cpu=True)
+    packet = hollow.encode()[0]
     return hollow.denoise(packet)[0] if has_stepped else packet
 
 
@@ -159,20 +153,15 @@ def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
     return PartMemory(num_bytes([unet]), live.above)
 
 
-class _Hollow:
-    """A model of fake components, all on the CPU.
+class _HollowModel:
+    """A model of fake components.
 
     Fake tensors choose kernels as CPU tensors do; meta tensors do not. That matters for attention,
     whose CPU kernel never stores the whole matrix.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: ModelConfig,
-        sampling: SamplingConfig,
-        *,
-        on_cpu: bool,
+        self, checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, on_cpu: bool
     ) -> None:
         silence_libraries()
         self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
@@ -194,7 +183,6 @@ class _Hollow:
         self._model = EngineModel(self._pipe, checkpoint, model.dtype, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        """A packet before the first step, and the memory of an encode."""
         source = blank_source(self._sampling, self._sampling.frames)
         prepared = {} if source is None else self._model.prepare(source)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
@@ -209,7 +197,6 @@ class _Hollow:
         return self._measured(roles, packet, steps)
 
     def decode(self, packet: Tensors) -> PartMemory:
-        """The memory of a decode; `packet` is one after a step."""
         roles = Roles(encode=False, denoise=False, decode=True)
         decode = partial(self._model.decode_by, packet, lambda video, **_: video[:, :, :1])
         return self._measured(roles, packet, decode)[1]
@@ -291,8 +278,6 @@ class _Hollow:
 
 def _on(device: str, value: Any) -> Any:
     """Zeros on a device in place of a result's tensors; other objects, such as caches, are None."""
-    if isinstance(value, DiagonalGaussianDistribution):
-        return DiagonalGaussianDistribution(_on(device, value.parameters), value.deterministic)
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None

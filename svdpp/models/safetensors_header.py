@@ -5,11 +5,12 @@ Reads no whole tensor; knows no torch.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
 
     `variant` is such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None: plain names.
     """
-    files = choose_weight_files(names_in(folder, component), component, variant)
+    files = weight_files(folder, component, variant)
     if files[-1].endswith(".json"):
         index = read_json(folder, files.pop())
         listed = index.values.get("weight_map")
@@ -42,39 +43,48 @@ def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Pa
     return {folder / name: read_safetensors_header(folder / name) for name in files}
 
 
-def names_in(folder: Path, component: str) -> list[str]:
-    """The files of a component, as `vae/config.json`; no pipe, whose reading would never end."""
-    paths = filter(Path.is_file, (folder / component).glob("*"))
-    return [f"{component}/{path.name}" for path in paths]
+def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
+    """The names of a component's weights: of one file; or a pattern for shards, and their index."""
+    # Encoders of text and images are of transformers, the others of diffusers.
+    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
+    start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
+    return (
+        f"{start}{tag}.safetensors",
+        f"{start}{tag}-?????-of-?????.safetensors",
+        f"{start}.safetensors.index{tag}.json",
+    )
+
+
+def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
+    """The files with a component's weights that the libraries read: one, or shards and their index.
+
+    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
+    diffusers 0.42 and transformers 5.23).
+    """
+    paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
+    names = sorted(f"{component}/{path.name}" for path in paths)
+    single, shard, index = weight_names(component, variant)
+    if index in names and not ("_encoder" in component and single in names):
+        shards = fnmatch.filter(names, shard)
+        total = int(re.split(r"-of-|\.", shards[-1])[-2]) if shards else 1
+        if len(shards) != total:  # an interrupted download
+            raise ModelError(f"{index}: {total - len(shards)} of {total} shards miss")
+        return [*shards, index]
+    if single in names:
+        return [single]
+    others = ", ".join(name for name in names if not name.endswith(".json"))
+    if not others:
+        raise ModelError(f"{single} is missing")
+    raise ModelError(
+        f"{single} is missing; there are {short_repr(others)}",
+        "--variant fp16 reads names with .fp16; svdpp reads safetensors only, no pickles (.bin), "
+        "which can run code: convert them with save_pretrained(..., safe_serialization=True)",
+    )
 
 
 def num_elements(headers: Mapping[Path, Header]) -> int:
     """Numbers in all tensors of files."""
     return sum(math.prod(shape) for header in headers.values() for _, shape in header.values())
-
-
-def choose_weight_files(names: Collection[str], component: str, variant: str | None) -> list[str]:
-    """The files with a component's weights that the libraries read: one, or shards and their index.
-
-    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23). `names` are all files, as `vae/config.json`.
-    """
-    start = f"{component}/"
-    there = sorted(name.removeprefix(start) for name in names if name.startswith(start))
-    # Encoders of text and images are of transformers, the others of diffusers.
-    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
-    tag = f".{variant}" if variant else ""
-    single, index = f"{stem}{tag}.safetensors", f"{stem}.safetensors.index{tag}.json"
-    shard = re.compile(rf"{re.escape(stem + tag)}-\d{{5}}-of-(\d{{5}})\.safetensors", re.A)
-    shards = [match for name in there if (match := shard.fullmatch(name))]
-    if index in there and not (stem == "model" and single in there):
-        total = max((int(match[1]) for match in shards), default=1)
-        if len(shards) != total:
-            raise ModelError(f"{component}/{index}: {total - len(shards)} of {total} shards miss")
-        return [*(start + match[0] for match in shards), start + index]
-    if single not in there:
-        raise _missing_weights(start + single, stem, variant, there)
-    return [start + single]
 
 
 def read_safetensors_header(path: Path) -> Header:
@@ -121,25 +131,3 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     return header, entries
-
-
-def _missing_weights(
-    label: str, stem: str, variant: str | None, names: Collection[str]
-) -> ModelError:
-    """The error for a missing file; names other variants or pickles of the component."""
-    pattern = re.compile(rf"{stem}(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors", re.A)
-    found = {match[1] or "" for match in map(pattern.fullmatch, names) if match}
-    variants = sorted(found - {variant or ""}, reverse=True)
-    if variants:
-        available = ", ".join(each or "(no variant)" for each in variants)
-        hint = f"use --variant {variants[0]}" if variants[0] else "omit --variant"
-        return ModelError(f"{label} is missing; available variants: {available}", hint)
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
-    if pickles:
-        return ModelError(
-            f"{label} is missing and {short_repr(pickles[0])} is a pickle, which can run "
-            "code: svdpp loads safetensors only",
-            "ask the author for safetensors files, or convert the model with "
-            "save_pretrained(..., safe_serialization=True)",
-        )
-    return ModelError(f"{label} is missing (svdpp loads safetensors only)")

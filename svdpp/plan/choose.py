@@ -294,5 +294,6 @@ def _mean(value: PerRank) -> float:
 
 def _has_known_transfers(layout: Layout) -> bool:
     """Whether the costs give the time of each of its transfers."""
-    links = *layout.links, *layout.decode_links
-    return all(layout.costs.knows_transfer(source, target) for source, target in links)
+    host, links = layout.costs.host_of, (*layout.links, *layout.decode_links)
+    crosses = any(host(source) != host(target) for source, target in links)
+    return not crosses or layout.costs.inter_host_transfer_seconds is not None

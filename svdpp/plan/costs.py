@@ -74,37 +74,25 @@ class Costs:
             if fault := _fault(name, value):
                 raise RequestError(f"--{name.replace('_', '-')} {fault}")
 
-    @property
-    def local_transfer_seconds(self) -> float:
-        """One transfer: its latency, and its bytes at the bandwidth."""
-        if self.transfer_bytes_per_second is None:
-            return self.transfer_seconds
-        return self.transfer_seconds + self.packet_bytes / self.transfer_bytes_per_second
-
     def host_of(self, rank: int) -> int:
         """The host that `rank` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def transfer(self, source: int, target: int) -> float:
         """Seconds of one transfer from rank `source` to rank `target`."""
-        if self.host_of(source) == self.host_of(target):
-            return self.local_transfer_seconds
-        if self.inter_host_transfer_seconds is None:
+        latency: float | None = self.transfer_seconds
+        bandwidth = self.transfer_bytes_per_second
+        if self.host_of(source) != self.host_of(target):
+            latency = self.inter_host_transfer_seconds
+            bandwidth = self.inter_host_bytes_per_second
+        if latency is None:
             raise RequestError(
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
                 "use --inter-host-transfer-seconds SECONDS, or set inter_host_transfer_seconds in "
                 "the costs file; svdpp profile, started by torchrun on several hosts, measures it",
             )
-        bandwidth = self.inter_host_bytes_per_second
-        size = 0.0 if bandwidth is None else self.packet_bytes / bandwidth
-        return self.inter_host_transfer_seconds + size
-
-    def knows_transfer(self, source: int, target: int) -> bool:
-        """Whether `transfer` of the same ranks returns a time."""
-        return self.inter_host_transfer_seconds is not None or self.host_of(source) == self.host_of(
-            target
-        )
+        return latency + (self.packet_bytes / bandwidth if bandwidth else 0.0)
 
     @property
     def differ_by_rank(self) -> bool:

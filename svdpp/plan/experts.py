@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import product
 
 from svdpp.errors import RequestError
 from svdpp.plan.split import (
-    Cuts,
-    DitheredCuts,
-    FixedCuts,
+    ClipCuts,
     Part,
     balanced_cuts,
+    dithered_cuts,
     fair_seconds,
+    fixed_cuts,
     join_cuts,
     uniform_cuts,
 )
@@ -53,20 +52,22 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def cut_stages(split: str, whole: Part, boundary: int | None) -> FixedCuts | DitheredCuts:
+def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     """The cuts of the clips of one replica.
 
     `boundary` is the number of steps of the first expert if every clip is cut there; else None.
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
-    seconds_of = fair_seconds if split == "dithered" else partial(_slowest_seconds, rule)
+    seconds_of = (
+        fair_seconds if split == "dithered" else lambda part: part.slowest_seconds(rule(part))
+    )
     parts: tuple[Part, ...] = (whole,)
     if boundary is not None:
         even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
         parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
     if split == "dithered":
-        return DitheredCuts(parts)
-    return FixedCuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
+        return dithered_cuts(parts)
+    return fixed_cuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
 
 
 def check_even(
@@ -78,7 +79,8 @@ def check_even(
     """
     if _even_divisions(num_steps, num_stages, boundary):
         return
-    counts = even_stage_counts(num_steps, boundary)
+    pairs = product(divisors(boundary), divisors(num_steps - boundary))
+    counts = sorted({high + low for high, low in pairs})
     above = bisect_left(counts, num_stages)
     nearest = [world_of(count) for count in counts[above - 1 : above + 1]]
     first, second = EXPERTS
@@ -91,12 +93,6 @@ def check_even(
         f"use --split dithered, or {' or '.join(f'--world {world}' for world in nearest)}",
         details={"steps": num_steps, "ranks": world_of(num_stages), "nearest": nearest},
     )
-
-
-def even_stage_counts(num_steps: int, boundary: int) -> list[int]:
-    """Numbers of stages over which `uniform` can split both experts' steps, from 2 up."""
-    pairs = product(divisors(boundary), divisors(num_steps - boundary))
-    return sorted({first + second for first, second in pairs})
 
 
 def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
@@ -132,7 +128,3 @@ def _divide(
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)
     return parts(min(counts, key=lambda count: max(map(seconds_of, parts(count)))))
-
-
-def _slowest_seconds(rule: Callable[[Part], Cuts], part: Part) -> float:
-    return part.slowest_seconds(rule(part))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
@@ -14,9 +14,8 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.experts import EXPERTS, assign_replicas, check_even, cut_stages, divisors
 from svdpp.plan.schedule import DecodeShare, Route
 from svdpp.plan.split import (
+    ClipCuts,
     Cuts,
-    DitheredCuts,
-    FixedCuts,
     Part,
     Stage,
     StepRange,
@@ -32,9 +31,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 class Roles:
     """The parts of the model that a rank uses; it does not load the others."""
 
-    encode: bool
-    denoise: bool
-    decode: bool
+    encode: bool = False
+    denoise: bool = False
+    decode: bool = False
     experts: frozenset[int] = frozenset()
     """The denoisers that its steps need, by index in `EXPERTS`. A model with one denoiser has
     number 0, which is the default of a rank that denoises; other ranks have none."""
@@ -42,17 +41,11 @@ class Roles:
     def __post_init__(self) -> None:
         if self.denoise and not self.experts:
             object.__setattr__(self, "experts", frozenset({0}))
-        if self.experts and not self.denoise:
-            raise ValueError(f"a rank that does not denoise has experts: {self}")
 
     def split(self) -> list[Roles]:
         """One for each part that the rank uses; each expert is a part."""
-        parts = [Roles(encode=True, denoise=False, decode=False)] if self.encode else []
-        parts += [
-            Roles(encode=False, denoise=True, decode=False, experts=frozenset({expert}))
-            for expert in sorted(self.experts)
-        ]
-        return parts + ([Roles(encode=False, denoise=False, decode=True)] if self.decode else [])
+        experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
+        return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 
     @property
     def parts(self) -> dict[str, bool]:
@@ -60,17 +53,16 @@ class Roles:
         return {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShare:
-    """The steps that one rank does of each clip; for a decoder, of each clip that it decodes."""
+class StepShare(NamedTuple):
+    """The steps that one rank does of each clip; for a decoder, of each clip that it decodes.
+
+    The earliest `start`, the latest `end` (exclusive), and the mean number.
+    """
 
     rank: int
     start: int
-    """The earliest step at which it starts a clip."""
     end: int
-    """The latest step (exclusive) at which it stops."""
     mean_steps: float
-    """Mean number of steps for each clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +79,12 @@ class Layout:
     """
 
     num_steps: int
-    """Denoising steps N of each clip."""
     world_size: int
-    """Number of ranks W."""
     split: Split = "uniform"
     replicas: int = 1
-    """Number of replicas R, a divisor of W."""
+    """A divisor of the number of ranks, or of pairs."""
     decoders: int = 1
-    """Ranks at the end of each replica that finish its clips alternately, 1 to W / R."""
+    """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
     costs: Costs = field(default_factory=Costs)
     """The costs by which `balanced` and `dithered` cut, and stages are divided between experts."""
     decodes: bool = True
@@ -167,27 +157,21 @@ class Layout:
             )
 
     def _check_uniform(self) -> None:
-        if self.expert_boundary is not None and self.separates_experts:
+        stages, boundary = self.num_stages, self.expert_boundary
+        ranks_of_one = self.replicas * self.cfg_parallel
+        if boundary is not None and self.separates_experts:
+            more = self.decoders - 1
             check_even(
-                self.num_steps,
-                self.num_stages,
-                self.expert_boundary,
-                world_of=lambda stages: (
-                    (stages + self.decoders - 1) * self.replicas * self.cfg_parallel
-                ),
+                self.num_steps, stages, boundary, world_of=lambda n: (n + more) * ranks_of_one
             )
-            return
-        if self.num_stages != self.world_size and self.num_steps % self.num_stages:
+        elif stages != self.world_size and self.num_steps % stages:
             raise RequestError(
-                f"{self.num_steps} steps cannot be split evenly over the {self.num_stages} stages "
-                "of a replica",
+                f"{self.num_steps} steps cannot be split evenly over the {stages} stages of a "
+                "replica",
                 "use --split balanced or --split dithered, which allow any number of steps",
             )
-        try:
-            split_steps(self.num_steps, self.num_stages)
-        except RequestError as error:
-            hint = f"{error.hint}, or --split dithered"
-            raise RequestError(error.message, hint, details=error.details) from None
+        else:
+            split_steps(self.num_steps, stages)
 
     def __str__(self) -> str:
         pairs = self.cfg_parallel == 2
@@ -195,13 +179,12 @@ class Layout:
             if self.replicas > 1:
                 return "data parallel of pairs" if pairs else "data parallel"
             return "one pair of ranks" if pairs else "one rank"
-        count = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
-        decoders = f", {self.decoders} decoders" if self.decoders > 1 else ""
-        if self.decode_ranks > 1:
-            decoders += f", {self.decode_ranks} decode ranks"
-        shared = ", shared experts" if self.share_experts and self.expert_boundary else ""
-        unit = "pairs" if pairs else "ranks"
-        return f"{count} of {self.replica_size} {unit}, {self.split}{decoders}{shared}"
+        unit, many = "pairs" if pairs else "ranks", "s" * (self.replicas > 1)
+        words = [f"{self.replicas} replica{many} of {self.replica_size} {unit}", self.split]
+        words += [f"{self.decoders} decoders"] * (self.decoders > 1)
+        words += [f"{self.decode_ranks} decode ranks"] * (self.decode_ranks > 1)
+        words += ["shared experts"] * (self.share_experts and self.expert_boundary is not None)
+        return ", ".join(words)
 
     @property
     def replica_size(self) -> int:
@@ -224,23 +207,16 @@ class Layout:
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """The ranks that exchange predictions at each step."""
-        seconds = filter(self.is_second, range(self.world_size))
-        return tuple((rank - 1, rank) for rank in seconds)
+        return tuple((r - 1, r) for r in range(self.world_size) if self.is_second(r))
 
     @property
     def replicas_are_alike(self) -> bool:
         """Whether all replicas take equally long, transfers between hosts included."""
-        if self.costs.differ_by_rank:
-            return False
-        crossed = {self._crossings(ranks) for ranks in self.replica_ranks}
-        return len(crossed) == 1
-
-    def _crossings(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Positions in a replica after which the host changes; none if all is one host."""
         if self.costs.ranks_per_host is None:
-            return ()
-        hosts = [self.costs.host_of(rank) for rank in ranks]
-        return tuple(index for index, pair in enumerate(pairwise(hosts)) if pair[0] != pair[1])
+            return not self.costs.differ_by_rank
+        hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
+        crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
+        return not self.costs.differ_by_rank and len(crossed) == 1
 
     @property
     def separates_experts(self) -> bool:
@@ -310,20 +286,15 @@ class Layout:
 
     def shares(self, replica: int) -> list[StepShare]:
         """The steps of each rank of replica `replica`, in order; each second of a pair included."""
-        ranges: dict[int, list[StepRange]] = {}
-        for route in self._kinds_of_route(replica):
-            for part in route.ranges:
-                ranges.setdefault(part.rank, []).append(part)
-        shares = []
+        cuts, shares = self._cuts_of(replica), list[StepShare]()
+        parts = [part for route in self._kinds_of_route(replica) for part in route.ranges]
+        starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
+        ends = {part.rank: part.end for part in sorted(parts, key=lambda part: part.end)}
         for place, stage in enumerate(self.stages(replica)):
             for turn, rank in enumerate(stage.ranks):
-                parts = ranges.get(rank, [StepRange(rank, 0, 0)])
-                start, end = min(part.start for part in parts), max(part.end for part in parts)
-                mean = self._cuts_of(replica).mean_steps(place, turn, len(stage.ranks))
-                shares += [
-                    StepShare(rank=each, start=start, end=end, mean_steps=mean)
-                    for each in range(rank, rank + self.cfg_parallel)
-                ]
+                mean = cuts.mean_steps(place, turn, len(stage.ranks))
+                steps = starts.get(rank, 0), ends.get(rank, 0), mean
+                shares += [StepShare(rank + half, *steps) for half in range(self.cfg_parallel)]
         return shares
 
     @cached_property
@@ -336,20 +307,18 @@ class Layout:
         """The stages of replica `replica`, in the order in which clips visit them."""
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
-        return [self._stage((rank,), tail[:1], is_first=rank == ranks[0]) for rank in body] + [
-            self._stage(tail, tail, is_first=not body)
+        return [
+            Stage(
+                unit,
+                tuple(map(self._step_on, unit)),
+                tuple(
+                    (self.costs.encode_on(rank) if unit[0] == ranks[0] else 0.0)
+                    + self._decode_seconds(rank, rank if unit is tail else tail[0])
+                    for rank in unit
+                ),
+            )
+            for unit in (*((rank,) for rank in body), tail)
         ]
-
-    def _stage(self, ranks: tuple[int, ...], writers: tuple[int, ...], *, is_first: bool) -> Stage:
-        costs = self.costs
-        return Stage(
-            ranks,
-            tuple(self._step_on(rank) for rank in ranks),
-            tuple(
-                (costs.encode_on(rank) if is_first else 0.0) + self._decode_seconds(rank, writer)
-                for rank, writer in zip(ranks, writers, strict=True)
-            ),
-        )
 
     def _step_on(self, rank: int) -> float:
         """Seconds of a step on `rank`, or on the pair of which it is the first."""
@@ -404,11 +373,11 @@ class Layout:
         shares = self._decode_shares[last.rank]
         return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2, shares)
 
-    def _cuts_of(self, replica: int) -> FixedCuts | DitheredCuts:
+    def _cuts_of(self, replica: int) -> ClipCuts:
         return self._cuts[replica % len(self._cuts)]
 
     @cached_property
-    def _cuts(self) -> tuple[FixedCuts | DitheredCuts, ...]:
+    def _cuts(self) -> tuple[ClipCuts, ...]:
         """One for each replica, or a single one if all ranks are alike."""
         replicas = range(self.replicas if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None

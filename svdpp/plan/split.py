@@ -110,7 +110,8 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
     if world_size > num_steps:
         raise RequestError(
             f"{world_size} ranks are more than {num_steps} steps: some would have no step",
-            f"use --steps {world_size} or more, or --world {num_steps} or fewer",
+            f"use --steps {world_size} or more, or --world {num_steps} or fewer, or --split "
+            "dithered",
             details={"steps": num_steps, "ranks": world_size},
         )
     if num_steps % world_size:
@@ -120,7 +121,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
             f"{num_steps} steps cannot be split evenly over {world_size} ranks; "
             f"the nearest step counts that can are {below} and {below + world_size}",
             f"use --steps {below} or --steps {below + world_size}, "
-            f"or --world {largest_world(num_steps, world_size)}",
+            f"or --world {largest_world(num_steps, world_size)}, or --split dithered",
             details={"steps": num_steps, "ranks": world_size, "nearest": nearest},
         )
     count = num_steps // world_size
@@ -166,50 +167,21 @@ def balanced_cuts(part: Part) -> Cuts:
     return (0, *accumulate(counts))
 
 
-@dataclass(frozen=True)
-class FixedCuts:
-    """The same cuts for every clip.
-
-    Args:
-        num_turns: number of ranks in the replica's last stage.
-    """
-
-    each: Cuts
-    num_turns: int
-
-    def cuts(self, index: int) -> Cuts:  # noqa: ARG002  as in DitheredCuts
-        """The cuts of clip `index` of the replica."""
-        return self.each
-
-    def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Every pair (turn, cuts) that a clip can have."""
-        return [(turn, self.each) for turn in range(self.num_turns)]
-
-    def mean_steps(self, place: int, turn: int, num_turns: int) -> float:  # noqa: ARG002
-        """Steps done in stage `place`."""
-        return float(self.each[place + 1] - self.each[place])
-
-
-class DitheredCuts:
-    """Fractional cut positions, rounded for each clip with a different phase.
+class ClipCuts:
+    """Cut positions, which may be fractions of a step, and each clip's own rounding of them.
 
     A position c becomes floor(c + phase), and the phases of successive clips are spread evenly over
     0 to 1. So the mean over clips is c, and the number of steps of a stage varies by at most one.
-    All positions of a clip share its phase, which keeps them in order.
+    All positions of a clip share its phase, which keeps them in order. Whole positions are the cuts
+    of every clip.
 
     Args:
-        parts: of the replica, in order; all clips are cut between them. If a stage has several
-            ranks of unequal speed, each turn has its own positions.
+        positions: in units of 2^-64 steps, for each turn in the replica's last stage.
+        phase_step: the increment of the phase from clip to clip, in the same units.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        by_part = [_positions_by_turn(part) for part in parts]
-        turns = math.lcm(*map(len, by_part))
-        # Parts meet at whole steps, which the phase does not move.
-        self.positions = tuple(
-            join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns)
-        )
-        self._phase_step = _phase_step(turns)
+    def __init__(self, positions: tuple[Cuts, ...], phase_step: int) -> None:
+        self.positions, self._phase_step = positions, phase_step
 
     def cuts(self, index: int) -> Cuts:
         """The cuts of clip `index` of the replica; those of clip 0 are rounded to nearest."""
@@ -232,6 +204,23 @@ class DitheredCuts:
     def _rounded(self, turn: int, phase: int) -> Cuts:
         phase %= _UNIT
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
+
+
+def dithered_cuts(parts: Sequence[Part]) -> ClipCuts:
+    """Cuts that give all stages of each part equal work on average; all clips are cut between them.
+
+    If a stage has several ranks of unequal speed, each turn has its own positions.
+    """
+    by_part = [_positions_by_turn(part) for part in parts]
+    turns = math.lcm(*map(len, by_part))
+    # Parts meet at whole steps, which the phase does not move.
+    joined = (join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns))
+    return ClipCuts(tuple(joined), _phase_step(turns))
+
+
+def fixed_cuts(cuts: Cuts, num_turns: int) -> ClipCuts:
+    """The same cuts for every clip; the replica's last stage has `num_turns` ranks."""
+    return ClipCuts((tuple(cut << _UNIT_BITS for cut in cuts),) * num_turns, 0)
 
 
 def _phase_step(turns: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from loguru import logger
 from starlette.exceptions import HTTPException
@@ -190,9 +190,11 @@ def _short(value: Any) -> Any:
     return f"{value[:60]}..." if isinstance(value, str) and len(value) > 60 else value
 
 
-async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
+    if status < 400:
+        return Response(status_code=status)
     phrase = HTTPStatus(status).phrase.lower()
     path = redact(request.url.path)
     message = {

@@ -148,5 +148,5 @@ def get_page() -> Response:
 
 @public.get("/favicon.ico", include_in_schema=False)
 async def get_icon() -> Response:
-    """Nothing: the page names its icon."""
+    """Nothing: the page has no icon."""
     return Response(status_code=204)

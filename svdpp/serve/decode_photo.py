@@ -19,20 +19,16 @@ from svdpp.launch.process_lifetime import end_with_parent
 from svdpp.media.image import FORMATS, demuxer_of, read_bytes, read_photo
 from svdpp.media.source import read_video
 
-#: Suffixes of the stored files, by Pillow's name of the format.
-SUFFIXES = {
-    "PNG": ".png",
+#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name.
+_SUFFIXES = {
     "JPEG": ".jpg",
     "MPO": ".jpg",  # a JPEG with further images behind the first
-    "WEBP": ".webp",
-    "BMP": ".bmp",
     "TIFF": ".tif",
-    "GIF": ".gif",
 }
 
 
 def main(path: str, *numbers: str) -> None:
-    """Write one JSON object to stdout: `photo` or `error`.
+    """Write one JSON object to stdout: about the photograph, or the error.
 
     `numbers` are the server's process id, whose end also ends this process, the frames that a clip
     takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,
@@ -46,11 +42,11 @@ def main(path: str, *numbers: str) -> None:
     # At the hard limit the kernel would send SIGKILL, which does not say why.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer: dict[str, Any] = {"photo": _decode(Path(path), video_frames, max_pixels)}
+        answer = _decode(Path(path), video_frames, max_pixels)
     except InputError as error:
-        answer = {"error": error_to_dict(error)}
+        answer = error_to_dict(error)
     except MemoryError:
-        answer = {"error": error_to_dict(InputError(f"{path!r} does not fit in memory"))}
+        answer = error_to_dict(InputError(f"{path!r} does not fit in memory"))
     os.write(1, json.dumps(answer).encode())
 
 
@@ -62,7 +58,8 @@ def _decode(path: Path, video_frames: int, max_pixels: int) -> dict[str, Any]:
         image, photo = read_photo(path, max_pixels)
         image.close()
         with Image.open(path, formats=FORMATS) as header:
-            suffix = SUFFIXES[str(header.format)]
+            format = str(header.format)
+            suffix = _SUFFIXES.get(format, f".{format.lower()}")
     size = {"width": photo.width, "height": photo.height}
     return {"sha256": photo.sha256, **size, "suffix": suffix}
 

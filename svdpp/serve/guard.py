@@ -34,8 +34,6 @@ _PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready", "/openapi.j
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
-#: Of the fields beside the photograph, and of the boundaries between them.
-_FORM_BYTES = 256 * 2**10
 _CLOSE = {"Connection": "close"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
@@ -58,7 +56,7 @@ class Limits:
     """The limits of one request.
 
     Args:
-        upload_bytes: of a photograph.
+        upload_bytes: of the body of a request for a clip.
         uploads: bodies that arrive at the same time.
         uploads_of_key: of these, those of one key.
     """
@@ -148,18 +146,17 @@ class Guard:
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
         """`receive` with the limit of the body."""
-        shown = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
-        limit = shown + _FORM_BYTES if is_upload else shown
+        limit = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
-            shown = limit = min(limit * 4 // 3, JSON_BYTES)
+            limit = min(limit * 4 // 3, JSON_BYTES)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy before this server may take the other one, and find two requests in one.
             text = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, "two_lengths", text, headers=_CLOSE)
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
-            raise _too_large(shown)
-        return _limited(receive, limit, shown)
+            raise _too_large(limit)
+        return _limited(receive, limit)
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
         route = getattr(scope.get("route"), "path", "other")
@@ -193,7 +190,7 @@ class _Answer:
         await self._send(message)
 
 
-def _limited(receive: Receive, limit: int, shown: int) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     """`receive` that refuses a body of more than `limit` bytes."""
     num_bytes = 0
 
@@ -202,7 +199,7 @@ def _limited(receive: Receive, limit: int, shown: int) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            raise _too_large(shown)
+            raise _too_large(limit)
         return message
 
     return limited

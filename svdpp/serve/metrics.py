@@ -7,14 +7,13 @@ what happens at a moment, such as a step, is counted when it happens.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -204,20 +203,11 @@ def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeM
 
 def _resident_bytes() -> dict[str, int]:
     """Resident bytes of this process, and of all its descendants together: ranks and helpers."""
-    resident, parents = {}, {}
-    page = os.sysconf("SC_PAGE_SIZE")
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):  # the process has ended since
-            # Parent and resident pages are fields 4 and 24 of proc(5); the name, in parentheses,
-            # can contain any character.
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            pid = int(stat.parent.name)
-            parents[pid], resident[pid] = int(fields[1]), int(fields[21]) * page
-    below = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    own = resident.pop(os.getpid(), 0)
-    return {"server": own, "workers": sum(resident.get(pid, 0) for pid in below)}
+    server, workers = psutil.Process(), 0
+    for process in server.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            workers += process.memory_info().rss
+    return {"server": server.memory_info().rss, "workers": workers}
 
 
 def _of_gpus() -> Iterator[GaugeMetricFamily]:

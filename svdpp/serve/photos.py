@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.environment import helper_command
@@ -27,7 +27,6 @@ from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
 
-_ID = re.compile(r"video_[0-9a-f]{32}")
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
@@ -83,8 +82,6 @@ class PhotoFolder:
         `shown_name`; the name of the returned path is `Job.photo`. With `video_frames` it may also
         be a video with as many.
         """
-        if _ID.fullmatch(id) is None:
-            raise ValueError(f"{id!r} is not the id of a job")
         upload = final = self._folder / f".upload-{secrets.token_hex(8)}"
         try:
             with self._errors():
@@ -196,21 +193,17 @@ class _Refused(BaseModel):
     hint: str
 
 
-class _Answer(BaseModel):
-    """What the decoder says; it is checked, as a hostile file could have taken it over."""
-
-    photo: _Decoded | None = None
-    error: _Refused | None = None
+#: What the decoder says; it is checked, as a hostile file could have taken it over.
+_ANSWER: TypeAdapter[_Decoded | _Refused] = TypeAdapter(_Decoded | _Refused)
 
 
 def _parsed(text: bytes, code: int, upload: Path, name: str) -> _Decoded:
     with contextlib.suppress(ValidationError):
-        answer = _Answer.model_validate_json(text)
-        if answer.photo is not None:
-            return answer.photo
-        if answer.error is not None:
-            message = answer.error.message.replace(repr(str(upload)), repr(name))
-            raise InputError(message, answer.error.hint)
+        answer = _ANSWER.validate_json(text)
+        if isinstance(answer, _Decoded):
+            return answer
+        message = answer.message.replace(repr(str(upload)), repr(name))
+        raise InputError(message, answer.hint)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     raise InputError(
         f"{name!r} cannot be decoded: the decoder ended with {how}", "save it again as PNG or JPEG"

@@ -1,8 +1,8 @@
 """The verification of finished clips on one device, on request or when the ranks are idle.
 
-Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is killed at once when
-work arrives for the ranks. This module is also that process: `prover JSON PHOTO ANSWER PARENT_PID`,
-where PHOTO is empty for a clip from text alone.
+Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is ended at once when
+work arrives for the ranks. This module is also that process: `prover JSON PHOTO PARENT_PID`, where
+PHOTO is empty for a clip from text alone. Its last line of output is the answer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,19 +23,25 @@ from loguru import logger
 from svdpp.config import PipelineConfig
 from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
 from svdpp.launch import environment
-from svdpp.launch.process_lifetime import end_with_parent
+from svdpp.launch.process_lifetime import (
+    end_with_parent,
+    exit_on_signals,
+    exit_with_signal_code,
+)
+from svdpp.redaction import without_folders
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
 
 _POLL_SECONDS = 0.05
-# Without a word of new work, how often idle time is looked for.
+# How often idle time is looked for.
 _LOOK_SECONDS = 0.5
 # Each look of each server of a fleet is a query of the same database.
 _SHARED_LOOK_SECONDS = 10.0
 _MAX_REQUESTED = 1000
-_ANSWER = "answer.json"
+# Until it has removed its temporary files.
+_END_SECONDS = 5.0
 _NICE = 19
 
 
@@ -60,7 +63,6 @@ class Prover:
     ) -> None:
         self._queue = queue
         self._folder = folder.absolute()
-        self._link = self._folder / ".svdpp-proof"
         self._is_idle = is_idle
         self._when_idle = when_idle
         self._on_verdict = on_verdict
@@ -73,11 +75,6 @@ class Prover:
 
     def start(self) -> None:
         """Starts the thread, with the requests that an earlier server has not answered."""
-        if self._link.is_symlink():  # a killed server's folder
-            temporary = Path(os.readlink(self._link))
-            if temporary.name.startswith("svdpp-proof-"):
-                shutil.rmtree(temporary, ignore_errors=True)
-                self._link.unlink(missing_ok=True)
         for id in self._queue.to_prove():
             if not self.request(id):
                 self._queue.set_proof(id, "none")
@@ -86,14 +83,8 @@ class Prover:
     def close(self) -> None:
         """Stops the verification at work, and the thread."""
         self._is_closing = True
-        self.wake()
         if self._thread.ident is not None:
             self._thread.join()
-
-    def wake(self) -> None:
-        """Says that a clip is finished, or that the ranks have become idle or busy."""
-        with self._changed:
-            self._changed.notify_all()
 
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
@@ -164,17 +155,13 @@ class Prover:
         if answer["equal"] is None or missing:
             error = missing or answer["error"]["message"]
             logger.warning("{} could not be verified: {}", job.id, error)
-            self._queue.set_proof(job.id, "failed", self._shown(error))
+            self._queue.set_proof(job.id, "failed", without_folders(error))
             return
         verdict: Verdict = "equal" if answer["equal"] else "different"
         if verdict == "different":
             logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
-        self._queue.set_proof(job.id, verdict, self._shown(answer["differences"]) or None)
+        self._queue.set_proof(job.id, verdict, without_folders(answer["differences"]) or None)
         self._on_verdict(verdict)
-
-    def _shown(self, text: str) -> str:
-        """`text` for clients, who need not know where files are."""
-        return re.sub(r"/(?:[\w.~-]+/)+", "", text.replace(f"{self._folder}/", ""))
 
     def _missing(self, job: Job) -> str:
         """Which file the verification lacks; empty if it has all."""
@@ -188,79 +175,64 @@ class Prover:
         """What the process found; None if it was stopped."""
         if missing := self._missing(job):
             return _failure(InputError(missing))
-        with self._temporary() as temporary, self._process(job, temporary) as process:
-            while process.poll() is None:
-                with self._changed:
-                    self._changed.wait(_POLL_SECONDS)
-                    is_stopped = self._is_closing or self._is_dropped
-                if is_stopped or not self._is_idle():
+        with self._process(job) as process:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=_POLL_SECONDS)
+                    return _parsed(output, process.returncode)
+                if self._is_closing or self._is_dropped or not self._is_idle():
                     return None
-            return _read_answer(temporary, process.returncode)
 
     @contextlib.contextmanager
-    def _process(self, job: Job, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """The process, which is killed at the end with those that it started."""
+    def _process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
+        """The process, which ends with those that it started."""
         clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
-        arguments = [f"{clip}.json", photo or "", temporary / _ANSWER, os.getpid()]
-        with (temporary / "output.txt").open("wb") as output:
-            process = subprocess.Popen(
-                environment.helper_command("svdpp.serve.prover", *map(str, arguments)),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**environment.helper_environment(), "TMPDIR": str(temporary)},
-                cwd="/",
-                start_new_session=True,
-            )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    @contextlib.contextmanager
-    def _temporary(self) -> Iterator[Path]:
-        """A folder for the process's files, which a killed process does not remove itself.
-
-        It is not in the data folder, whose path may be too long for a socket. A link there names
-        it, so that the next server finds what a killed one left.
-        """
-        with tempfile.TemporaryDirectory(
-            prefix="svdpp-proof-", ignore_cleanup_errors=True
-        ) as folder:
-            self._link.symlink_to(folder)
+        process = subprocess.Popen(
+            environment.helper_command(
+                "svdpp.serve.prover", f"{clip}.json", str(photo or ""), str(os.getpid())
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment.helper_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+        with process:
             try:
-                yield Path(folder)
+                yield process
             finally:
-                self._link.unlink(missing_ok=True)
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _failure(error: SvdppError) -> dict[str, Any]:
     return {"equal": None, "error": error_to_dict(error)}
 
 
-def _read_answer(temporary: Path, code: int) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = json.loads((temporary / _ANSWER).read_bytes())
-        return answer
-    except (OSError, ValueError):
-        tail = (temporary / "output.txt").read_bytes()[-2000:].decode(errors="replace")
-        text = f"its process ended with code {code} without an answer: {tail}"
-        return _failure(SvdppError(text))
+def _parsed(output: bytes, code: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        answer = json.loads(output.rpartition(b"\n")[2])
+        if isinstance(answer, dict):
+            return answer
+    tail = output[-2000:].decode(errors="replace")
+    return _failure(SvdppError(f"its process ended with code {code} without an answer: {tail}"))
 
 
 # --- the process ----------------------------------------------------------------------------------
 
 
-def main(clip: str, photo: str, answer: str, parent: str) -> None:
-    """Verifies the clip and writes the answer, completely or not at all."""
-    end_with_parent(int(parent))
+def main(clip: str, photo: str, parent: str) -> None:
+    """Verifies the clip and writes the answer."""
+    exit_on_signals(exit_with_signal_code)
+    end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
     environment.collect_rarely()
-    unfinished = Path(answer).with_suffix(".part")
-    unfinished.write_text(json.dumps(_verified(Path(clip), Path(photo) if photo else None)))
-    unfinished.rename(answer)
+    answer = _verified(Path(clip), Path(photo) if photo else None)
+    sys.stdout.write(f"\n{json.dumps(answer)}")
 
 
 def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -27,7 +26,7 @@ from svdpp.serve.api_errors import ApiError, as_api_error
 from svdpp.serve.auth import Owner
 from svdpp.serve.form import VideoRequest, names_in
 from svdpp.serve.guard import JSON, JSON_BYTES
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 from svdpp.serve.views import DeletedVideo, Video, VideoPage, documented
 
@@ -37,11 +36,6 @@ MAX_STREAMS = 1000
 _MAX_KEY = 255
 # Threads for calls that may wait for long.
 _WAITERS = 256
-#: Proxies are not to hold events back.
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-#: Keeps a silent connection open.
-_COMMENT = b": ping\n\n"
-_SILENCE_SECONDS = 15.0
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -185,10 +179,6 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
     form = service.capabilities.checked(given)
-    size = 0 if form.photo is None else form.photo.size or 0
-    if size > (limit := service.settings.limits.upload_bytes):
-        text = f"the image has {size} bytes, the limit is {limit}"
-        raise ApiError(413, "content_too_large", text, limit_bytes=limit)
     try:
         return service.submit(form, owner, key)
     except (ApiError, RequestError) as error:
@@ -197,12 +187,12 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
 
 async def _wait(request: Request, service: Service, id: str) -> None:
     """Returns once the video is final, or nobody waits for it any more."""
-    with service.followers.follow(id) as news:
+    with service.followers.follow() as pause:
         while not (service.followers.is_closed or await request.is_disconnected()):
             job = await in_thread(service.queue.get, id)
             if job is None or job.state.is_final:
                 return
-            await news()
+            await pause()
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
@@ -343,78 +333,60 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 def _check_streams(service: Service) -> None:
     """Refuses one more client that waits for a clip."""
     if service.followers.number >= MAX_STREAMS:
-        text, hint = (
-            f"{MAX_STREAMS} clients follow clips already",
-            "GET /v1/videos/{id} says the same",
-        )
+        text = f"{MAX_STREAMS} clients follow clips already"
+        hint = "GET /v1/videos/{id} says the same"
         raise ApiError(503, "too_many_streams", text, hint, retry=10, limit=MAX_STREAMS)
 
 
-def _followed(id: str, service: Served, owner: Owned) -> Job:
-    """The job, before the answer begins: afterwards no error can be answered."""
+class _Events(EventSourceResponse):
+    media_type = JSON  # of the errors in the OpenAPI document; FastAPI sends events as such
+
+
+def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = None) -> str:
+    """The id of the job, checked before the answer begins: then no error can be answered."""
     job = service.job(id, owner)
     _check_streams(service)
-    return job
+    if job.state.is_final and last_id == _event(service.video(job)).id:
+        raise HTTPException(204)
+    return job.id
 
 
 @routes.get(
     "/v1/videos/{id}/events",
-    response_class=Response,
+    response_class=_Events,
     responses={
         200: {
             "description": "Events named `video`. The data of each is the video as JSON, its id is "
-            "for `Last-Event-ID`.",
-            "content": {"text/event-stream": _TEXT},
+            "for `Last-Event-ID`."
         },
         204: {"description": "The client has the last event: it must not come back."},
         **documented(404, 503),
     },
 )
 async def follow_video(
-    job: Annotated[Job, Depends(_followed)], service: Served, last_id: LastEventId = None
-) -> Response:
+    id: Annotated[str, Depends(_followed)], service: Served, last_id: LastEventId = None
+) -> AsyncIterator[ServerSentEvent]:
     """The video's state as server-sent events, on every change; ends after a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    if job.state.is_final and last_id == (await run_in_threadpool(_event, service, job.id)).id:
-        return Response(status_code=204)
-    events = _events(service, job.id, last_id)
-    return StreamingResponse(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
-
-
-async def _events(service: Service, id: str, last_id: str | None) -> AsyncIterator[bytes]:
-    """Each state of the video that a look finds, beside the one that the client has."""
-    spoken_at = time.monotonic()
-    with service.followers.follow(id) as news:
-        while True:
+    with service.followers.follow() as pause:
+        is_last = False
+        while not is_last:
             is_last = service.followers.is_closed  # before the look, which then finds the end
-            event = await run_in_threadpool(_event, service, id)
-            if event.id != last_id and event.text:
-                yield event.text
-                last_id, spoken_at = event.id, time.monotonic()
-            elif time.monotonic() > spoken_at + _SILENCE_SECONDS:
-                yield _COMMENT
-                spoken_at = time.monotonic()
-            if event.is_final or is_last:
+            if (job := await run_in_threadpool(service.queue.get, id)) is None:
                 return
-            await news()
+            event = _event(await run_in_threadpool(service.video, job))
+            if event.id != last_id:
+                yield event
+                last_id = event.id
+            is_last |= job.state.is_final
+            if not is_last:
+                await pause()
 
 
-class _Event(NamedTuple):
-    """A state of a video; its `id` is of all but the ETA, which changes all the time."""
-
-    id: str = ""
-    text: bytes = b""
-    """Empty if the video does not exist any more."""
-    is_final: bool = True
-
-
-def _event(service: Service, job_id: str) -> _Event:
-    if (job := service.queue.get(job_id)) is None:
-        return _Event()
-    video = service.video(job).model_dump(mode="json")
-    state = json.dumps({**video, "eta_seconds": None})
+def _event(video: Video) -> ServerSentEvent:
+    """The event's id is a hash of all but the ETA, which changes all the time."""
+    state = video.model_copy(update={"eta_seconds": None}).model_dump_json()
     id = hashlib.sha256(state.encode()).hexdigest()[:16]
-    text = f"event: video\ndata: {json.dumps(video)}\nid: {id}\n\n"
-    return _Event(id, text.encode(), job.state.is_final)
+    return ServerSentEvent(event="video", data=video, id=id)

@@ -126,8 +126,8 @@ class Server:
         self._bound = bound
         self._grace = grace_seconds
         self._ending = threading.Event()
-        self._http = _Http(app, on_listening)
-        self._end_begun = False
+        self._on_listening = on_listening
+        self._http = _Http(app)
 
     def run(self) -> None:
         """Serves until a signal, or until the engine gives up, and raises why."""
@@ -144,6 +144,8 @@ class Server:
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
             try:
+                self._bound.listen(_BACKLOG)
+                self._on_listening()
                 self._http.run([self._bound])
             finally:
                 self._ending.set()
@@ -186,11 +188,13 @@ class Server:
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
         if limits == (None, None):
             return
-        while not self._ending.wait(_SWEEP_SECONDS if self._http.started else 1.0):
+        is_ending = False
+        while not is_ending:
             try:
                 sweep(service.queue, service.folder, time.time(), *limits)
             except OutputError as error:
                 logger.error("old clips cannot be removed: {}", error)
+            is_ending = self._ending.wait(_SWEEP_SECONDS)
 
 
 def _allow_connections() -> None:
@@ -204,7 +208,7 @@ def _allow_connections() -> None:
 class _Http(uvicorn.Server):
     """uvicorn without its own handling of signals."""
 
-    def __init__(self, app: ASGIApp, on_listening: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         # Its records go where all others go, not to a format of its own.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
@@ -222,15 +226,8 @@ class _Http(uvicorn.Server):
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
         super().__init__(config)
-        self._on_listening = on_listening
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leaves the signals to `Server`."""
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_listening()

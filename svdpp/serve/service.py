@@ -121,10 +121,8 @@ class Service:
         self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
-        self.followers.wake(job.id)
         if job.state.is_final:
             self.metrics.ended(job)
-            self.prover.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -241,7 +239,6 @@ class Service:
         if job.proof == "running":
             self.prover.stop(id)
         remove_job(self.queue, self.folder, id)
-        self.followers.wake(id)
         return DeletedVideo(id=id, status=job.state)
 
     def cancel(self, id: str, owner: Owner) -> Job:

@@ -206,7 +206,7 @@ def _diffusers(setup: _Setup, device: str) -> _Compute:
 
 
 def _dummy(setup: _Setup, device: str) -> _Compute:
-    model = load_model(setup.config, None, device, Roles(encode=True, denoise=True, decode=False))
+    model = load_model(setup.config, None, device, Roles(encode=True, denoise=True))
     num_steps = setup.config.sampling.num_inference_steps
 
     def compute(request: ClipRequest, recorder: _Recorder) -> tuple[torch.Tensor, None, None]:

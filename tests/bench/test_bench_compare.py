@@ -207,12 +207,6 @@ def test_a_slower_machine_is_no_slower_svdpp(tmp_path: Path) -> None:
     assert found.slower == []
 
 
-def test_targets_are_no_setting_of_what_is_measured(tmp_path: Path) -> None:
-    a = _bench(tmp_path / "a")
-    b = _bench(tmp_path / "b", overrides=("targets.overhead=<= 1.05",))
-    assert compare(a, b).settings == []
-
-
 def test_a_baseline_of_other_work_is_refused(tmp_path: Path) -> None:
     point = read_config("smoke", ["pipeline.replicas=2", "workload.clips=9"])
     check_baseline(_bench(tmp_path / "a"), point.model_dump(), 5)

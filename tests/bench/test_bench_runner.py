@@ -186,4 +186,4 @@ def test_a_bench_prints_the_figures_that_its_comparison_has(
     show_summary(Console(), found)
     printed = capsys.readouterr().out
     assert "geometric means over rounds" in printed
-    assert re.search(r"pipeline +30 +7.5-60 ", printed), printed
+    assert re.search(r"steady_clips_per_minute +30 ", printed), printed

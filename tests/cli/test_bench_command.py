@@ -41,7 +41,7 @@ def test_overrides_stand_anywhere() -> None:
         (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
-        (("smoke", "--precision=amp"), 2, ("torch.autocast",)),
+        (("smoke", "--precision=amp"), 2, ("precision must be 'fp32'",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
         (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),
         (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.plan.costs import PRESETS, Costs
-from tests.cli.shell import ROOT, assert_error, svdpp_here
+from svdpp.plan.costs import PRESETS
+from tests.cli.shell import ROOT, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
 #: A step takes a second, everything else no time.
@@ -77,33 +77,6 @@ def test_json_is_that_of_the_issue() -> None:
     }
 
 
-def test_json_with_costs() -> None:
-    answer = svdpp_here(
-        *("plan", "--world", "4", "--clips", "6", "--json"),
-        *("--step-seconds", "0.5", "--encode-seconds", "1", "--decode-seconds", "2"),
-        *("--transfer-seconds", "0.25"),
-    )
-
-    plan = strict_json(answer.out)
-    first = 1 + 28 * 0.5 + 2 + 3 * 0.25
-    assert plan["forecast"] == {
-        "clips": 6,
-        "makespan_seconds": first + 5 * (7 * 0.5 + 2),
-        "first_clip_seconds": first,
-        "seconds_per_clip": 7 * 0.5 + 2,
-        "bubble": pytest.approx(1 - 6 * 17 / (4 * (first + 5 * 5.5))),
-        "jitter_seconds": 0,
-        # Ranks 0 to 2 are a second faster than rank 3, until two packets wait for it: 17.75, then
-        # one second more for each clip, up to the capacity of the links.
-        "latency_seconds": {"mean": 20.25, "p50": 19.75, "p90": 22.75, "p99": 22.75},
-        "data_parallel": {
-            "makespan_seconds": 2 * 17,
-            "first_clip_seconds": 17,
-            "seconds_per_clip": 17 / 4,
-        },
-    }
-
-
 def test_text_says_what_the_json_says() -> None:
     """The other names of options are those of diffusers and torchrun."""
     answer = svdpp_here("plan", "--gpus", "4", "--total-steps", "28", *STEPS_ALONE)
@@ -140,10 +113,6 @@ def test_what_is_printed_fits_the_terminal_and_uses_it(options: str, width: int)
     assert width - 25 < max(map(len, answer.out.splitlines())) <= width
 
 
-def test_a_terminal_too_narrow_is_no_error() -> None:
-    assert svdpp_here("plan", env={"COLUMNS": "1"}).code == 0
-
-
 def test_quiet_keeps_the_result_and_nothing_else() -> None:
     talking, quiet = svdpp_here("plan"), svdpp_here("plan", "-q")
 
@@ -152,41 +121,6 @@ def test_quiet_keeps_the_result_and_nothing_else() -> None:
 
 
 A100 = ("--costs", "svd-xt-a100", "--steps", "25")
-
-
-def test_the_published_costs_make_decode_a_rank_of_its_own() -> None:
-    answer = svdpp_here("plan", *A100, "--world", "7", "--split", "dithered")
-    lines = answer.out.splitlines()
-
-    assert (answer.code, answer.err) == (0, "")
-    assert [line.split()[:4] for line in lines[1:8]] == [
-        ["0", "0", "5", "4.077"],
-        ["1", "4", "9", "4.185"],
-        ["2", "8", "13", "4.185"],
-        ["3", "12", "17", "4.185"],
-        ["4", "16", "21", "4.185"],
-        ["5", "20", "25", "4.185"],
-        ["6", "25", "25", "0"],
-    ]
-    assert lines[9:13] == [
-        "clip 0 is cut at 4 8 12 17 21 25",
-        "clip 1 is cut at 4 8 12 16 20 25",
-        "clip 2 is cut at 4 8 13 17 21 25",
-        "clip 3 is cut at 4 8 12 16 21 25",
-    ]
-    assert "a clip takes 33.38 s from its encode" in answer.out
-
-
-def test_costs_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    costs = Costs(step_seconds=(1.0, 2.0), denoise_weights_gib=3, denoise_work_gib=5)
-    path.write_text(json.dumps(costs.to_json()), encoding="utf-8")
-    options = ("plan", "--world", "2", "--steps", "9", "--split", "balanced")
-    plan = strict_json(svdpp_here(*options, "--costs", str(path), "--json").out)
-
-    assert [rank["mean_steps"] for rank in plan["ranks"]] == [6, 3]
-    assert plan["forecast"]["seconds_per_clip"] == 6
-    assert plan["forecast"]["data_parallel"]["seconds_per_clip"] == 9
 
 
 def test_replicas_are_shown_once() -> None:
@@ -223,38 +157,6 @@ def test_of_many_ranks_the_first_are_listed() -> None:
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
-def test_auto_says_why_in_one_line() -> None:
-    answer = svdpp_here("plan", *A100, "--world", "8", "--layout", "auto")
-
-    assert answer.code == 0
-    why = [line for line in answer.out.splitlines() if line.startswith("auto picks")]
-    assert why == [
-        "auto picks data parallel: the next best, 4 replicas of 2 ranks, dithered, takes 25.9% "
-        "longer for 16 clips; with --cfg-parallel 2 (data parallel of pairs) a clip would take "
-        "18.41 s and 16 clips 73.63 s, not 32.15 and 64.31; it divides a batch, so bits may "
-        "differ: svdpp doctor tries it"
-    ]
-    plan = strict_json(svdpp_here("plan", *A100, "--world", "8", "--layout", "auto", "--json").out)
-    assert plan["layout"]["description"] == "data parallel"
-    assert f"auto picks {plan['layout']['reason']}" == why[0]
-
-
-def test_auto_heeds_memory(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    parts = {"encode": 1, "denoise": 6, "decode": 9}
-    weights = {f"{part}_weights_gib": size for part, size in parts.items()}
-    work = {f"{part}_work_gib": size for part, size in parts.items()}
-    costs = Costs(decode_seconds=10, **weights, **work)
-    path.write_text(json.dumps(costs.to_json()), encoding="utf-8")
-    options = ("plan", "--costs", str(path), "--layout", "auto", "--json")
-
-    assert strict_json(svdpp_here(*options).out)["layout"]["replicas"] == 4
-    assert strict_json(svdpp_here(*options, "--device-memory", "19").out)["layout"]["replicas"] == 1
-    assert_error(
-        svdpp_here(*options, "--device-memory", "17"), 2, "no layout of 4 ranks fits in 17 GiB"
-    )
-
-
 def test_comparison_is_golden() -> None:
     answer = svdpp_here("plan", *A100, "--world", "8", "--compare")
 
@@ -279,23 +181,6 @@ def test_comparison_in_json_says_the_same() -> None:
     )
 
 
-def test_totals_and_rates_of_a_comparison_agree() -> None:
-    """With fewer clips than ranks, the total is for these clips, the rate for a long queue."""
-    options = ("plan", "--clips", "3", "--world", "4", "--compare")
-    result = strict_json(svdpp_here(*options, "--json").out)
-    rows = {row["name"]: row["forecast"] for row in result["layouts"]}
-    clip = A100_COSTS.encode_seconds + 28 * A100_COSTS.step_seconds + A100_COSTS.decode_seconds
-
-    assert rows["data parallel"]["makespan_seconds"] == pytest.approx(clip)
-    assert rows["data parallel"]["seconds_per_clip"] == pytest.approx(clip / 4)
-    for name in ("uniform", "balanced", "dithered", "2 decoders"):
-        assert rows[name]["makespan_seconds"] > clip
-        assert rows[name]["seconds_per_clip"] >= clip / 4 * 0.999
-    lines = svdpp_here(*options).out.splitlines()
-    assert lines[0].split()[:4] == ["layout", "total", "per", "min"]
-    assert lines[6].split()[2:4] == [f"{clip:.1f}", f"{4 * 60 / clip:.2f}"]
-
-
 def test_ranks_without_work_are_a_warning() -> None:
     answer = svdpp_here("plan", "--world", "64", "--split", "balanced")
 
@@ -307,7 +192,7 @@ def test_ranks_without_work_are_a_warning() -> None:
 def test_device_memory_says_that_costs_lack_memory() -> None:
     answer = svdpp_here("plan", "--layout", "auto", "--device-memory", "9")
 
-    assert answer.err.startswith("--device-memory leaves out no layout: these costs do not include")
+    assert "--device-memory leaves out no layout: these costs have no memory" in answer.err
 
 
 def test_arrivals_give_percentiles() -> None:
@@ -334,7 +219,6 @@ def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
 
     assert time.process_time() - begun < 5
     assert "100000 clips on 4096 ranks" in answer.out
-    assert "the first of 4096 replicas:" in answer.out
     assert len(answer.out.splitlines()) < 20
 
 

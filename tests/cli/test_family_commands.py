@@ -12,8 +12,7 @@ import yaml
 
 from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
-from svdpp.cli.bench_fields import pipeline_config
-from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.bench import pipeline_config
 from svdpp.cli.options.sampling import parse_params
 from svdpp.cli.request import PipelineRequest
 from svdpp.config import (
@@ -25,7 +24,6 @@ from svdpp.config import (
     WanSampling,
 )
 from svdpp.config.files import read_costs
-from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cost_profile import measured_config
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
@@ -137,14 +135,6 @@ def test_a_server_makes_each_clip_sooner(
     assert str(request.resolve()[0].layout) == layout
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx"])
-def test_on_cuda_the_precision_is_that_of_diffusers_examples(
-    name: str, folders: dict[str, str]
-) -> None:
-    model = ModelOptions(model=folders[name])
-    assert (model.to_config("cuda").dtype, model.to_config("cpu").dtype) == ("bf16", "fp32")
-
-
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -201,33 +191,32 @@ def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (("profile", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
-        (("simulate", "--flow-shift", "3"), "--flow-shift is now --param flow_shift=X"),
-        (("simulate", "--param", "stg_scale=3"), "has no parameter 'stg_scale'"),
-        (("simulate", "--share-experts"), "--share-experts is for models with two experts"),
-        (("doctor", "--decode-chunk-size", "2"), "--decode-chunk-size is for Stable Video"),
+        ("profile --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
+        ("simulate --model LTX --flow-shift 3", "--flow-shift is now --param flow_shift=X"),
+        ("simulate --model LTX --param stg_scale=3", "has no parameter 'stg_scale'"),
+        ("simulate --model LTX --share-experts", "--share-experts is for models with two experts"),
+        ("doctor --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
+        ("simulate --model demo --prompt cat", "--prompt is not for demo"),
+        ("simulate --prompt cat", "--prompt is not for dummy"),
+        ("simulate --height 64", "--height has no effect on the dummy model"),
+        ("simulate --model demo --guidance-scale 2", "--guidance-scale is not for demo"),
+        ("bench LTX.yaml --workload.motion_bucket_id=7", "--motion-bucket-id is not for"),
+        ("bench LTX.yaml --workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
+        ("bench LTX.yaml --pipeline.share_experts=true", "--share-experts is for models with two"),
+        ("bench LTX.yaml --workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
+        ("bench LTX.yaml --workload.prompts=['']", "--prompt is empty"),
+        ("bench smoke --workload.prompts=[cat]", "workload.prompts is not for demo, a model of"),
     ],
 )
-def test_what_a_family_cannot_do_is_refused(
-    arguments: tuple[str, ...], words: str, folders: dict[str, str]
+def test_options_of_another_family_are_refused(
+    line: str, words: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    answer = svdpp_here(*arguments, "--model", folders["ltx"], "--device", "cpu")
-    assert_error(answer, 2, words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--model", "demo", "--prompt", "a cat"), "--prompt is not for demo"),
-        (("--prompt", "a cat"), "--prompt is not for dummy"),
-        (("--height", "64"), "--height has no effect on the dummy model"),
-        (("--model", "demo", "--guidance-scale", "2"), "--guidance-scale is not for demo"),
-    ],
-)
-def test_other_models_refuse_the_families_options(arguments: tuple[str, ...], words: str) -> None:
-    assert_error(svdpp_here("simulate", *arguments), 2, words)
+    names = {"LTX": folders["ltx"], "LTX.yaml": bench_file(tmp_path, "ltx", folders)}
+    arguments = [names.get(word, word) for word in line.split()]
+    device = () if arguments[0] == "bench" else ("--device", "cpu")
+    assert_error(svdpp_here(*arguments, *device), 2, words)
 
 
 def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: object) -> str:
@@ -269,28 +258,6 @@ def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Pat
     assert bench.config.sampling.fps == 25
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("workload.motion_bucket_id=7", "workload.motion_bucket_id is not for"),
-        ("workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
-        ("pipeline.share_experts=true", "pipeline.share_experts=true is for models with two"),
-        ("workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
-        ("workload.prompts=['','a cat']", "workload.prompts is empty"),
-    ],
-)
-def test_a_bench_refuses_fields_of_another_family(
-    override: str, words: str, folders: dict[str, str], tmp_path: Path
-) -> None:
-    name = bench_file(tmp_path, "ltx", folders)
-    assert_error(svdpp_here("bench", name, f"--{override}"), 2, words)
-
-
-def test_a_bench_of_svd_takes_no_prompts() -> None:
-    answer = svdpp_here("bench", "smoke", "--workload.prompts=[a cat]")
-    assert_error(answer, 2, "workload.prompts is not for demo, a model of the family svd")
-
-
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", pytest.param("ltx", marks=pytest.mark.full)])
@@ -305,23 +272,6 @@ def test_a_bench_gives_the_bits_of_diffusers(
     assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True
     assert len(set(found["latents_sha256"])) == 2, "one for each seed: the prompts' ends are cut"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "ltx"])
-def test_doctor_examines_the_model(
-    name: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Other tests cover the checks that do not depend on the model."""
-    checks = {check: doctor._CHECKS[check] for check in ("devices", "model", "memory")}
-    monkeypatch.setattr(doctor, "_CHECKS", checks)
-    sizes = SIZES[name][:6]
-    answer = svdpp_here(
-        *("doctor", "--model", folders[name], *ON_CPU, *sizes, "--out", str(tmp_path))
-    )
-    assert answer.code == 0, answer
-    assert "complete, safetensors" in answer.out
-    assert "GiB estimated" in answer.out
 
 
 @pytest.mark.processes
@@ -343,7 +293,7 @@ def test_no_costs_of_another_model_are_quoted(folders: dict[str, str], tmp_path:
     done = svdpp_here(*given("run", "wan", folders), *asked, "--out", str(tmp_path / "out"))
     assert done.code == 0, done
     assert "svd-xt" not in done.out + done.err
-    assert "forecast: none without --costs, which svdpp profile measures" in done.out
+    assert "forecast: none without --costs; svdpp profile measures them" in done.out
 
 
 @pytest.mark.processes

@@ -101,19 +101,6 @@ def test_a_launched_run_names_no_other_number_of_ranks() -> None:
     assert "--world" not in answer.err
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (("svd-xt",), "hint: svdpp bench smoke needs no GPU"),
-        (("smoke", "--pipeline.world=3", "--workload.steps=28"), "use --workload.steps=27 or"),
-        (("smoke", "--pipeline.world=3", "--workload.steps=28"), "or --pipeline.split=dithered"),
-        (("smoke", "--pipeline.replicas=3"), "use --pipeline.replicas=1 or"),
-    ],
-)
-def test_a_bench_is_advised_by_its_fields(fields: tuple[str, ...], words: str) -> None:
-    assert_error(svdpp_here("bench", *fields), 2, words)
-
-
 def test_a_model_in_capitals_is_told_the_spelling() -> None:
     answer = svdpp_here("run", PHOTO, "--device", "cpu", "--model", "Demo")
 
@@ -175,8 +162,3 @@ def test_what_profile_and_run_suggest_next() -> None:
         *("svdpp", "verify", "out/$(touch x); 'a' b_0.mp4"),
     ]
     assert not Path("x").exists()
-
-
-def test_a_capital_letter_in_demo_is_not_taken_for_a_large_model() -> None:
-    answer = svdpp_here("run", PHOTO, "--model", "Demo")
-    assert_error(answer, 5, "there is no model 'Demo'", "--model demo")

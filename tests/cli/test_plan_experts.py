@@ -48,19 +48,6 @@ def test_json_shows_the_experts(costs_file: str) -> None:
     assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
 
 
-def test_each_rank_has_the_card_of_its_number(costs_file: str) -> None:
-    options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory")
-    lines = svdpp_here(*options, "48,3x37").out.splitlines()
-    assert [line.split()[4:] for line in lines[:5]] == [
-        ["expert", "GiB"],
-        ["high-noise", "47.0"],
-        ["low-noise", "36.0"],
-        ["low-noise", "36.0"],
-        ["low-noise", "36.5"],
-    ]
-    assert "no layout of 4 ranks fits" in svdpp_here(*options, "3x37,48").err
-
-
 #: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
 T2V_480P = Costs(
     step_seconds=10,
@@ -87,8 +74,3 @@ def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
     plan = json.loads(svdpp_here(*WAN, *options, "--device-memory", memory, "--json").out)
     assert plan["layout"]["description"] == picked.partition(";")[0]
     assert f"{plan['forecast']['makespan_seconds']:.4g} s" == seconds
-
-
-def test_layouts_of_two_experts_are_compared() -> None:
-    answer = svdpp_here(*WAN, "--compare")
-    assert answer.code == 0

@@ -22,7 +22,6 @@ from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
 from svdpp.cli.progress import Progress
-from svdpp.errors import Interrupted
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import build_schedule
@@ -189,17 +188,7 @@ def test_a_watch_without_ranks_is_one_line() -> None:
     _shown(console, ClipDone(clip=1, metadata={"output": "b.mp4"}), ranks=False)
 
     assert _summary(console).startswith("run: 1 of 2 clips, 0:00 elapsed")
-    assert "rank" not in _written(console)
-
-
-def test_a_single_rank_needs_no_actions_to_tell_what_is_left() -> None:
-    console = _console(terminal=True)
-    with _progress(console, world_size=1, num_clips=1) as progress:
-        for step in range(27):
-            progress(0, StepDone(clip=0, step=step, seconds=0.1))
-
-    # 28 steps of 0.1 s, and almost no time has passed.
-    assert "about 0:03 left" in _summary(console)
+    assert "rank 0" not in _written(console)
 
 
 @pytest.mark.parametrize("width", [79, 45])
@@ -231,14 +220,6 @@ def test_quiet_shows_nothing(terminal: bool) -> None:
     _shown(console, ClipDone(clip=1, metadata={}))
 
     assert _written(console) == ""
-
-
-def test_a_run_that_ends_early_gives_the_cursor_back() -> None:
-    console = _console(terminal=True)
-    with pytest.raises(Interrupted), _progress(console):
-        raise Interrupted(signal.SIGINT)
-
-    assert _SHOW_CURSOR in _written(console).rpartition("\x1b[?25l")[2]
 
 
 @pytest.mark.processes

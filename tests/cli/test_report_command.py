@@ -74,7 +74,3 @@ def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "sky.run.json").unlink()
     report = json.loads(svdpp_here("report", str(tmp_path), "--json").out)
     assert report["findings"][0]["kind"] == "balanced"
-
-
-def test_other_names_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    assert_error(svdpp_here("report", str(tmp_path / "gone")), 7, "does not exist")

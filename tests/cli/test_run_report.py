@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,10 @@ import pytest
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
-from svdpp.cli.run_report import announce_look, print_clips
+from svdpp.cli.run_report import print_clips
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.driver.clips import ClipHandle
-from svdpp.driver.jobs import ClipPlan, OutputPolicy
+from svdpp.driver.jobs import ClipPlan
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
 from svdpp.worker.device import MemoryPressure
@@ -90,40 +89,3 @@ def test_a_gpu_that_ran_short_of_memory_is_said_once(
     assert "bits may differ" in warning
     assert "--decode-chunk-size" in warning
     assert "--gpus" in warning
-
-
-@pytest.mark.parametrize(
-    ("world_size", "replicas", "num_there", "words"),
-    [
-        (2, 1, 120, ["checking 120 existing clips frame by frame ..."]),
-        (2, 1, 3, []),
-        (
-            1,
-            1,
-            0,
-            ["--latents-dir has no effect: with this layout no latent goes from rank to rank"],
-        ),
-        (
-            2,
-            2,
-            0,
-            ["--latents-dir has no effect: with this layout no latent goes from rank to rank"],
-        ),
-    ],
-)
-def test_what_takes_a_while_and_what_will_not_be_kept(
-    world_size: int, replicas: int, num_there: int, words: list[str]
-) -> None:
-    console, heard = Console(), io.StringIO()
-    console.err = RichConsole(file=heard, width=80)
-    policy = OutputPolicy(folder=Path("out"), resume=True, latents_folder=Path("saved"))
-    config = PipelineConfig(
-        world_size=world_size,
-        replicas=replicas,
-        model=ModelConfig(name="demo"),
-        sampling=SvdSampling(num_inference_steps=4),
-    )
-    announce_look(console, config, policy, num_there)
-    assert heard.getvalue().splitlines() == words
-    announce_look(console, config, replace(policy, latents_folder=None, resume=False), num_there)
-    assert heard.getvalue().splitlines() == words

@@ -92,26 +92,6 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
     assert not list(out.glob(".svdpp-*"))
 
 
-@pytest.mark.full
-def test_unreadable_images_lose_no_other_with_keep_going(tmp_path: Path) -> None:
-    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
-    inputs = (PHOTOS[0], tmp_path / "torn.png", tmp_path / "absent.png")
-    out = tmp_path / "out"
-    refused = _run(*inputs, "--world", 1, "--out", out)
-    assert refused.code == 7
-    assert not out.exists()
-    done = _run(*inputs, "--world", 1, "--out", out, "--keep-going", "--json")
-    assert done.code == 7
-    made, *lost = json.loads(done.out)
-    assert len(read_frames(out / made["output"], "mp4")) == 2
-    assert [clip["error"]["type"] for clip in lost] == ["InputError"] * 2
-    assert "error: 2 of 3 clips lost: " in done.err
-    manifest = json.loads((out / "run.json").read_text())["clips"]
-    assert sorted(clip["state"] for clip in manifest) == ["done", "failed", "failed"]
-    nothing = _run(*inputs[1:], "--world", 1, "--out", out, "--keep-going")
-    assert nothing.code == 7
-
-
 def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     """A photograph that cannot be read (7), together with latents that are not finite (9)."""
     model = save_tiny_checkpoint(tmp_path / "model")

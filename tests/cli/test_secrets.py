@@ -58,7 +58,7 @@ FAULTS: list[tuple[int, Callable[[Path], tuple[str, ...]]]] = [
     (5, lambda home: ("run", PHOTO, "--model", f"{home}/text.png", "--device", "cpu")),
     (5, lambda _: ("run", PHOTO, "--model", "hf_markedtoken" + "x" * 20, "--device", "cpu")),
     (5, lambda _: ("run", PHOTO, "--model", "https://u:markedsecret 1@host/x", "--device", "cpu")),
-    (2, lambda _: ("run", PHOTO, *DEMO, "--fit", "markedsecret 1")),
+    (2, lambda _: ("run", PHOTO, *DEMO, "--device", "markedsecret 1")),
 ]
 
 

@@ -142,35 +142,6 @@ def test_the_first_failure_gives_the_exit_code(tmp_path: Path) -> None:
     assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in answer.out
 
 
-@pytest.mark.long
-@pytest.mark.processes
-@pytest.mark.full
-def test_profile_of_the_demo_is_what_plans_take(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    answer = svdpp_alone(
-        *("profile", "--model", "demo", "--device", "cpu", "--world", "2", "--repeats", "1"),
-        *("--height", "32", "--width", "32", "--frames", "2", "--threads", "1"),
-        *("--out", str(path)),
-    )
-
-    assert answer.code == 0, answer
-    assert f"next: svdpp plan --world 2 --costs {path} --compare" in answer.err
-    costs = Costs.from_json(json.loads(path.read_text()), "costs.json")
-    assert costs.name == "demo fp32, 2 frames of 32x32, decoded by 2"
-    assert costs.source.startswith("measured by: svdpp profile --model demo")
-    assert costs.device.startswith("2 ranks x 1 thread on one ")
-    for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
-        assert isinstance(seconds, float)
-        assert 0 < seconds < 60
-    assert 0 < costs.transfer_seconds < 10
-    assert costs.packet_bytes > 2 * 4 * 4 * 4 * 4  # the latents and the rest of the packet
-    peak = costs.peak_gib(encode=True, denoise=True, decode=True)
-    assert peak is not None
-    assert 0.018 < peak < 1
-    for word in ("encode", "step", "decode", "transfer", "packet"):
-        assert word in answer.out
-
-
 @pytest.mark.processes
 def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
     answer = svdpp_here(

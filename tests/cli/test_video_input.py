@@ -11,7 +11,7 @@ import yaml
 
 from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
-from svdpp.cli.bench_fields import pipeline_config
+from svdpp.cli.bench import pipeline_config
 from svdpp.config import OutputConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import write_clip
@@ -100,12 +100,3 @@ def test_a_bench_takes_videos(model: str, tmp_path: Path) -> None:
     bench = Bench(point, Pipeline(pipeline_config(point)).config)
     assert {request.image for request in bench.requests} == {video}
     assert vars(bench.config.sampling)["strength"] == 0.5
-
-
-def test_a_family_is_listed_with_its_video() -> None:
-    about = json.loads(svdpp_here("models", "wan_v2v", "--json").out)["families"][0]
-    assert about["inputs"] == ["a video"]
-    assert about["parameters"]["strength"]["lowest"] == 0
-    assert json.loads(svdpp_here("models", "wan", "--json").out)["families"][0][
-        "other_families"
-    ] == ["wan_v2v"]

@@ -11,7 +11,7 @@ import torch
 from svdpp import __version__
 from svdpp.diagnostics import environment as module
 from svdpp.diagnostics.environment import cpu_model, environment
-from svdpp.models.free_memory import available_bytes, free_bytes
+from svdpp.models.free_memory import available_bytes
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,7 +40,6 @@ def test_versions_and_host() -> None:
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["host"]["cpu"] == cpu_model() != ""
     assert 0 < available_bytes() <= facts["host"]["memory_bytes"]
-    assert free_bytes("cpu") == pytest.approx(available_bytes(), rel=0.2)
     assert len(facts["devices"]["gpus"]) == len(facts["devices"]["peer_access"])
     assert facts["ffmpeg"]["version"]
 

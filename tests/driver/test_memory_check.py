@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.config import ClipRequest, Dtype, ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver import memory_check, ranks
 from svdpp.driver.memory_check import check_memory
 from svdpp.driver.pipeline import Pipeline
@@ -83,6 +83,37 @@ def test_what_fits_by_the_exact_estimate_alone_is_run(monkeypatch: pytest.Monkey
     resolved, checkpoint = resolve(_config(decode_chunk_size=1, height=64, width=64))
     assert memory_check._upper_bound(resolved, checkpoint, (DENOISE, ALL)) > free
     check_memory(resolved, checkpoint, (DENOISE, ALL))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("height", "width", "frames", "chunk"),
+    [(128, 128, 14, 14), (64, 64, 2, 2), (256, 512, 25, 1), (8, 1024, 14, 14)],
+)
+def test_the_quick_bound_lies_above_the_demos_estimate(
+    height: int, width: int, frames: int, chunk: int, dtype: Dtype
+) -> None:
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="demo", dtype=dtype),
+        sampling=SvdSampling(
+            height=height, width=width, num_frames=frames, decode_chunk_size=chunk
+        ),
+    )
+    _check_bound(config, ALL, 10)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 14, 64, 64), (1, 1, 2, 8, 8), (2, 16, 8, 32, 32)])
+def test_the_quick_bound_lies_above_the_dummys_estimate(shape: tuple[int, ...]) -> None:
+    model = ModelConfig(name="dummy", dummy_latent_shape=shape)
+    _check_bound(PipelineConfig(world_size=1, model=model), DENOISE, 30)
+
+
+def _check_bound(config: PipelineConfig, roles: Roles, most: int) -> None:
+    config, checkpoint = resolve(config)
+    need = memory_check._estimate(config, checkpoint, (roles,)).num_bytes
+    bound = memory_check._upper_bound(config, checkpoint, (roles,))
+    assert need < bound < most * need + 2**29
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
+import psutil
+
 #: An environment variable of the command under test, inherited by all its processes.
 MARK = "TEST_RUN_OF_SVDPP"
 
@@ -45,6 +47,16 @@ def ranks_below(folder: Path) -> dict[int, int]:
 def is_there(pid: int) -> bool:
     """Whether the process exists, also as a zombie."""
     return Path(f"/proc/{pid}").exists()
+
+
+def children_of(pid: int, module: str) -> list[int]:
+    """The children of a process that run `module`."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            if module in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from svdpp.launch.world import World
 from svdpp.models import hub as hub_downloads
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
-from svdpp.redaction import redact
 from tests.cli.shell import svdpp_here
 from tests.models.test_checkpoint import error_of
 from tests.models.tiny_families import save_tiny_wan
@@ -97,6 +96,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub_downloads._configs.cache_clear()
     return tmp_path / "hub"
 
 
@@ -123,9 +123,9 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 @pytest.mark.parametrize(
     ("status", "error_code", "message", "hint"),
     [
-        (403, "GatedRepo", "accept the licence", "https://huggingface.co/org/tiny, then: hf auth"),
+        (403, "GatedRepo", "accept its licence", "https://huggingface.co/org/tiny, then: hf auth"),
         (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
-        (404, "RevisionNotFound", "has no revision 'v9'", "omit --revision"),
+        (404, "RevisionNotFound", "there is no revision 'v9'", "omit --revision"),
         (401, "", "the hub answered 401", "hf auth login"),
         (400, "", "the hub is unreachable", "hf download org/tiny"),
     ],
@@ -148,7 +148,7 @@ def test_hub_is_unreachable(cache: Path, monkeypatch: pytest.MonkeyPatch, switch
     huggingface_hub.close_session()  # a new session reads the changed settings
     error = error_of("org/tiny", local_files_only=switch == "local_files_only")
     huggingface_hub.close_session()
-    assert "'org/tiny' is not fully cached here" in error.message
+    assert "'org/tiny': not fully cached here" in error.message
     expected = "run hf download org/tiny with a network connection, or use --model demo"
     assert error.hint == expected
 
@@ -162,12 +162,13 @@ def test_hub_is_unreachable(cache: Path, monkeypatch: pytest.MonkeyPatch, switch
     ids=["disk", "xet"],
 )
 def test_a_failure_while_downloading(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception, cause: str, hint: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, cause: str, hint: str
 ) -> None:
     def fail(*_: object, **__: object) -> str:
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert not cache.exists()
     error = error_of("org/tiny")
     assert f"cannot be downloaded ({cause}" in error.message
     assert hint in error.hint
@@ -189,8 +190,12 @@ def test_commit_of_a_cached_snapshot(tiny: Path, cache: Path) -> None:
     assert (found.name, found.revision) == ("org/tiny", COMMIT)
     (repository / "snapshots" / COMMIT / UNET).unlink()
     error = error_of("org/tiny", local_files_only=True)
-    assert "is not fully cached here (unet missing)" in error.message
-    assert "hf download org/tiny --include 'unet/*'" in error.hint
+    assert f"{UNET} is missing" in error.message
+    assert "hf download org/tiny" in error.hint
+
+
+def _files(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
 
 
 def _weights(names: Iterable[str]) -> set[str]:
@@ -284,15 +289,15 @@ def test_a_host_downloads_what_its_ranks_need(
     wan: type[Hub], host: int | None, expected: tuple[str, ...]
 ) -> None:
     config, checkpoint = resolve(CONFIG, world=_on_host(host))
-    assert _weights(wan.requested) == _in_use(wan.folder, expected)
     assert isinstance(checkpoint, Checkpoint)
+    assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, expected)
     assert isinstance(config.sampling, WanSampling)
     rank = 2 * (host or 0)
     load_model(checkpoint, config.model, config.sampling, "cpu", config.layout.roles[rank])
     check_memory(config, checkpoint, config.layout.roles[rank : rank + 2])
 
     resolve(config.alone())  # the reference
-    assert _weights(wan.requested) == _in_use(wan.folder, PARTS)
+    assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, PARTS)
 
 
 def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> None:
@@ -303,15 +308,11 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
     assert not _weights(wan.requested)
 
 
-@pytest.mark.parametrize("bars", ["0", "1"])
+@pytest.mark.parametrize("is_quiet", [True, False])
 def test_a_download_is_announced(
-    wan: type[Hub],
-    repository: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bars: str,
+    wan: type[Hub], monkeypatch: pytest.MonkeyPatch, is_quiet: bool
 ) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", bars)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", str(int(is_quiet)))
     passed, download = [], huggingface_hub.snapshot_download
 
     def spy(*args: Any, **options: Any) -> Any:
@@ -324,13 +325,11 @@ def test_a_download_is_announced(
     for _ in range(2):  # the second time everything is cached
         resolve(CONFIG)
     logger.remove(sink)
-    sizes = sum((repository / name).stat().st_size for name in _weights(wan.requested))
-    (remark,) = told
-    assert f"{sizes / 1e6:.1f} MB of 'org/tiny' (text_encoder, transformer, " in remark
-    assert "from 127.0.0.1; " in remark
-    assert f"are free in {redact(str(cache))!r}" in remark
-    # Configs are looked up once, and the weights then.
-    assert [bar is not None for bar in passed] == [True, bars == "1"]
+    parts = "text_encoder, transformer, transformer_2, vae"
+    assert told == [f"fetching {parts} of 'org/tiny' from 127.0.0.1"]
+    assert wan.requested
+    silent = hub_downloads._Silent  # for configs
+    assert passed == [silent, silent, silent if is_quiet else None]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(
@@ -339,7 +338,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     resolve(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    monkeypatch.setattr(hub_downloads, "_snapshots", {})  # as in another process
+    hub_downloads._configs.cache_clear()  # as in another process
     wan.requested.clear()
     resolve(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:
@@ -347,7 +346,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     huggingface_hub.close_session()
     assert not wan.requested
     assert caught.value.message == (
-        "'org/tiny' is not fully cached here (transformer_2, vae missing), and the hub is "
+        "model 'org/tiny': not fully cached here (transformer_2, vae missing), and the hub is "
         "unreachable or offline mode is on"
     )
     command = "hf download org/tiny --include 'transformer_2/*' --include 'vae/*'"
@@ -355,16 +354,15 @@ def test_a_cache_that_is_partly_filled_and_no_network(
 
 
 @pytest.mark.parametrize(
-    ("removed", "message", "hint"),
+    ("removed", "message"),
     [
-        ("vae/diffusion*l.safetensors", "is missing; available variants: fp16", "--variant fp16"),
-        ("vae/*.safetensors", "model.bin' is a pickle", "ask the author for safetensors files"),
-        ("transformer/*-00002-of-00002.safe*", "index.json: 1 of 2 shards miss", ""),
+        ("vae/diffusion*l.safetensors", "vae/diffusion_pytorch_model.safetensors is missing"),
+        ("transformer/*-00002-of-00002.safe*", "index.json: 1 of 2 shards miss"),
     ],
-    ids=["variant", "pickle", "shard"],
+    ids=["variant", "shard"],
 )
-def test_a_repository_without_weights_costs_no_download(
-    wan: type[Hub], tmp_path: Path, removed: str, message: str, hint: str
+def test_a_repository_without_weights(
+    wan: type[Hub], tmp_path: Path, removed: str, message: str
 ) -> None:
     wan.folder = Path(shutil.copytree(wan.folder, tmp_path / "less"))
     for path in wan.folder.glob(removed):
@@ -373,26 +371,21 @@ def test_a_repository_without_weights_costs_no_download(
         resolve(CONFIG)
     assert caught.value.message.startswith("model 'org/tiny': ")
     assert message in caught.value.message
-    assert hint in caught.value.hint
-    assert not _weights(wan.requested)
+    assert not [name for name in wan.requested if name.endswith(".bin") or ".fp16." in name]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["broken", "refused", "disk"])
+@pytest.mark.parametrize("fault", ["broken", "refused"])
 def test_a_download_that_fails(
-    wan: type[Hub], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    wan: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     if fault == "broken":
         wan.broken = VAE
         expected = "cannot be downloaded (RemoteProtocolError)", "run the command again"
-    elif fault == "refused":
+    else:
         wan.refused = VAE
         expected = "cannot be downloaded (the hub answered 403)", "hf auth login"
-    else:
-        usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        expected = "are to be downloaded, and only 0.0 MB are free", "HF_HOME"
     with pytest.raises(ModelError) as caught:
         resolve(CONFIG)
     assert expected[0] in caught.value.message
@@ -401,7 +394,7 @@ def test_a_download_that_fails(
     if fault == "broken":  # what is complete is kept
         wan.broken = ""
         snapshot = cache / "models--org--tiny/snapshots" / COMMIT
-        kept = _weights(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*"))
+        kept = _weights(_files(snapshot))
         wan.requested.clear()
         resolve(CONFIG)
         assert VAE in wan.requested

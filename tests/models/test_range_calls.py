@@ -12,19 +12,20 @@ from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-from svdpp.config import WanSampling
+from svdpp.config import SvdSampling, WanSampling
 from svdpp.errors import InputError, ModelError
-from svdpp.models.base import Tensors
+from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.engine.call import STRUCTURE
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.engine.values import NotPackableError, Packer, has_tensors, unpack
+from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
 from svdpp.plan.layout import Roles
-from tests.models.range_checks import model_of, nothing, read_folder, request_of
+from tests.models.range_checks import model_of, nothing, photograph, read_folder, request_of
 from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+ALL = Roles(encode=True, denoise=True, decode=True)
 STEPS = 4
 SAMPLING = WanSampling(
     num_inference_steps=STEPS, height=32, width=32, num_frames=5, max_sequence_length=8
@@ -34,8 +35,7 @@ SAMPLING = WanSampling(
 @pytest.fixture
 def model(tmp_path: Path) -> EngineModel:
     checkpoint = read_folder(save_tiny_wan(tmp_path))
-    roles = Roles(encode=True, denoise=True, decode=True)
-    return load_model(checkpoint, model_of(checkpoint), SAMPLING, "cpu", roles)
+    return load_model(checkpoint, model_of(checkpoint), SAMPLING, "cpu", ALL)
 
 
 def _half(model: EngineModel) -> Tensors:
@@ -58,6 +58,22 @@ def test_a_packet_of_an_earlier_version_is_refused(model: EngineModel) -> None:
     del packet[STRUCTURE]
     with pytest.raises(InputError, match=r"written by svdpp 0\.3 or earlier"):
         model.denoise(packet, 2, 3, nothing)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_packet_of_svd_from_an_earlier_version_is_continued(tiny: Path, steps: int) -> None:
+    checkpoint = read_folder(tiny)
+    sampling = checkpoint.resolve(SvdSampling(num_inference_steps=STEPS, height=64, width=64))
+    model = load_model(checkpoint, model_of(checkpoint), sampling, "cpu", ALL)
+    packet = model.encode(model.prepare(photograph()), request_of(None))
+    if steps:
+        packet = model.denoise(packet, 0, steps, nothing)
+    records = {"image_embedding": 0, "image_latents": 2, "added_time_ids": 3}
+    old = {name: packet[f"record.{place}"][1:] for name, place in records.items()}  # guided halves
+    old[LATENTS] = packet[LATENTS]
+    ours, theirs = (model.denoise(each, steps, STEPS, nothing) for each in (old, packet))
+    assert torch.equal(ours[LATENTS], theirs[LATENTS])
+    assert torch.equal(model.decode(ours), model.decode(theirs))
 
 
 def test_caches_between_steps_are_refused(model: EngineModel) -> None:
@@ -109,7 +125,7 @@ def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> N
 
 def test_a_distribution_of_latents_is_recorded() -> None:
     value = AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2)))
-    assert has_tensors(value)
+    assert tensors_in(value)
     packer = Packer()
     back = unpack(packer.pack(value, "x"), packer.tensors, CPU)
     assert torch.equal(back.latent_dist.mode(), value.latent_dist.mode())

@@ -79,7 +79,7 @@ def save_tiny_wan(
         parts = {
             "tokenizer": tokenizer(),
             "text_encoder": UMT5EncoderModel(UMT5Config(**t5_sizes(width))).to(dtype),
-            "vae": _wan_vae(z_dim, expand_timesteps, width),
+            "vae": wan_vae(z_dim, expand_timesteps, width),
             "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
             "transformer": _wan_transformer(channels, z_dim, image_encoder, width, layers).to(
                 dtype
@@ -147,7 +147,8 @@ def t5_sizes(width: int) -> dict[str, Any]:
     }
 
 
-def _wan_vae(z_dim: int, residual: bool, width: int) -> AutoencoderKLWan:
+def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> AutoencoderKLWan:
+    """A VAE; `width` multiplies its channels."""
     sizes: dict[str, Any] = {
         "latents_mean": [0.1 * index for index in range(z_dim)],
         "latents_std": [1.0 + 0.1 * index for index in range(z_dim)],
@@ -169,19 +170,22 @@ def _wan_transformer(
     in_channels: int, z_dim: int, image: bool, width: int, layers: int
 ) -> WanTransformer3DModel:
     return WanTransformer3DModel(
+        **wan_sizes(width),
         patch_size=(1, 2, 2),
-        num_attention_heads=2 * width,
-        attention_head_dim=12,
         in_channels=in_channels,
         out_channels=z_dim,
-        text_dim=_TEXT_DIM * width,
-        freq_dim=16,
-        ffn_dim=24 * width,
         num_layers=layers,
         image_dim=_IMAGE_DIM if image else None,
         added_kv_proj_dim=24 * width if image else None,
-        rope_max_seq_len=32,
     )
+
+
+def wan_sizes(width: int) -> dict[str, Any]:
+    """The sizes of a denoiser; `width` multiplies its heads."""
+    return {
+        **{"num_attention_heads": 2 * width, "attention_head_dim": 12, "ffn_dim": 24 * width},
+        **{"text_dim": _TEXT_DIM * width, "freq_dim": 16, "rope_max_seq_len": 32},
+    }
 
 
 def _image_encoder() -> CLIPVisionModel:

@@ -33,9 +33,20 @@ from tests.models.tiny_families import (
     save_tiny_wan,
     t5_sizes,
     tokenizer,
+    wan_sizes,
+    wan_vae,
 )
 
 TEXT = 16
+#: Sizes of the encoders of prompts, of those of images, and of denoisers.
+_LLM = {"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "num_attention_heads": 2}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+_DENOISER = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_layers": 1}
+_HUNYUAN = {
+    **{**_DENOISER, "attention_head_dim": 10, "num_single_layers": 1, "num_refiner_layers": 1},
+    **{"text_embed_dim": TEXT, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)},
+}
+_WAN = {**wan_sizes(1), "in_channels": 16, "out_channels": 16}
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
@@ -69,35 +80,15 @@ def _fast_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     )
 
 
-def _wan_vae() -> Any:
-    return diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-    )
-
-
 def _wan_vace(_: bool) -> tuple[str, dict[str, Any]]:
     transformer = diffusers.WanVACETransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=16,
-        out_channels=16,
-        text_dim=TEXT,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=2,
-        rope_max_seq_len=32,
-        vace_layers=[0, 1],
-        vace_in_channels=96,
+        **_WAN, num_layers=2, vace_layers=[0, 1], vace_in_channels=96
     )
     for block in transformer.vace_blocks:
         torch.nn.init.normal_(block.proj_out.weight, std=0.1)
     parts = {
         **_t5(),
-        "vae": _wan_vae(),
+        "vae": wan_vae(16),
         "transformer": transformer,
         "scheduler": UniPCMultistepScheduler(**WAN_UNIPC),
     }
@@ -105,14 +96,8 @@ def _wan_vace(_: bool) -> tuple[str, dict[str, Any]]:
 
 
 def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
-    text = {
-        **{"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "head_dim": 8},
-        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-    }
-    vision = {
-        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
-        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-    }
+    text = {**_LLM, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    vision = {**_VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
     connector = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
     audio_vae = diffusers.AutoencoderKLLTX2Audio(
@@ -175,9 +160,7 @@ def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
             output_sampling_rate=16000,
         ),
         "transformer": diffusers.LTX2VideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
+            **{**_DENOISER, "num_layers": 2},
             attention_head_dim=8,
             cross_attention_dim=16,
             audio_in_channels=4,
@@ -185,7 +168,6 @@ def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
             audio_num_attention_heads=2,
             audio_attention_head_dim=4,
             audio_cross_attention_dim=8,
-            num_layers=2,
             caption_channels=TEXT,
             rope_double_precision=False,
             rope_type="split",
@@ -196,24 +178,9 @@ def _ltx2(image: bool) -> tuple[str, dict[str, Any]]:
 
 
 def _hunyuan_video(image: bool) -> tuple[str, dict[str, Any]]:
-    llama = LlamaConfig(
-        vocab_size=300,
-        hidden_size=TEXT,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_hidden_layers=3,
-        pad_token_id=0,
-    )
-    clip = CLIPTextConfig(
-        vocab_size=300,
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    blocks = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4}
+    llama = LlamaConfig(**_LLM, num_hidden_layers=3, pad_token_id=0)
+    clip_sizes = {**_LLM, "hidden_size": 8, "num_hidden_layers": 2}
+    clip = CLIPTextConfig(**clip_sizes, pad_token_id=0, eos_token_id=2)
     parts = {
         "tokenizer": _fast_tokenizer(),
         "text_encoder": LlamaModel(llama),
@@ -221,26 +188,17 @@ def _hunyuan_video(image: bool) -> tuple[str, dict[str, Any]]:
         "text_encoder_2": CLIPTextModel(clip),
         "vae": diffusers.AutoencoderKLHunyuanVideo(
             latent_channels=4,
-            **blocks,
+            down_block_types=("HunyuanVideoDownBlock3D",) * 4,
             up_block_types=("HunyuanVideoUpBlock3D",) * 4,
             block_out_channels=(8, 8, 8, 8),
             layers_per_block=1,
             norm_num_groups=4,
         ),
         "transformer": diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=10,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
+            **_HUNYUAN,
             patch_size=1,
             patch_size_t=1,
             guidance_embeds=True,
-            text_embed_dim=TEXT,
-            pooled_projection_dim=8,
-            rope_axes_dim=(2, 4, 4),
             image_condition_type="token_replace" if image else None,
         ),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
@@ -261,26 +219,13 @@ def _hunyuan_video(image: bool) -> tuple[str, dict[str, Any]]:
 
 
 def _vision(image_size: int, patch_size: int) -> CLIPVisionConfig:
-    return CLIPVisionConfig(
-        hidden_size=4,
-        projection_dim=4,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=image_size,
-        intermediate_size=16,
-        patch_size=patch_size,
-    )
+    sizes = {**_VISION, "hidden_size": 4, "num_hidden_layers": 2}
+    return CLIPVisionConfig(**sizes, projection_dim=4, image_size=image_size, patch_size=patch_size)
 
 
 def _siglip() -> dict[str, Any]:
-    config = transformers.SiglipVisionConfig(
-        hidden_size=12,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
+    sizes = {**_VISION, "hidden_size": 12, "num_hidden_layers": 1}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
     size = {"height": 16, "width": 16}
     return {
         "image_encoder": transformers.SiglipVisionModel(config),
@@ -291,17 +236,8 @@ def _siglip() -> dict[str, Any]:
 def _framepack(_: bool) -> tuple[str, dict[str, Any]]:
     parts = {**_hunyuan_video(image=False)[1], **_siglip()}
     parts["transformer"] = diffusers.HunyuanVideoFramepackTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=10,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
+        **_HUNYUAN,
         patch_size=2,
-        text_embed_dim=TEXT,
-        pooled_projection_dim=8,
-        rope_axes_dim=(2, 4, 4),
         has_image_proj=True,
         image_proj_dim=12,
         has_clean_x_embedder=True,
@@ -311,11 +247,8 @@ def _framepack(_: bool) -> tuple[str, dict[str, Any]]:
 
 def _qwen() -> Any:
     return transformers.Qwen2_5_VLTextConfig(
-        vocab_size=300,
-        hidden_size=TEXT,
-        intermediate_size=16,
+        **_LLM,
         num_hidden_layers=3,
-        num_attention_heads=2,
         num_key_value_heads=2,
         rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
     )
@@ -338,11 +271,8 @@ def _hunyuan_video_15(image: bool) -> tuple[str, dict[str, Any]]:
             upsample_match_channel=False,
         ),
         "transformer": diffusers.HunyuanVideo15Transformer3DModel(
-            in_channels=9,
-            out_channels=4,
-            num_attention_heads=2,
+            **{**_DENOISER, "in_channels": 9},
             attention_head_dim=8,
-            num_layers=1,
             num_refiner_layers=1,
             mlp_ratio=2.0,
             patch_size=1,
@@ -373,13 +303,10 @@ def _cogvideox(image: bool) -> tuple[str, dict[str, Any]]:
             norm_num_groups=2,
         ),
         "transformer": diffusers.CogVideoXTransformer3DModel(
-            num_attention_heads=2,
+            **{**_DENOISER, "in_channels": 8 if image else 4},
             attention_head_dim=16,
-            in_channels=8 if image else 4,
-            out_channels=4,
             time_embed_dim=2,
             text_embed_dim=TEXT,
-            num_layers=1,
             sample_width=4,
             sample_height=4,
             sample_frames=9,
@@ -394,17 +321,10 @@ def _cogvideox(image: bool) -> tuple[str, dict[str, Any]]:
 def _skyreels_v2(image: bool) -> tuple[str, dict[str, Any]]:
     parts = {
         **_t5(),
-        "vae": _wan_vae(),
+        "vae": wan_vae(16),
         "transformer": diffusers.SkyReelsV2Transformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=36 if image else 16,
-            out_channels=16,
-            text_dim=TEXT,
-            freq_dim=16,
-            ffn_dim=24,
+            **{**_WAN, "in_channels": 36 if image else 16},
             num_layers=1,
-            rope_max_seq_len=32,
             image_dim=4 if image else None,
         ),
         "scheduler": UniPCMultistepScheduler(**{**WAN_UNIPC, "flow_shift": 8.0}),
@@ -429,8 +349,8 @@ def _kandinsky5(image: bool) -> tuple[str, dict[str, Any]]:
             transformers.Qwen2_5_VLConfig(
                 text_config=_qwen().to_dict(),
                 vision_config={
-                    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2},
-                    **{"out_hidden_size": TEXT, "patch_size": 14, "fullatt_block_indexes": [0]},
+                    **{**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": TEXT},
+                    **{"patch_size": 14, "fullatt_block_indexes": [0]},
                 },
             )
         ),

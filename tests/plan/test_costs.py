@@ -67,8 +67,8 @@ def test_what_an_action_takes_on_each_rank() -> None:
 
 
 def test_a_hop_is_latency_and_bytes() -> None:
-    assert MEASURED.local_transfer_seconds == 0.5 + 0.25
-    assert Costs(transfer_seconds=0.5, packet_bytes=1e12).local_transfer_seconds == 0.5
+    assert MEASURED.transfer(0, 1) == 0.5 + 0.25
+    assert Costs(transfer_seconds=0.5, packet_bytes=1e12).transfer(0, 1) == 0.5
 
 
 def test_peak_is_all_weights_and_the_largest_work() -> None:

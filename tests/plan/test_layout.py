@@ -19,10 +19,10 @@ from svdpp.plan.layout import Layout, Roles
 from svdpp.plan.schedule import (
     Schedule,
     build_schedule,
-    check_schedule,
 )
 from svdpp.plan.split import StepRange, split_steps
 from tests.plan.plans import WAN, data_parallel_routes, layouts, memory, pipeline_routes
+from tests.plan.schedule_check import check_schedule
 
 num_clips = st.integers(1, 20)
 

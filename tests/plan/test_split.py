@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
 from svdpp.plan.split import (
-    DitheredCuts,
     Part,
     Stage,
     StepRange,
     balanced_cuts,
+    dithered_cuts,
     largest_world,
     split_steps,
 )
@@ -46,7 +46,9 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
         f"the nearest step counts that can are {below} and {above}"
     )
     world = max(w for w in range(1, world_size) if num_steps % w == 0)
-    assert caught.value.hint == f"use --steps {below} or --steps {above}, or --world {world}"
+    assert caught.value.hint == (
+        f"use --steps {below} or --steps {above}, or --world {world}, or --split dithered"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
             4,
             5,
             "5 ranks are more than 4 steps: some would have no step",
-            "use --steps 5 or more, or --world 4 or fewer",
+            "use --steps 5 or more, or --world 4 or fewer, or --split dithered",
         ),
     ],
 )
@@ -131,7 +133,7 @@ def test_a_rank_that_only_decodes_is_a_result() -> None:
 def test_dithered_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], index: int
 ) -> None:
-    dithered = DitheredCuts([Part(num_steps, stages)])
+    dithered = dithered_cuts([Part(num_steps, stages)])
     cuts = dithered.cuts(index)
 
     assert (cuts[0], cuts[-1]) == (0, num_steps)
@@ -143,7 +145,7 @@ def test_dithered_ranges_are_in_order_and_near_their_means(
 
 @given(st.integers(1, 12), replica_ranks())
 def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
-    dithered = DitheredCuts([Part(num_steps, stages)])
+    dithered = dithered_cuts([Part(num_steps, stages)])
     turns = len(dithered.positions)
 
     came = {(index % turns, dithered.cuts(index)) for index in range(200)}
@@ -153,7 +155,7 @@ def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Sta
 @given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
     """On average over clips, and within half a percent of the optimum."""
-    dithered = DitheredCuts([Part(num_steps, stages)])
+    dithered = dithered_cuts([Part(num_steps, stages)])
     loads = []
     for place, stage in enumerate(stages):
         turns = len(stage.ranks)
@@ -173,7 +175,7 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
 def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:
-    dithered = DitheredCuts([Part(num_steps, stages)])
+    dithered = dithered_cuts([Part(num_steps, stages)])
     turns = len(dithered.positions)
     for turn, positions in enumerate(dithered.positions):
         means = [(after - each) / 2**64 for each, after in itertools.pairwise(positions)]
@@ -186,7 +188,7 @@ def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
 def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
     """13 golden ratios are 8.034, so their phases at every 13th clip would hardly move."""
     tail = Stage(tuple(range(1, turns + 1)), (1.0,) * turns, (0.0,) * turns)
-    dithered = DitheredCuts([Part(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])])
+    dithered = dithered_cuts([Part(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])])
     steps = [counts_of(dithered.cuts(index)) for index in range(100 * turns)]
     for turn in range(turns):
         assert furthest([count for _, count in steps[turn::turns]]) < 2.2
@@ -201,7 +203,7 @@ def furthest(counts: list[int]) -> float:
 
 def test_thirds_are_dithered_as_they_should_be() -> None:
     """10 steps over 3 equal ranks: cuts 3.33 and 6.67; one and two thirds are rounded up."""
-    dithered = DitheredCuts([Part(10, one_rank_each(0, 0, 0))])
+    dithered = dithered_cuts([Part(10, one_rank_each(0, 0, 0))])
     cuts = Counter(dithered.cuts(index) for index in range(300))
 
     assert set(cuts) == {(0, 3, 6, 10), (0, 3, 7, 10), (0, 4, 7, 10)}
@@ -211,9 +213,9 @@ def test_thirds_are_dithered_as_they_should_be() -> None:
 
 def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
     """Decode takes 0.05 steps less than a fair share: a rank that only decodes costs little."""
-    nearly = DitheredCuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))])
+    nearly = dithered_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))])
     assert nearly.mean_steps(6, 0, 1) == 0
-    clearly = DitheredCuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
+    clearly = dithered_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
     assert clearly.mean_steps(6, 0, 1) == pytest.approx(27 / 7 - 3)
 
 
@@ -222,7 +224,7 @@ def test_the_second_part_is_dithered_as_if_it_were_alone(
     first: int, second: int, stages: list[Stage]
 ) -> None:
     part = Part(second, stages)
-    alone, both = DitheredCuts([part]), DitheredCuts([Part(first, one_rank_each(0)), part])
+    alone, both = dithered_cuts([part]), dithered_cuts([Part(first, one_rank_each(0)), part])
     turns = len(both.positions)
 
     for index in range(3 * turns):

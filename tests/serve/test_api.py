@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import io
 import itertools
+import math
 import re
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 pytest.importorskip("fastapi")
@@ -41,6 +40,7 @@ from tests.serve.http_server import (
 pytestmark = pytest.mark.processes
 
 UNKNOWN = "video_" + "0" * 32
+PIXELS = math.prod(Image.open(io.BytesIO(PHOTO)).size)
 
 
 @contextlib.contextmanager
@@ -78,45 +78,55 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert video["created_at"] <= done["started_at"] <= done["completed_at"]
     metadata = server.client.get(f"/v1/videos/{video['id']}/metadata")
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
+    with contextlib.closing(sqlite3.connect(server.folder / "queue.sqlite3")) as database:
+        query = "SELECT photo_pixels FROM jobs WHERE id = ?"
+        assert database.execute(query, (video["id"],)).fetchone() == (PIXELS,)
     # The dummy model makes no file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
 
 
 @pytest.mark.parametrize(
-    ("form", "status", "code", "words"),
+    ("form", "code", "field", "words"),
     [
-        ({"stepps": 4}, 422, "invalid_request", "stepps is unknown"),
-        ({"steps": 0}, 422, "invalid_request", "steps must be 1 or more"),
-        ({"steps": "many"}, 422, "invalid_request", "steps must be a whole number"),
-        ({"seed": -1}, 422, "invalid_request", "seed"),
-        ({"motion_bucket_id": "1_0"}, 422, "invalid_request", "motion_bucket_id"),
-        ({"steps": 4, "num_inference_steps": 4}, 422, "invalid_request", "are the same"),
-        ({"width": 1024}, 422, "invalid_request", "width and height belong together"),
-        ({"width": 64, "height": 64}, 422, "wrong_size", "1024x576"),
-        ({"image_reference": "{}"}, 422, "invalid_request", "are the same"),
-        ({"fit": "tile"}, 422, "invalid_request", "fit must be"),
-        ({"size": "1e3x4"}, 422, "invalid_request", "size"),
-        ({"size": "64x64"}, 422, "wrong_size", "1024x576"),
-        ({"frames": 4, "seconds": 2}, 422, "frames_and_seconds", "contradict"),
-        ({"seconds": "nan"}, 422, "invalid_request", "seconds"),
-        ({"prompt": "a sea"}, 422, "no_prompt", "takes no prompt"),
-        ({"model": "sora-2"}, 404, "model_not_found", "'dummy'"),
-        ({"min_guidance_scale": 3, "max_guidance_scale": 1}, 422, "invalid_request", "guidance"),
-        ({"photo": b"GIF89a, not really"}, 422, "invalid_image", "'sea.jpg'"),
-        ({"photo": b""}, 422, "invalid_image", "empty"),
-        ({"key": "two words"}, 400, "invalid_idempotency_key", "visible ASCII"),
-        ({"key": "x" * 300}, 400, "invalid_idempotency_key", "255"),
+        ({"stepps": 4}, "invalid_request", "stepps", "stepps is unknown"),
+        ({"steps": 0}, "invalid_request", "steps", "steps must be 1 or more"),
+        ({"steps": "many"}, "invalid_request", "steps", "steps must be a whole number"),
+        ({"seed": -1}, "invalid_request", "seed", "seed"),
+        ({"motion_bucket_id": "1_0"}, "invalid_request", "motion_bucket_id", ""),
+        ({"steps": 4, "num_inference_steps": 4}, "invalid_request", "", "are the same"),
+        ({"width": 1024}, "invalid_request", "", "width and height belong together"),
+        ({"width": 64, "height": 64}, "wrong_size", "width x height", "1024x576"),
+        ({"image_reference": "{}"}, "invalid_request", "", "are the same"),
+        ({"fit": "tile"}, "invalid_request", "fit", "fit must be"),
+        ({"size": "1e3x4"}, "invalid_request", "size", "size"),
+        ({"size": "64x64"}, "wrong_size", "size", "1024x576"),
+        ({"frames": 4, "seconds": 2}, "frames_and_seconds", "seconds", "contradict"),
+        ({"seconds": "nan"}, "invalid_request", "seconds", "seconds"),
+        ({"prompt": "a sea"}, "no_prompt", "prompt", "takes no prompt"),
+        ({"model": "sora-2"}, "model_not_found", "model", "'dummy'"),
+        (
+            {"min_guidance_scale": 3, "max_guidance_scale": 1},
+            *("invalid_request", "min_guidance_scale", "guidance"),
+        ),
+        ({"photo": b"GIF89a, not really"}, "invalid_image", "input_reference", "'sea.jpg'"),
+        ({"photo": b""}, "invalid_image", "input_reference", "empty"),
+        ({"key": "two words"}, "invalid_idempotency_key", "", "visible ASCII"),
+        ({"key": "x" * 300}, "invalid_idempotency_key", "", "255"),
     ],
     ids=str,
 )
 def test_a_wrong_request_is_refused_at_once(
-    server: HttpServer, form: dict[str, Any], status: int, code: str, words: str
+    server: HttpServer, form: dict[str, Any], code: str, field: str, words: str
 ) -> None:
     before = server.client.get("/v1/videos?limit=1").json()
+    status = {"model_not_found": 404, "invalid_idempotency_key": 400}.get(code, 422)
     error = error_of(server.request(**form), status, code)
 
     assert words in error["message"]
     assert "--" not in error["message"]  # the names of the API, not of the command line
+    if field:
+        faults = error["details"].get("faults", [error["details"]])
+        assert [fault["field"] for fault in faults] == [field]
     assert server.client.get("/v1/videos?limit=1").json()["first_id"] == before["first_id"]
     assert not list((server.folder / "photos").glob(".upload*"))
 
@@ -276,20 +286,17 @@ def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None
         error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
 
 
-def test_cancel_and_delete_answer_once_the_ranks_have_let_go(server: HttpServer) -> None:
-    for method, path in (("POST", "/cancel"), ("DELETE", "")):
-        with long_clip(server) as id:
-            answer = server.client.request(method, f"/v1/videos/{id}{path}")
-
-            assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
-            ranks = server.client.get("/v1/engine").json()["ranks"]
-            assert all(rank["video"] != id for rank in ranks), ranks
+def assert_let_go(server: HttpServer, id: str) -> None:
+    ranks = server.client.get("/v1/engine").json()["ranks"]
+    assert all(rank["video"] != id for rank in ranks), ranks
 
 
-def test_a_repeated_cancel_changes_nothing(server: HttpServer) -> None:
+def test_a_cancelled_clip_stays_and_a_repeated_cancel_changes_nothing(server: HttpServer) -> None:
     with long_clip(server) as id:
-        first, again = (server.client.post(f"/v1/videos/{id}/cancel") for _ in range(2))
-        assert first.json() == again.json() == server.video(id)
+        first = server.client.post(f"/v1/videos/{id}/cancel").json()
+        assert_let_go(server, id)
+        assert first["status"] == "cancelled"
+        assert first == server.client.post(f"/v1/videos/{id}/cancel").json() == server.video(id)
     (done,) = server.add()
     made = server.wait_for(done, "completed")
     assert server.client.post(f"/v1/videos/{done}/cancel").json() == made
@@ -304,10 +311,12 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(
     server.wait_for(id, status)
     answer = server.client.delete(f"/v1/videos/{id}").json()
 
+    assert_let_go(server, id)
     ended = {"in_progress": "cancelled"}.get(status, status)
     assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
-    error_of(server.client.get(f"/v1/videos/{id}"), 404, "video_not_found")
-    error_of(server.client.delete(f"/v1/videos/{id}"), 404, "video_not_found")
+    for method, path in (("GET", ""), ("GET", "/input"), ("DELETE", "")):
+        answer = server.client.request(method, f"/v1/videos/{id}{path}")
+        error_of(answer, 404, "video_not_found")
     assert not [path for path in server.folder.rglob("*") if id in path.name]
 
 
@@ -343,48 +352,23 @@ def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
 
 # --- images -------------------------------------------------------------------------------------
 
-TYPES = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "BMP": "bmp", "TIFF": "tiff", "GIF": "gif"}
-
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_photograph_comes_back_as_it_was_sent(keyed: HttpServer, kind: str) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (64, 48), "teal").save(file, kind)
-    (id,) = keyed.add(photo=file.getvalue(), name="../sea.html")
+def test_images_come_back_as_they_were_sent_while_they_are_there(keyed: HttpServer) -> None:
+    for kind in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"):
+        file = io.BytesIO()
+        Image.new("RGB", (64, 48), "teal").save(file, kind)
+        (id,) = keyed.add(photo=file.getvalue(), name="../sea.html")
+        answer = keyed.client.get(f"/v1/videos/{id}/input")
 
-    answer = keyed.client.get(f"/v1/videos/{id}/input")
-
-    assert answer.status_code == 200
-    assert answer.content == file.getvalue()
-    assert answer.headers["content-type"] == f"image/{TYPES[kind]}"
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["cache-control"].startswith("private")
-    assert "html" not in answer.headers["content-disposition"]
-
-
-@pytest.mark.long
-def test_only_the_owner_gets_it(keyed: HttpServer) -> None:
-    (id,) = keyed.add(photo=PHOTO)
-    path = f"/v1/videos/{id}/input"
-
-    bob = {"Authorization": f"Bearer {keyed.other_key}"}
-    error_of(keyed.client.get(path, headers=bob), 404, "video_not_found")
-    error_of(keyed.client.get(path, headers={"Authorization": ""}), 401, "invalid_api_key")
-    assert keyed.client.get(path).content == PHOTO
-
+        assert (answer.status_code, answer.content) == (200, file.getvalue())
+        assert answer.headers["content-type"] == f"image/{kind.lower()}"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"].startswith("private")
+        assert "html" not in answer.headers["content-disposition"]
     keyed.wait_for(id, "completed")
-    assert keyed.client.get(path).content == PHOTO
-    keyed.client.delete(f"/v1/videos/{id}")
-    error_of(keyed.client.get(path), 404, "video_not_found")
-
-
-@pytest.mark.long
-def test_a_photograph_that_is_gone(keyed: HttpServer) -> None:
-    (id,) = keyed.add()
-    keyed.wait_for(id, "completed")
-    for file in (keyed.folder / "photos").glob(f"{id}.*"):
-        file.unlink()
+    assert keyed.client.get(f"/v1/videos/{id}/input").content == file.getvalue()
+    (keyed.folder / "photos" / f"{id}.gif").unlink()
     error_of(keyed.client.get(f"/v1/videos/{id}/input"), 404, "no_input")
 
 
@@ -457,7 +441,7 @@ def test_a_stream_ends_with_the_final_state(
             return (await client.get(f"/v1/videos/{job.id}/events")).text
 
     monkeypatch.setattr(Service, "video", end_meanwhile)
-    states = re.findall(r'"status": "(\w+)"', asyncio.run(follow()))
+    states = re.findall(r'"status":"(\w+)"', asyncio.run(follow()))
     assert states == ["queued", "cancelled"]
     service.queue.close()
 
@@ -523,79 +507,6 @@ def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["x-frame-options"] == "DENY"
         assert "access-control-allow-origin" not in headers
-
-
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
-        ({"Host": "evil.example"}, "wrong_host"),
-        ({"Host": "127.0.0.1.evil.example:80"}, "wrong_host"),
-        ({"Host": "169.254.169.254"}, "wrong_host"),
-        ({"Origin": "http://evil.example"}, "wrong_origin"),
-        ({"Origin": "null"}, "wrong_origin"),
-    ],
-)
-def test_pages_of_other_hosts_cannot_use_the_server(
-    server: HttpServer, headers: dict[str, str], code: str
-) -> None:
-    for method, path in (("GET", "/v1/videos"), ("POST", "/v1/videos"), ("GET", "/")):
-        error_of(server.client.request(method, path, headers=headers), 403, code)
-
-
-@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:8000"])
-def test_names_of_this_machine_are_served(server: HttpServer, host: str) -> None:
-    headers = {"Host": host, "Origin": f"http://{host}"}
-    assert server.client.get("/v1/videos", headers=headers).status_code == 200
-
-
-# --- any request --------------------------------------------------------------------------------
-
-FIELDS = (
-    *("model", "prompt", "seed", "seconds", "frames", "size", "steps", "fps", "motion_bucket_id"),
-    *("noise_aug_strength", "min_guidance_scale", "max_guidance_scale", "fit", "priority", "other"),
-)
-VALUES = st.one_of(
-    st.text(max_size=20),
-    st.integers().map(str),
-    st.integers(-1, 30).map(str),
-    st.floats().map(str),
-    st.sampled_from(
-        ["1024x576", "crop", "dummy", "1e3", "0x10", "\uff11\uff12", "-0", " 5", "true"]
-    ),
-)
-HEADERS = st.dictionaries(
-    st.sampled_from(["Idempotency-Key", "Last-Event-ID", "Range", "Accept", "Authorization"]),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20).map(str.strip),
-)
-ANY = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def check_refused(answer: httpx.Response) -> None:
-    assert 400 <= answer.status_code < 500, answer.text
-    assert set(answer.json()["error"]) == {"type", "code", "message", "hint", "details"}
-
-
-@given(form=st.dictionaries(st.sampled_from(FIELDS), VALUES), headers=HEADERS)
-@ANY
-def test_no_form_is_a_fault_of_the_server(
-    server: HttpServer, form: dict[str, str], headers: dict[str, str]
-) -> None:
-    files = {"input_reference": ("a.png", b"not a photograph")}
-    check_refused(server.client.post("/v1/videos", files=files, data=form, headers=headers))
-
-
-@given(
-    id=st.text(max_size=40).filter(lambda text: text not in ("", ".", "..")),
-    what=st.sampled_from(["", "/content", "/metadata", "/events"]),
-    query=st.dictionaries(st.sampled_from(["variant", "limit", "after"]), st.text(max_size=10)),
-    headers=HEADERS,
-)
-@ANY
-def test_no_address_is_a_fault_of_the_server(
-    server: HttpServer, id: str, what: str, query: dict[str, str], headers: dict[str, str]
-) -> None:
-    path = f"/v1/videos/{quote(id, safe='')}{what}"
-    check_refused(server.client.get(path, params=query, headers=headers))
 
 
 # --- limits -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import httpx
 import pytest
@@ -72,7 +71,7 @@ def test_text_that_is_not_utf_8(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (part("prompt", b"x" * (2**20 + 1)) + photo() + b"--x--\r\n", 422),
+        (part("prompt", b"x" * 1_000_000) + photo() + b"--x--\r\n", 422),
         (b"".join(part(f"f{i}", b"") for i in range(2000)) + photo() + b"--x--\r\n", 400),
         (b"".join(photo(b"", f"{i}.png") for i in range(2000)) + b"--x--\r\n", 400),
         (b"--x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n\r\n--x--\r\n", 400),
@@ -212,20 +211,3 @@ def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
         error_of(answer, 503, "too_many_uploads")
         assert int(answer.headers["retry-after"]) > 0
         assert server.client.get("/v1/videos").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("form", "field"),
-    [
-        ({"min_guidance_scale": 3, "max_guidance_scale": 1}, "min_guidance_scale"),
-        ({"frames": 3, "seconds": 1}, "seconds"),
-        ({"model": "a"}, "model"),
-        ({"size": "8x8"}, "size"),
-        ({}, "input_reference"),
-    ],
-    ids=str,
-)
-def test_the_field_at_fault_is_named(server: HttpServer, form: dict[str, Any], field: str) -> None:
-    answer = server.request(photo=b"no photograph", **form)
-    assert 400 <= answer.status_code < 500
-    assert answer.json()["error"]["details"]["field"] == field

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +19,15 @@ from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
 from tests.faults.processes import allowing_for_others
-from tests.serve.engines import SAMPLING, demo_config, demo_job, dummy_config, dummy_job, serving
-from tests.serve.http_server import QUICK, HttpServer
+from tests.serve.engines import (
+    SAMPLING,
+    demo_config,
+    demo_job,
+    dummy_config,
+    dummy_job,
+    latents,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +53,23 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
             waits[event.action.clip] = event.waits["photograph"]
 
     config = replace(demo_config(), replicas=replicas)
-    made: list[list[Any]] = []
-    for pixels in (24_000_000, 0):
-        folder = tmp_path / str(pixels)
-        folder.mkdir()
-        with serving(folder, config, observer=note) as service:
-            service.wait(lambda: service.engine.is_idle, "it is not idle")
-            jobs = [_large_job(folder, seed, photo_24mp) for seed in (1, 2)]
-            jobs = [replace(job, photo_pixels=pixels) for job in jobs] + [demo_job(folder, 3)]
+    with serving(tmp_path, config, observer=note) as service:
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+
+        def made(jobs: list[Job]) -> list[Job]:
             for job in jobs:
                 service.store.add(job, max_open=None)
             service.engine.feeder.wake()
-            done = service.wait_final([job.id for job in jobs])
-        assert {job.state for job in done} == {JobState.COMPLETED}
-        made.append([job.metadata["latents_sha256"] for job in done])
-        if pixels:
-            assert min(done, key=lambda job: job.started_at or 0).seed == 3
-            # No rank has waited for the large images.
-            assert max(waits[1], waits[2]) < allowing_for_others(0.5)
-    assert made[0] == made[1]
+            return service.wait_final([job.id for job in jobs])
+
+        large = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)]
+        done = made([*large, demo_job(tmp_path, 3)])
+        # No rank has waited for the large images.
+        assert max(waits[1], waits[2]) < allowing_for_others(0.5)
+        in_order = made([demo_job(tmp_path, seed, photo_24mp) for seed in (1, 2)])
+    assert {job.state for job in done + in_order} == {JobState.COMPLETED}
+    assert min(done, key=lambda job: job.started_at or 0).seed == 3
+    assert latents(done[:2]) == latents(in_order)
 
 
 @pytest.mark.processes
@@ -110,19 +114,6 @@ def test_an_image_that_cannot_be_prepared_fails_its_clip_only(
     assert [job.state for job in done] == [JobState.FAILED, JobState.COMPLETED]
     assert done[0].error is not None
     assert "does not exist" in done[0].error["message"]
-
-
-@pytest.mark.processes
-@pytest.mark.long
-def test_the_size_of_an_uploaded_image_is_stored(tmp_path: Path, photo_24mp: Path) -> None:
-    with HttpServer(tmp_path / "data", *QUICK) as server:
-        server.wait_ready()
-        (id,) = server.add(photo=photo_24mp.read_bytes())
-        server.wait_for(id, "completed")
-    with contextlib.closing(JobQueue(tmp_path / "data")) as store:
-        job = store.get(id)
-        assert job is not None
-        assert job.photo_pixels == 24_000_000
 
 
 def test_the_eta_of_others_is_without_the_image_and_that_of_the_clip_with_it(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import hold as hold_jobs
-from tests.serve.http_server import DEMO, QUICK, HttpServer
+from tests.serve.http_server import QUICK, HttpServer
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 
@@ -75,26 +75,20 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
 
 @pytest.mark.processes
 def test_clips_wait_for_a_server_that_can_make_them(tmp_path: Path) -> None:
+    sampling = SvdSampling(num_inference_steps=2, num_frames=14, decode_chunk_size=14)
+    with closing(JobQueue(tmp_path / "data")) as queue:
+        own, *others = (
+            add(queue, model=model, sampling=sampling) for model in ("dummy", *3 * ["demo"])
+        )
     with HttpServer(tmp_path / "data", *QUICK) as server:
-        server.wait_ready()
-        (done,) = server.add()
-        server.wait_for(done, "completed")
-        ids = server.add(3, steps=400)
-        server.stop(SIGKILL)
-
-    with HttpServer(tmp_path / "data", *DEMO) as server:
-        server.wait_ready()
+        assert server.wait_for(own, "completed")["held"] is None
         assert "queued clips that wait for another start: 3, because its" in server.err
         listed = server.client.get("/v1/videos?order=asc&status=queued").json()["data"]
-        assert [video["id"] for video in listed] == ids
-        for video in (*listed, server.video(done)):
-            assert video["model"] == "dummy"
-        assert listed[0]["held"] == "its model is dummy, and this server runs demo"
-        (own,) = server.add(frames=2, size="128x128")
-        assert server.wait_for(own, "completed")["model"] == "demo"
-        assert server.client.post(f"/v1/videos/{ids[2]}/cancel").json()["status"] == "cancelled"
-
-    with HttpServer(tmp_path / "data", *QUICK) as server:
-        assert server.video(own)["model"] == "demo"
-        for id in ids[:2]:
-            assert server.wait_for(id, "completed")["held"] is None
+        assert [video["id"] for video in listed] == others
+        for video in listed:
+            assert video["model"] == "demo"
+            assert video["held"] == "its model is demo, and this server runs dummy"
+        assert server.client.post(f"/v1/videos/{others[2]}/cancel").json()["status"] == "cancelled"
+    with closing(JobQueue(tmp_path / "data")) as queue:
+        hold(queue, "demo")
+        assert take_all(queue) == others[:2]

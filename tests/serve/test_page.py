@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,12 @@ import pytest
 from svdpp.config import OutputConfig
 from svdpp.media.examples import example_photos
 from svdpp.media.video import write_clip
-from svdpp.serve.auth import add_key
 from tests.cli.shell import ROOT
-from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, wait
+from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait
 
 PAGE = ROOT / "svdpp" / "serve" / "page"
 CODE = ("text/javascript", "text/css")
 PHOTOS = example_photos()
-#: Real clips.
-REAL = (
-    *("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8"),
-    *("--frames", "2"),
-)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 
@@ -98,6 +93,15 @@ class Page:
                 return False
 
         wait(has_happened, HANG_SECONDS, lambda: self.text("body"))
+
+    @contextmanager
+    def of_width(self, width: int) -> Iterator[None]:
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        try:
+            yield
+        finally:
+            self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def wait_text(self, selector: str, part: str) -> None:
         self.wait(lambda: part in self.text(selector))
@@ -370,19 +374,15 @@ def test_what_is_said_of_clips_that_wait_and_run(page: Page) -> None:
 @pytest.mark.long
 def test_on_a_narrow_window_the_queue_comes_before_the_form(page: Page) -> None:
     order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"
-    size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     assert page.run(order) == ["new", "queue"]
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
+    with page.of_width(400):
         page.wait(lambda: page.run(order) == ["queue", "new"])
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     page.wait(lambda: page.run(order) == ["new", "queue"])
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("clips")
-def test_a_card_shows_its_image_and_says_what_its_buttons_do(page: Page) -> None:
+def test_a_card_shows_its_image_and_its_buttons_fit_any_window(page: Page) -> None:
     page.wait(lambda: page.all(".card .about .thumb"))
     for button in page.all(".card .actions button"):
         assert button.text, "an icon alone"
@@ -392,14 +392,11 @@ def test_a_card_shows_its_image_and_says_what_its_buttons_do(page: Page) -> None
     )
     cut = "return [...document.querySelectorAll('.about > .note')].filter("
     cut += "(each) => each.scrollWidth > each.clientWidth).length"
-    try:
-        for width in (1600, 1200, 1000, 360):
-            size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for width in (1600, 1200, 1000, 360):
+        with page.of_width(width):
             assert page.run(lines), f"the buttons of a card in two lines at {width}"
             assert page.run(cut) == 0
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+            assert page.run("return document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.long
@@ -450,19 +447,6 @@ def test_the_focus_goes_through_the_page_in_its_order(page: Page) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("clips")
-@pytest.mark.parametrize("width", [400, 1000, 1600])
-def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        page.wait(lambda: page.all(".card"))
-        assert page.run("return document.documentElement.scrollWidth") <= width
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.long
 def test_the_theme_is_chosen_and_kept(page: Page) -> None:
     colour = "return getComputedStyle(document.body).backgroundColor"
     page.one("#theme").click()
@@ -490,7 +474,7 @@ new MutationObserver(() => {
 @pytest.mark.full
 @pytest.mark.long
 def test_a_finished_clip_is_shown_once_and_verified(driver: Any, tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *REAL) as server:
+    with HttpServer(tmp_path / "data", *DEMO, "--frames", "2") as server:
         server.wait_ready()
         for page in opened(driver, server):
             page.choose(PHOTOS[0])
@@ -533,29 +517,25 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
 
 
 @pytest.mark.long
-def test_the_page_asks_for_a_key_and_uses_it(driver: Any, tmp_path: Path) -> None:
-    keys = ("--api-key-file", str(tmp_path / "keys"))
-    key = add_key(tmp_path / "keys", "alice")
-    with HttpServer(tmp_path / "data", *QUICK, *keys, key=key) as server:
-        server.wait_ready()
-        (id,) = server.add()
-        server.wait_for(id, "completed")
-        write_file(server, id)
-        page = Page(driver, server.url)
-        page.open()
-        page.wait(lambda: page.all("#lock"))
-        assert page.focused() == "key"
-        assert page.all("#main") == []
-        page.press("wrong\n")
-        page.wait_text("#lock-text", "The server refuses this key")
-        page.one("#key").clear()
-        page.one("#key").send_keys(f"{key}\n")
-        page.wait_text("#state", "Ready")
-        page.wait(
-            lambda: page.run(
-                "const video = document.querySelector('.card video');"
-                "return video?.src.startsWith('blob:') && video.readyState > 2"
-            )
+def test_the_page_asks_for_a_key_and_uses_it(driver: Any, keyed: HttpServer) -> None:
+    (id,) = keyed.add()
+    keyed.wait_for(id, "completed")
+    write_file(keyed, id)
+    page = Page(driver, keyed.url)
+    page.open()
+    page.wait(lambda: page.all("#lock"))
+    assert page.focused() == "key"
+    assert page.all("#main") == []
+    page.press("wrong\n")
+    page.wait_text("#lock-text", "The server refuses this key")
+    page.one("#key").clear()
+    page.one("#key").send_keys(keyed.client.headers["Authorization"].split()[1] + "\n")
+    page.wait_text("#state", "Ready")
+    page.wait(
+        lambda: page.run(
+            "const video = document.querySelector('.card video');"
+            "return video?.src.startsWith('blob:') && video.readyState > 2"
         )
-        assert page.run("return Object.keys(localStorage)") == ["svdpp-theme"]
-        assert page.complaints() == []
+    )
+    assert page.run("return Object.keys(localStorage)") == ["svdpp-theme"]
+    assert page.complaints() == []

@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,8 +26,9 @@ from svdpp.serve.job import JobState
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 from svdpp.verification import clip_proof
+from tests.cli.shell import PYTHONPATH
 from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import is_there, wait_until
+from tests.faults.processes import children_of, is_there, wait_until
 from tests.serve.engines import demo_config, demo_job, serving
 
 pytestmark = pytest.mark.processes
@@ -65,11 +69,15 @@ class Proving:
 
 @contextmanager
 def _proving(
-    made: tuple[Path, list[str]], folder: Path, *, when_idle: bool, adopts: bool = False
+    made: tuple[Path, list[str]],
+    folder: Path,
+    *,
+    when_idle: bool,
 ) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
-    store, idle = JobQueue(folder, adopts=adopts), threading.Event()
+    before = _temporary_files()
+    store, idle = JobQueue(folder), threading.Event()
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
@@ -79,19 +87,16 @@ def _proving(
     finally:
         prover.close()
         store.close()
-        assert not os.path.lexists(folder / ".svdpp-proof")
-        assert not list(Path(tempfile.gettempdir()).glob("svdpp-proof-*"))
+        assert _temporary_files() == before
+
+
+def _temporary_files() -> set[str]:
+    return set(os.listdir(os.environ["TMPDIR"]))
 
 
 def _children() -> list[int]:
     """The processes of this one that verify a clip."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            if b"svdpp.serve.prover" in path.read_bytes() and int(parent) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+    return children_of(os.getpid(), "svdpp.serve.prover")
 
 
 @pytest.mark.long
@@ -152,7 +157,7 @@ def test_a_proof_that_fails_says_why_and_can_be_requested_again(
         assert proving.prover.request(proving.ids[0])
         proving.wait_for("equal", "failed", "none")
         assert proving.reasons()[0] is None
-        assert str(proving.reasons()[1]).startswith(f"'photos/{photo.name}' is not the image")
+        assert str(proving.reasons()[1]).startswith(f"'{photo.name}' is not the image")
 
 
 @pytest.mark.long
@@ -165,15 +170,17 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert proving.proofs() == ["none", "running", "none"]
         assert _children() == []
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")
+        begun = _temporary_files()
+        wait_until(lambda: _temporary_files() > begun, HANG_SECONDS, "no recomputation")
         (child,) = _children()
         proving.idle.clear()
         seconds = wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         print(f"stopped after {1000 * seconds:.0f} ms")
         wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
+        assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        proving.wait_for("none", "equal", "none")
+        wait_until(_children, HANG_SECONDS, "it does not go on")
         assert not proving.prover.request("video_unknown")
 
 
@@ -204,13 +211,34 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
         assert proving.proofs() == ["none"] * 3
 
 
-def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
-    left = Path(tempfile.mkdtemp(prefix="svdpp-proof-"))
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / ".svdpp-proof").symlink_to(left)
-    with _proving((tmp_path / "none", []), folder, when_idle=True, adopts=True):
-        assert not left.exists()
+SERVER = """
+import sys, threading
+from pathlib import Path
+from svdpp.serve.prover import Prover
+from svdpp.serve.queue import JobQueue
+
+folder = Path(sys.argv[1])
+Prover(JobQueue(folder), folder, lambda: True, when_idle=True).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.long
+def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
+    made: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    temporary = Path(tempfile.mkdtemp())  # a short path, because it holds sockets
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
+    )
+    wait_until(lambda: list(temporary.glob("svdpp-verify-*")), HANG_SECONDS, "no proof")
+    (process,) = children_of(server.pid, "svdpp.serve.prover")
+    server.kill()
+    server.wait()
+    wait_until(lambda: not is_there(process), HANG_SECONDS, "it goes on")
+    temporary.rmdir()
 
 
 def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
@@ -235,6 +263,8 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     config = replace(demo_config(1), device="cuda:1")
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
+    need = SimpleNamespace(total_bytes=2**30)
+    monkeypatch.setattr("svdpp.diagnostics.memory_estimate.estimate_ranks", lambda _: [need])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
         prover._check_gpu(config)
     free[1] = _gpu(1, 2**40)

@@ -170,33 +170,6 @@ def test_clips_from_photographs_and_from_text_have_the_bits_of_diffusers(ltx: Ht
     assert "guidance_scale_2 is not for" in error["message"]
 
 
-@pytest.mark.processes
-@pytest.mark.long
-def test_a_killed_server_goes_on_inside_the_solvers_history(
-    wan_folder: Path, tmp_path: Path
-) -> None:
-    options = (*WAN, "--model", str(wan_folder))
-    form: dict[str, Any] = {"photo": None, "prompt": PROMPT, "seed": 5, "steps": 400}
-    with HttpServer(tmp_path, *options) as server:
-        server.wait_ready()
-        (id,) = server.add(**form)
-        wait(lambda: list((tmp_path / "latents").glob("*")), HANG_SECONDS, lambda: server.err)
-        assert server.video(id)["status"] == "in_progress"
-        server.stop(9)
-    with HttpServer(tmp_path, *options) as server:
-        server.wait_ready()
-        assert server.video(id)["prompt"] == PROMPT
-        server.wait_for(id, "completed")
-        (again,) = server.add(**form)
-        server.wait_for(again, "completed")
-        assert hashes(server, id) == hashes(server, again)
-
-
-def hashes(server: HttpServer, id: str) -> str:
-    metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-    return str(metadata["latents_sha256"])
-
-
 # --- the page -------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Schedule, build_schedule, check_schedule
+from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.worker.inbox import ActionQueue
+from tests.plan.schedule_check import check_schedule
 
 
 def _layouts(most_decode_ranks: int = 1) -> st.SearchStrategy[Layout]:

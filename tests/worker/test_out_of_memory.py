@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
 
@@ -58,12 +60,14 @@ def test_a_lack_of_memory_names_part_sizes_and_knob(
 
 
 def test_the_host_allocators_refusal_tells_what_doctor_and_auto_call_free(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that the kernel can reclaim at once counts as free, not only idle pages."""
     told = "MemTotal: 8388608 kB\nMemFree: 1048576 kB\nMemAvailable: 3145728 kB\n"
-    monkeypatch.setattr(free_memory, "_meminfo", lambda: told)
-    assert free_memory.free_bytes("cpu") == 3 * 2**30
+    others = ("Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
+    (tmp_path / "meminfo").write_text(told + "".join(f"{name}: 0 kB\n" for name in others))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert free_memory.available_bytes() == 3 * 2**30
     words = rf"while decoding the frames: {2**28:.1f} GiB asked for, 3\.0 GiB free"
     with pytest.raises(OutOfMemoryError, match=words), out_of_memory_named(DECODE):
         torch.empty(2**58, dtype=torch.uint8)

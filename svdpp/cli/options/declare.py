@@ -2,77 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
-from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
-from click.shell_completion import CompletionItem
-
-# Panels of the help, in the order in which `--help-all` shows them.
-VIDEO = "Video"
-PROMPTS = "Prompts"
-MODEL = "Model and precision"
-LAYOUT = "Layout"
-COSTS = "Costs"
-MEMORY = "Memory"
-SERVICE = "Service"
-RECOVERY = "Recovery"
-DIAGNOSTICS = "Diagnostics"
-PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
 
 #: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(
     {"--num-inference-steps", "--num-frames", "--total-steps", "--skip-existing"}
 )
 
-_KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
-
 
 class Option(click.Option):
-    """An option with its panel in the help, its default in words, and values to complete."""
+    """An option with its panel in the help and its default in words."""
 
-    def __init__(
-        self, names: Sequence[str], *, panel: str, shown: str = "", choices: Any = (), **about: Any
-    ) -> None:
+    def __init__(self, names: list[str], *, panel: str, shown: str = "", **about: Any) -> None:
         super().__init__(names, **about)
-        self.panel, self.shown, self._choices = panel, shown, choices
+        self.panel, self.shown = panel, shown
+        #: As the help shows them, short ones first.
+        self.names = [name for name in self.opts if name not in HIDDEN_NAMES]
+        self.names.sort(key=lambda name: name.startswith("--"))
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The choices that begin so; they may depend on the context."""
-        choices = self._choices(ctx) if callable(self._choices) else self._choices
-        return [CompletionItem(each) for each in choices if each.startswith(incomplete)]
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
+        """See `click.Option`."""
+        names = f"{', '.join(self.names)} {self.metavar or ''}".rstrip()
+        default = "" if self.is_flag or self.count or self.default is None else str(self.default)
+        return names, _described(self.help, self.shown or default)
 
 
 class Argument(click.Argument):
     """An argument with its help."""
 
-    def __init__(self, names: Sequence[str], *, help: str, shown: str = "", **about: Any) -> None:
+    def __init__(self, names: list[str], *, help: str, shown: str = "", **about: Any) -> None:
         super().__init__(names, **about)
         self.help, self.shown = help, shown
 
-
-def setting(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """A field that is an option with a value.
-
-    Args:
-        panel: of the help.
-        metavar: placeholder of the value in the help.
-        help: one or two sentences, without the default.
-        names: as users type them; without them, the field's name with dashes.
-        more: `default` of the field, and arguments of `Option`.
-    """
-    default = more.pop("default", None)
-    about = {"panel": panel, "metavar": metavar, "help": help, "names": names, **more}
-    return field(default=default, metadata=about)
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
+        """See `click.Argument`."""
+        return self.metavar or "", _described(self.help, self.shown)
 
 
-def switch(panel: str, help: str, *names: str, default: Any = False, **more: Any) -> Any:
-    """A field that is an option without a value; arguments as for `setting`."""
-    return setting(panel, "", help, *names, default=default, **more)
+def _described(help: str | None, default: str) -> str:
+    return f"{help} [default: {default}]" if default else f"{help}"
+
+
+class Panel(str):
+    """A panel of the help, which declares its options."""
+
+    __slots__ = ()
+
+    def setting(self, metavar: str, help: str, *names: str, **more: Any) -> Any:
+        """A field that is an option with a value.
+
+        Args:
+            metavar: placeholder of the value in the help; "": the choices of a `Literal`.
+            help: one or two sentences, without the default.
+            names: as users type them; without them, the field's name with dashes.
+            more: `default` of the field, and arguments of `Option`.
+        """
+        default = more.pop("default", None)
+        about = {"panel": self, "metavar": metavar, "help": help, "names": names, **more}
+        return field(default=default, metadata=about)
+
+    def switch(self, help: str, *names: str, default: Any = False, **more: Any) -> Any:
+        """A field that is an option without a value; arguments as for `setting`."""
+        return self.setting("", help, *names, default=default, **more)
+
+
+VIDEO = Panel("Video")
+PROMPTS = Panel("Prompts")
+MODEL = Panel("Model and precision")
+LAYOUT = Panel("Layout")
+COSTS = Panel("Costs")
+MEMORY = Panel("Memory")
+SERVICE = Panel("Service")
+RECOVERY = Panel("Recovery")
+DIAGNOSTICS = Panel("Diagnostics")
+#: All, in the order in which `--help-all` shows them.
+PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
+
+
+def completes(*values: str) -> Any:
+    """The `shell_complete` of an option that takes these values and others."""
+    return lambda context, option, text: [one for one in values if one.startswith(text)]  # noqa: ARG005
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
@@ -97,32 +111,24 @@ def declared(group: Any) -> Mapping[str, tuple[Any, dict[str, Any]]]:
 def parameter(name: str, hint: Any, about: Mapping[str, Any]) -> Option | Argument:
     """The option or argument of the field `name` for click."""
     about = {**_typed(hint), **about}
-    if "panel" in about:
-        return Option([name, *about.pop("names")], **about)
-    if about.pop("multiple", False):
-        about["nargs"] = -1
-    return Argument([name], **{"required": False, **about})
+    if "panel" not in about:
+        if about.pop("multiple", False):
+            about["nargs"] = -1
+        return Argument([name], **{"required": False, **about})
+    if isinstance(about.get("type"), click.Choice) and not about["metavar"]:
+        about["metavar"] = "|".join(about["type"].choices)
+    return Option([name, *about.pop("names")], **about)
 
 
 def _typed(hint: Any) -> dict[str, Any]:
     """click's arguments for values of this type."""
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is UnionType:  # with None
+    if type(None) in inner:
         return _typed(inner[0])
+    if origin is Literal:
+        return {"type": click.Choice(inner)}
     if origin is list:
-        return {"type": _to(inner[0]), "multiple": True}
+        return {"type": inner[0], "multiple": True}
     if origin is tuple:
-        return {"type": _to(inner[0]), "nargs": len(inner)}
-    return {"is_flag": True} if hint is bool else {"type": _to(hint)}
-
-
-def _to(kind: type) -> Callable[[Any], Any]:
-    """The conversion of a text, whose error says what it must be."""
-
-    def convert(value: Any) -> Any:
-        try:
-            return kind(value)
-        except ValueError:
-            raise click.BadParameter(f"must be {_KINDS[kind]}, got {value!r}") from None
-
-    return convert
+        return {"type": inner[0], "nargs": len(inner)}
+    return {"is_flag": True} if hint is bool else {"type": hint}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, argument, setting, switch
+from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import (
     MAX_MEGAPIXELS,
@@ -29,7 +29,7 @@ def _take_from(context: click.Context, _: click.Parameter, path: Path | None) ->
 class ClipOptions:
     """The number of clips, if images and seeds do not determine it."""
 
-    clips: int | None = setting(LAYOUT, "M", "Number of clips.", shown="2 for each rank")
+    clips: int | None = LAYOUT.setting("M", "Number of clips.", shown="2 for each rank")
 
     def at_least_one(self, default: int) -> int:
         """The number of clips."""
@@ -42,13 +42,13 @@ class ClipOptions:
 class PromptOptions:
     """Prompts, for models that take them."""
 
-    prompt: str | None = setting(
-        PROMPTS, "TEXT", "What happens in the clip; with an image or, for text to video, without."
+    prompt: str | None = PROMPTS.setting(
+        "TEXT", "What happens in the clip; with an image or, for text to video, without."
     )
-    prompts: Path | None = setting(
-        PROMPTS, "FILE", "Several prompts, one in each line of a UTF-8 file."
+    prompts: Path | None = PROMPTS.setting(
+        "FILE", "Several prompts, one in each line of a UTF-8 file."
     )
-    negative_prompt: str | None = setting(PROMPTS, "TEXT", "What must not be in the clip.")
+    negative_prompt: str | None = PROMPTS.setting("TEXT", "What must not be in the clip.")
 
     @property
     def has_prompt(self) -> bool:
@@ -82,8 +82,8 @@ class PromptOptions:
 class ImageOptions:
     """Which images are taken."""
 
-    max_megapixels: int = setting(
-        VIDEO, "N", f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.", default=24
+    max_megapixels: int = VIDEO.setting(
+        "N", f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.", default=24
     )
 
     def __post_init__(self) -> None:
@@ -102,17 +102,15 @@ class InputOptions(ImageOptions):
     inputs: list[str] | None = argument(
         "INPUT...", "Images or videos: files, folders, quoted globs."
     )
-    seeds: str | None = setting(
-        VIDEO, "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
+    seeds: str | None = VIDEO.setting(
+        "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
     )
-    recursive: bool = switch(VIDEO, "Include images in subfolders.", "--recursive", "-r")
-    keep_going: bool = switch(
-        RECOVERY,
+    recursive: bool = VIDEO.switch("Include images in subfolders.", "--recursive", "-r")
+    keep_going: bool = RECOVERY.switch(
         "If some images cannot be used, make the clips of the others; the exit code "
-        "is the highest of all errors.",
+        "is the highest of all errors."
     )
-    repeat: Path | None = setting(
-        RECOVERY,
+    repeat: Path | None = RECOVERY.setting(
         "RUN.json",
         "Repeat the run of this manifest; options on the command line replace its own.",
         "--from",

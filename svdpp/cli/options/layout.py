@@ -2,70 +2,57 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, setting, switch
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, completes
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.layout import SPLITS
+from svdpp.plan.layout import Split
 
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
-
-#: The default device.
-AUTO_DEVICE = "auto"
-
-_LAYOUTS = ("auto", "pipeline", "data-parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """The number of ranks, and what each may use."""
 
-    world: int | None = setting(
-        LAYOUT,
+    world: int | None = LAYOUT.setting(
         "W",
         "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
         "--gpus",
         "--world",
     )
-    device: str = setting(
-        LAYOUT,
+    device: str = LAYOUT.setting(
         "auto|cuda|cpu|cuda:N",
         "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
         "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
-        default=AUTO_DEVICE,
-        choices=("auto", "cuda", "cpu", "cuda:0"),
+        default="auto",
+        shell_complete=completes("auto", "cuda", "cpu", "cuda:0"),
     )
-    threads: int | None = setting(
-        LAYOUT,
+    threads: int | None = LAYOUT.setting(
         "T",
         "CPU threads of each rank, at most 16 per core. Bits depend on this number.",
         shown="cores divided by ranks; on CUDA 1",
     )
-    timeout: float = setting(
-        RECOVERY, "SECONDS", "End the run if a rank makes no progress for this long.", default=600.0
+    timeout: float = RECOVERY.setting(
+        "SECONDS", "End the run if a rank makes no progress for this long.", default=600.0
     )
-    start_timeout: float = setting(
-        RECOVERY,
-        "SECONDS",
-        "End the run if the ranks are not ready after this long.",
-        default=600.0,
+    start_timeout: float = RECOVERY.setting(
+        "SECONDS", "End the run if ranks are not ready after this long.", default=600.0
     )
-    checksum: bool = switch(DIAGNOSTICS, "Send a crc32 with each packet and compare it on arrival.")
-
-    allow_mixed_devices: bool = switch(
-        LAYOUT,
+    checksum: bool = DIAGNOSTICS.switch("Send a crc32 with each packet and compare it on arrival.")
+    allow_mixed_devices: bool = LAYOUT.switch(
         "Accept ranks on different GPUs or library versions. Their bits may differ, so "
-        "clips are not marked as exact.",
+        "clips are not marked as exact."
     )
 
     def device_for(self, model: str) -> str:
         """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""
-        if self.device != AUTO_DEVICE:
+        if self.device != "auto":
             return self.device
         if visible_gpus():
             import torch
@@ -77,7 +64,7 @@ class RankOptions:
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
             "--device cpu runs it there anyway; --model demo is small enough for a CPU",
-            details={"asked": AUTO_DEVICE, "found": 0},
+            details={"asked": "auto", "found": 0},
         )
 
     def threads_on(self, device: str, num_local: int) -> int:
@@ -97,65 +84,49 @@ class RankOptions:
 class LayoutOptions:
     """How the ranks share the work; None stands for the default."""
 
-    layout: str | None = setting(
-        LAYOUT,
-        "auto|pipeline|data-parallel",
+    layout: Literal["auto", "pipeline", "data-parallel"] | None = LAYOUT.setting(
+        "",
         "How ranks share the work. pipeline: each does some steps of all clips; "
         "data-parallel: each makes whole clips; auto: best forecast, with pairs or without.",
         shown="pipeline",
-        choices=_LAYOUTS,
     )
-    split: str | None = setting(
-        LAYOUT,
-        "uniform|balanced|dithered",
+    split: Split | None = LAYOUT.setting(
+        "",
         "How a pipeline divides the steps. uniform: equally; balanced: so that the "
         "slowest rank is as fast as possible; dithered: differently from clip to clip, "
         "so that all ranks have the same work on average.",
         shown="uniform",
-        choices=SPLITS,
     )
-    replicas: int | None = setting(
-        LAYOUT, "R", "Independent pipelines of W/R ranks; R divides W.", shown="1"
+    replicas: int | None = LAYOUT.setting(
+        "R", "Independent pipelines of W/R ranks; R divides W.", shown="1"
     )
-    decoders: int | None = setting(
-        LAYOUT,
-        "K",
-        "Ranks at the end of each pipeline that finish and decode clips in turn.",
-        shown="1",
+    decoders: int | None = LAYOUT.setting(
+        "K", "Ranks at the end of each pipeline that decode clips in turn.", shown="1"
     )
-    cfg_parallel: str | None = setting(
-        LAYOUT,
-        "auto|1|2",
+    cfg_parallel: Literal["auto", "1", "2"] | None = LAYOUT.setting(
+        "",
         "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
         "the guidance; a clip takes about half as long. auto: by forecast, if the bits are equal.",
         shown="1; with --layout auto auto",
-        choices=("auto", "1", "2"),
     )
-    decode_ranks: int | None = setting(
-        LAYOUT,
+    decode_ranks: int | None = LAYOUT.setting(
         "N",
         "Ranks that decode each clip of SVD together, each some chunks of --decode-chunk-size "
         "frames.",
         shown="both ranks of a pair, if there are several chunks, else 1",
     )
-    costs: str | None = setting(
-        LAYOUT,
+    costs: str | None = LAYOUT.setting(
         "FILE|PRESET",
         "Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
         f"an earlier run, or published costs: {', '.join(PRESETS)}.",
         shown=ASSUMED_COSTS,
-        choices=tuple(PRESETS),
+        shell_complete=completes(*PRESETS),
     )
-    share_experts: bool = switch(
-        LAYOUT, "Let one rank hold both experts, so that the steps can be cut anywhere."
+    share_experts: bool = LAYOUT.switch(
+        "Let one rank hold both experts, so that the steps can be cut anywhere."
     )
 
     def __post_init__(self) -> None:
-        if self.layout is not None and self.layout not in _LAYOUTS:
-            names = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
-            raise RequestError(f"--layout must be {names}, got {self.layout!r}")
-        if self.cfg_parallel not in (None, "auto", "1", "2"):
-            raise RequestError(f"--cfg-parallel must be auto, 1 or 2, got {self.cfg_parallel!r}")
         if self.layout in ("auto", "data-parallel"):
             self.leave_to(f"--layout {self.layout}")
         if self.chooses and self.decode_ranks is not None:
@@ -166,13 +137,6 @@ class LayoutOptions:
         """The given refinements as fields of a `PipelineConfig`."""
         named = {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
         return {name: value for name, value in named.items() if value is not None}
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """All given options of the layout, by name."""
-        others: dict[str, Any] = {"layout": self.layout, "cfg-parallel": self.cfg_parallel}
-        others["decode-ranks"] = self.decode_ranks
-        return {**self.refined, **{name: value for name, value in others.items() if value}}
 
     @property
     def pair_size(self) -> int:
@@ -199,11 +163,8 @@ class LayoutOptions:
     @property
     def must_divide(self) -> bool:
         """Whether the number of ranks must divide the steps."""
-        return (
-            self.split in (None, "uniform")
-            and self.layout in (None, "pipeline")
-            and (self.replicas is None)
-        )
+        is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
+        return is_pipeline and self.split in (None, "uniform")
 
     def leave_to(self, option: str) -> None:
         """Refuses refinements together with an option that chooses the layout."""
@@ -212,8 +173,10 @@ class LayoutOptions:
 
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        others = {"cfg_parallel": self.cfg_parallel and self.pair_size}
-        others["decode_ranks"] = self.decode_ranks
+        others = {
+            "cfg_parallel": self.cfg_parallel and self.pair_size,
+            "decode_ranks": self.decode_ranks,
+        }
         given = {name: value for name, value in others.items() if value is not None}
         if self.layout == "data-parallel":
             return {"replicas": max(1, world_size // self.pair_size), **given}

@@ -4,85 +4,50 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from svdpp.cli.options.declare import MODEL, setting, switch
-from svdpp.config import (
-    DEFAULT_MODEL,
-    DEMO_MODEL,
-    DTYPE_BYTES,
-    DUMMY_MODEL,
-    Dtype,
-    Lora,
-    ModelConfig,
-)
+from svdpp.cli.options.declare import MODEL, completes
+from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, Dtype, Lora, ModelConfig
 from svdpp.errors import RequestError
-
-_DTYPES: dict[str, Dtype] = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-}
-
-
-def _known_models(context: click.Context) -> list[str]:
-    """Models that a shell completes; the dummy only for commands with `--latent-shape`."""
-    takes_dummy = any(each.name == "latent_shape" for each in context.command.params)
-    return [DEMO_MODEL, *([DUMMY_MODEL] if takes_dummy else []), DEFAULT_MODEL]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The weights and their precision."""
 
-    model: str = setting(
-        MODEL,
+    model: str = MODEL.setting(
         "MODEL",
         "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
         default=DEFAULT_MODEL,
-        choices=_known_models,
+        shell_complete=completes(DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL),
     )
-    as_family: str | None = setting(
-        MODEL,
-        "NAME",
-        "Run the model by another family, such as wan_v2v.",
-        "--family",
+    as_family: str | None = MODEL.setting(
+        "NAME", "Run the model by another family, such as wan_v2v.", "--family"
     )
-    revision: str | None = setting(
-        MODEL, "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
+    revision: str | None = MODEL.setting(
+        "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
     )
-    variant: str | None = setting(MODEL, "NAME", "Variant of the weights, such as fp16.")
-    lora: list[str] | None = setting(
-        MODEL,
+    variant: str | None = MODEL.setting("NAME", "Variant of the weights, such as fp16.")
+    lora: list[str] | None = MODEL.setting(
         "FILE[:WEIGHT][:high|:low]",
         "A LoRA, repeatable: a safetensors file, or OWNER/NAME/FILE on the hub; of two experts, "
         "the one for high or low noise. Needs svdpp[lora].",
     )
-    local_files_only: bool = switch(MODEL, "Use only the hub cache; never download.")
-    dtype: str | None = setting(
-        MODEL,
-        "fp32|fp16|bf16",
+    local_files_only: bool = MODEL.switch("Use only the hub cache; never download.")
+    dtype: Dtype | None = MODEL.setting(
+        "",
         "Precision of weights and latents.",
         shown="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
-        choices=tuple(DTYPE_BYTES),
     )
-    memory_opt: bool = switch(
-        MODEL, "Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a time."
+    memory_opt: bool = MODEL.switch(
+        "Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a time."
     )
-    channels_last: bool = switch(
-        MODEL, "Store weights of UNet and VAE in the memory format channels_last; bits differ."
+    channels_last: bool = MODEL.switch(
+        "Store weights of UNet and VAE in the memory format channels_last; bits differ."
     )
-    deterministic: bool = switch(
-        MODEL,
-        "Use torch's deterministic algorithms and no TF32, in ranks and proof. Without "
-        "it torch keeps its own settings, as in a plain diffusers script on the same "
-        "device.",
+    deterministic: bool = MODEL.switch(
+        "Use torch's deterministic algorithms and no TF32, in ranks and proof; without it torch "
+        "keeps its own settings, as in a plain diffusers script."
     )
-    latent_shape: tuple[int, int, int, int, int] | None = setting(
-        MODEL,
+    latent_shape: tuple[int, int, int, int, int] | None = MODEL.setting(
         "B C F H W",
         "Shape of the dummy model's latent: five sizes, each 1 or more.",
         shown="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
@@ -102,33 +67,22 @@ class ModelOptions:
 
         return family_of_model(self.to_config("cpu"))
 
-    def to_config(self, device: str, family: str | None = None, **more: bool) -> ModelConfig:
-        """The configuration on `device`."""
+    def to_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
+        """The configuration on `device`; the default precision is that of diffusers' examples."""
+        default: Dtype = "fp32"
+        if self.dtype is None and device.startswith("cuda"):
+            default = "fp16" if (family or self.family) == "svd" else "bf16"
+        names = ("revision", "variant", "local_files_only", "memory_opt", "channels_last")
+        same: dict[str, Any] = {name: getattr(self, name) for name in names}
         return ModelConfig(
             name=self.model,
             family=self.as_family,
-            revision=self.revision,
-            variant=self.variant,
-            local_files_only=self.local_files_only,
-            dtype=self._dtype_on(device, family),
-            memory_opt=self.memory_opt,
-            channels_last=self.channels_last,
+            dtype=self.dtype or default,
             loras=tuple(map(_parse_lora, self.lora or ())),
             dummy_latent_shape=self.latent_shape,
+            **same,
             **more,
         )
-
-    def _dtype_on(self, device: str, family: str | None) -> Dtype:
-        """The precision; by default the one of diffusers' own examples on CUDA."""
-        if self.dtype is None and not device.startswith("cuda"):
-            return "fp32"
-        if self.dtype is None:
-            return "fp16" if (family or self.family) == "svd" else "bf16"
-        if self.dtype not in _DTYPES:
-            raise RequestError(
-                f"--dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
-            )
-        return _DTYPES[self.dtype]
 
 
 _LORA = re.compile(

@@ -5,42 +5,36 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO, setting, switch
-from svdpp.config import OutputConfig
+from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO
+from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.driver.jobs import OutputPolicy
 
-_FORMATS = ("mp4", "gif", "webp", "frames")
 _SUFFIXES = (".mp4", ".gif", ".webp")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
-#: Fields of a template for clip names.
-_FIELDS = ("name", "seed", "index")
-_EVERY_CLIP = "{name}_{seed}"
 
 
 class Place(NamedTuple):
-    """The folder of the clips, and a template for their names without suffix."""
+    """The folder of the clips, a template for their names without suffix, and their format."""
 
     folder: Path
     template: str
-    format: str | None
-    """Named by the suffix of `--out`; None if it has none."""
+    format: VideoFormat
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOptions:
     """Where clips are written."""
 
-    out: Path = setting(
-        VIDEO,
+    out: Path = VIDEO.setting(
         "PATH",
-        "Folder for the clips, or the file of a single clip, or a template such as "
+        "Folder for the clips, the file of a single clip, or a template such as "
         "'clips/{name}_{index}.mp4' of name, seed and index.",
         "--out",
         "-o",
@@ -52,83 +46,69 @@ class FolderOptions:
 class OverwriteOptions:
     """Whether existing files are replaced."""
 
-    overwrite: bool = switch(RECOVERY, "Replace clips that exist.")
+    overwrite: bool = RECOVERY.switch("Replace clips that exist.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(OverwriteOptions, FolderOptions):
     """Where clips are written, how they are encoded, and what happens to existing files."""
 
-    format: str | None = setting(
-        VIDEO,
-        "mp4|gif|webp|frames",
+    format: VideoFormat | None = VIDEO.setting(
+        "",
         "Format of the clips; frames: a folder of PNG files.",
         shown="the suffix of --out, else mp4",
-        choices=_FORMATS,
     )
-    crf: int = setting(VIDEO, "Q", "H.264 quality of mp4, 0 (lossless) to 51 (worst).", default=18)
-    resume: bool = switch(
-        RECOVERY,
+    crf: int = VIDEO.setting("Q", "H.264 quality of mp4, 0 (lossless) to 51 (worst).", default=18)
+    resume: bool = RECOVERY.switch(
         "Keep finished clips, continue started ones from --latents-dir, make the others.",
         "--resume",
         "--skip-existing",
     )
-    latents_dir: Path | None = setting(
-        RECOVERY,
+    latents_dir: Path | None = RECOVERY.setting(
         "DIR",
         "Keep each transferred latent here until its clip is finished. --resume "
         "continues from it, with any number of ranks and the same --threads.",
         shown="keep none",
     )
-    dry_run: bool = switch(
-        DIAGNOSTICS,
-        "Make no clips; show their names, the forecast, each rank's memory and the disk space.",
+    dry_run: bool = DIAGNOSTICS.switch(
+        "Make no clips; show their names, the forecast, each rank's memory and the disk space."
     )
 
     def place(self) -> Place:
-        """Where clips are written."""
-        suffix = self.out.suffix.lower()
-        if self.out.is_dir():
-            return Place(self.out, _EVERY_CLIP, None)
+        """Where clips are written, and as what; checks the options."""
+        suffix, typed = self.out.suffix.lower(), shlex.quote(str(self.out))
         if suffix in _OTHER_VIDEOS:
             raise RequestError(
-                f"--out {shlex.quote(str(self.out))}: clips are mp4, gif or webp",
+                f"--out {typed}: clips are mp4, gif or webp",
                 f"--out {shlex.quote(str(self.out.with_suffix('.mp4')))}",
             )
-        has_fields = _has_fields(self.out.name)
         if _has_fields(str(self.out.parent)):
             raise RequestError(
                 "--out: fields such as {name} are allowed only in the last part of the path"
             )
-        kind = suffix[1:] if suffix in _SUFFIXES else None
-        if not (has_fields or kind):
-            return Place(self.out, _EVERY_CLIP, None)
+        has_fields = _has_fields(self.out.name)
+        kind: Any = suffix[1:] if suffix in _SUFFIXES and not self.out.is_dir() else None
+        if kind is not None and self.format not in (None, kind):
+            raise RequestError(
+                f"--out {typed} is {kind}, --format says {self.format}", "leave --format out"
+            )
+        checked = OutputConfig(
+            path=str(self.out), format=self.format or kind or "mp4", crf=self.crf
+        )
+        if self.out.is_dir() or not (has_fields or kind):
+            return Place(self.out, "{name}_{seed}", checked.format)
         name = self.out.name if kind is None else self.out.name[: -len(suffix)]
         if not has_fields:
             name = name.replace("{", "{{").replace("}", "}}")
-        return Place(self.out.parent, name, kind)
-
-    def check(self) -> OutputConfig:
-        """Format and quality, checked."""
-        ending = self.place().format
-        if ending is not None and self.format not in (None, ending):
-            raise RequestError(
-                f"--out {shlex.quote(str(self.out))} is {ending}, --format says {self.format}",
-                "leave --format out",
-            )
-        chosen = self.format or ending or "mp4"
-        return OutputConfig(path=str(self.out), format=chosen, crf=self.crf)  # type: ignore[arg-type]
+        return Place(self.out.parent, name, checked.format)
 
     def policy(self, *, is_restarted: bool) -> "OutputPolicy":
         """Where clips are written, and what happens to existing files."""
         from svdpp.driver.jobs import OutputPolicy
 
-        checked, place = self.check(), self.place()
         return OutputPolicy(
-            folder=place.folder,
-            template=place.template,
-            format=checked.format,
-            crf=checked.crf,
+            **self.place()._asdict(),
+            crf=self.crf,
             overwrite=self.overwrite,
             resume=self.resume,
             is_restarted=is_restarted,
@@ -138,42 +118,35 @@ class OutputOptions(OverwriteOptions, FolderOptions):
 
 def _has_fields(text: str) -> bool:
     try:
-        parts = [part for part in Formatter().parse(text) if part[1] is not None]
-        unknown = [name for _, name, _, other in parts if name not in _FIELDS or other]
-        if not unknown:
-            text.format(name="photo", seed=0, index=1)
-    except ValueError as error:
-        raise RequestError(f"--out {text!r} is not a template: {error}") from None
-    for name in unknown:
+        text.format(name="photo", seed=0, index=1)
+        return any(field is not None for _, field, _, _ in Formatter().parse(text))
+    except (ValueError, LookupError, AttributeError) as error:
         raise RequestError(
-            f"--out has an unknown field {{{name}}}", "fields are {name}, {seed} and {index}"
-        )
-    return bool(parts)
+            f"--out {text!r} is not a template: {error}", "fields are {name}, {seed} and {index}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TalkOptions:
     """Options that every command has; its `Console` follows them."""
 
-    as_json: bool = switch(DIAGNOSTICS, "Print results and errors as JSON.", "--json")
-    debug: bool = switch(DIAGNOSTICS, "Show tracebacks with errors.")
-    quiet: bool = switch(DIAGNOSTICS, "Print no progress and no remarks.", "--quiet", "-q")
+    as_json: bool = DIAGNOSTICS.switch("Print results and errors as JSON.", "--json")
+    debug: bool = DIAGNOSTICS.switch("Show tracebacks with errors.")
+    quiet: bool = DIAGNOSTICS.switch("Print no progress and no remarks.", "--quiet", "-q")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     """Options of the log."""
 
-    verbose: int = switch(
-        DIAGNOSTICS,
+    verbose: int = DIAGNOSTICS.switch(
         "Log ranks, transfers and clips to stderr; -vv adds every step.",
         "--verbose",
         "-v",
         default=0,
         count=True,
     )
-    log_file: Path | None = setting(
-        DIAGNOSTICS,
+    log_file: Path | None = DIAGNOSTICS.setting(
         "FILE",
         "Append the log to this file as JSON lines, with -v every step; at 50 MB it "
         "becomes FILE.1, and four old files are kept.",

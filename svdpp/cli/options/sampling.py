@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import PROMPTS, VIDEO, setting
+from svdpp.cli.options.declare import PROMPTS, VIDEO
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
     DEMO_SAMPLING,
     SAMPLING_CLASSES,
+    Fit,
     PipelineConfig,
     PromptedSampling,
     SamplingConfig,
@@ -44,8 +45,8 @@ PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 def _of(field: str, metavar: str = "", *aliases: str, shown: str = "", more: str = "") -> Any:
     """The option of a parameter, as its `Param` says."""
     param = _SHARED[field]
-    return setting(
-        PROMPTS if field in PROMPT_FIELDS else VIDEO,
+    panel = PROMPTS if field in PROMPT_FIELDS else VIDEO
+    return panel.setting(
         metavar or ("N" if param.kind is int else "X"),
         f"{param.help} {more}".rstrip(),
         *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
@@ -72,19 +73,14 @@ class SamplingOptions:
     decode_chunk_size: str | None = _of(
         "decode_chunk_size", "F|auto", shown="all", more="auto estimates how many fit."
     )
-    seed: str | None = setting(
-        VIDEO,
-        "N|random",
-        "Seed of every clip, 0 to 2^63 - 1; random draws one and prints it.",
-        shown="0",
+    seed: str | None = VIDEO.setting(
+        "N|random", "Seed of every clip, 0 to 2^63 - 1; random draws one.", shown="0"
     )
     height: int | None = _of("height", "PIXELS")
     width: int | None = _of("width", "PIXELS")
-    fit: str = setting(
-        VIDEO,
-        "stretch|crop|pad",
+    fit: Fit = VIDEO.setting(
+        "",
         "How to fit an image of another shape to the frame; diffusers stretches it.",
-        choices=("stretch", "crop", "pad"),
         default="stretch",
     )
     fps: int | None = _of("fps", "FPS")
@@ -94,8 +90,7 @@ class SamplingOptions:
     max_guidance_scale: float | None = _of("max_guidance_scale")
     guidance_scale: float | None = _of("guidance_scale")
     max_sequence_length: int | None = _of("max_sequence_length")
-    param: list[str] | None = setting(
-        PROMPTS,
+    param: list[str] | None = PROMPTS.setting(
         "NAME=VALUE",
         "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
     )
@@ -104,10 +99,6 @@ class SamplingOptions:
     def measures_chunk(self) -> bool:
         """Whether the number of frames decoded at a time is to be measured."""
         return self.decode_chunk_size == AUTO_CHUNK
-
-    def one_seed(self) -> int:
-        """The seed of every clip."""
-        return parse_seeds(self.seed, None)[0]
 
     def num_steps(self, family: str = "svd") -> int:
         """The number of steps, by default that of the family."""
@@ -118,22 +109,18 @@ class SamplingOptions:
         self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
     ) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        given.pop("seed", None)
-        given.pop("param", None)
-        if "steps" in given:
-            given["num_inference_steps"] = given.pop("steps")
-        if (chunk := parse_decode_chunk(self.decode_chunk_size)) is None:
-            given.pop("decode_chunk_size", None)
-        else:
-            given["decode_chunk_size"] = chunk
-        if model.memory_opt:
-            given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
         family = family or model.family
         kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
-        if "from_image" in known:
-            given["from_image"] = from_image
+        given = {**vars(self), "num_inference_steps": self.steps}
+        given["decode_chunk_size"] = parse_decode_chunk(self.decode_chunk_size)
+        if model.memory_opt and self.decode_chunk_size is None:
+            given["decode_chunk_size"] = _LOW_MEMORY_CHUNK
+        given = {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in ("steps", "seed", "param")
+        }
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
             typed = _SHARED[name].option
@@ -141,6 +128,8 @@ class SamplingOptions:
                 f"{typed} is not for {model.model}, a model of the family {family}",
                 f"leave {typed} out",
             )
+        if "from_image" in known:
+            given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(model.model), **given})
         return sampling
 
@@ -173,7 +162,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     return values
 
 
-def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
+def parse_seeds(seed: str | None, seeds: str | None = None) -> list[int]:
     """The seeds of `--seed 7` or `--seeds 1,3,5-7`; a drawn one for `random`; 0 by default."""
     if seed is not None and seeds is not None:
         raise RequestError("--seed and --seeds contradict each other")
@@ -182,7 +171,10 @@ def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
 
         return [secrets.randbits(_DRAWN_BITS)]
     if seeds is None:
-        return [_one_seed(seed or "0")]
+        if not re.fullmatch(r"-?\d{1,20}", seed or "0", re.ASCII):
+            raise RequestError(f"--seed must be a whole number or random, got {seed!r}")
+        check_seed(int(seed or "0"))
+        return [int(seed or "0")]
     result: dict[int, None] = {}  # a set that keeps its order
     for part in seeds.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
@@ -198,13 +190,6 @@ def parse_seeds(seed: str | None, seeds: str | None) -> list[int]:
         check_seed(last)
         result.update(dict.fromkeys(range(first, last + 1)))
     return list(result)
-
-
-def _one_seed(text: str) -> int:
-    if not re.fullmatch(r"-?\d{1,20}", text, re.ASCII):
-        raise RequestError(f"--seed must be a whole number or random, got {text!r}")
-    check_seed(int(text))
-    return int(text)
 
 
 def parse_decode_chunk(text: str | None) -> int | None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO, setting, switch
+from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.inputs import ImageOptions
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
@@ -19,101 +19,78 @@ _DATABASES = ("postgresql://", "postgres://")
 class ServeOptions(ImageOptions):
     """Where the service listens, what it keeps, and what clients may request."""
 
-    host: str = setting(
-        SERVICE,
+    host: str = SERVICE.setting(
         "HOST",
         "Address to listen on. One that other machines reach needs --api-key-file.",
         default="127.0.0.1",
     )
-    port: int = setting(SERVICE, "PORT", "Port; 0 takes a free one.", default=8000)
-    data: Path = setting(
-        SERVICE,
+    port: int = SERVICE.setting("PORT", "Port; 0 takes a free one.", default=8000)
+    data: Path = SERVICE.setting(
         "DIR",
         "Folder of queue, images and clips; a new start with it goes on.",
         default=Path("svdpp-data"),
     )
-    queue: str | None = setting(
-        SERVICE,
+    queue: str | None = SERVICE.setting(
         "URL",
         "PostgreSQL database of a queue that several servers share, such as "
         "postgresql://svdpp@db/svdpp; all of them share the --data folder, too.",
         shown="a file in --data",
     )
-    lease: float = setting(
-        SERVICE,
+    lease: float = SERVICE.setting(
         "SECONDS",
         "With --queue: other servers take over the clips of one that has said nothing for this "
         "long.",
         default=30.0,
     )
-    adopt: bool = switch(
-        SERVICE, "Start a new queue in a --data folder that has other files; they are left alone."
+    adopt: bool = SERVICE.switch(
+        "Start a new queue in a --data folder that has other files; they are left alone."
     )
-    api_key_file: Path | None = setting(
-        SERVICE,
+    api_key_file: Path | None = SERVICE.setting(
         "FILE",
         "Serve only requests with a key in this file, each its own clips.",
         shown="no keys: this machine only",
     )
-    new_key: str | None = setting(
-        SERVICE,
+    new_key: str | None = SERVICE.setting(
         "NAME",
         "Add the hash of a new API key to --api-key-file, print the key, and end.",
         shown="start the server",
     )
-    max_queue: int = setting(
-        SERVICE,
-        "N",
-        "Clips that may wait or be made; further requests are told when to come again.",
-        default=1000,
+    max_queue: int = SERVICE.setting(
+        "N", "Clips that may wait or be made; more are told to come again.", default=1000
     )
-    max_upload_mb: int = setting(SERVICE, "MIB", "Largest image, in MiB.", default=32)
-    max_steps: int = setting(
-        SERVICE, "N", "Denoising steps that a request may ask for.", default=MAX_STEPS
+    max_upload_mb: int = SERVICE.setting("MIB", "Largest image, in MiB.", default=32)
+    max_steps: int = SERVICE.setting("N", "Steps that a request may ask for.", default=MAX_STEPS)
+    max_frames: int = SERVICE.setting("N", "Frames that a request may ask for.", default=MAX_FRAMES)
+    keep_days: float | None = SERVICE.setting(
+        "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
     )
-    max_frames: int = setting(
-        SERVICE, "N", "Frames that a request may ask for.", default=MAX_FRAMES
+    keep_gb: float | None = SERVICE.setting(
+        "GB", "Remove the oldest finished clips beyond this size.", shown="no limit"
     )
-    keep_days: float | None = setting(
-        SERVICE, "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
-    )
-    keep_gb: float | None = setting(
-        SERVICE,
-        "GB",
-        "Remove the oldest finished clips beyond this size of all files.",
-        shown="no limit",
-    )
-    verify_when_idle: bool = switch(
-        SERVICE,
+    verify_when_idle: bool = SERVICE.switch(
         "Make finished clips again on one device while nothing waits, the newest first, "
-        "and compare them bit by bit.",
+        "and compare them bit by bit."
     )
-    sizes: str | None = setting(VIDEO, "WxH,WxH", "Further sizes, such as 768x448.", shown="none")
-    time_scale: float | None = setting(
-        COSTS,
+    sizes: str | None = VIDEO.setting("WxH,WxH", "Further sizes, such as 768x448.", shown="none")
+    time_scale: float | None = COSTS.setting(
         "X",
         "For tests with --model dummy: make it sleep for the time of --costs times X.",
         shown="no sleep",
     )
-    grace: float = setting(
-        RECOVERY,
+    grace: float = RECOVERY.setting(
         "SECONDS",
         "On SIGTERM, finish the clips in progress within this time; the others continue "
         "from their latent checkpoints at the next start.",
         default=30.0,
     )
-
-    heartbeat_timeout: float = setting(
-        RECOVERY,
+    heartbeat_timeout: float = RECOVERY.setting(
         "SECONDS",
-        "Start the ranks again if one does not send its heartbeat, due every second, for "
-        "this long.",
+        "Start the ranks again if one sends no heartbeat, due every second, for this long.",
         default=15.0,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seconds("--heartbeat-timeout", self.heartbeat_timeout)
         check_seconds("--lease", self.lease)
         if self.queue is not None and not self.queue.startswith(_DATABASES):
             raise RequestError(
@@ -134,10 +111,8 @@ class ServeOptions(ImageOptions):
     def check_own(self, sampling: SamplingConfig) -> None:
         """Refuses limits that the server's own defaults, resolved, are beyond."""
         steps = sampling.num_inference_steps
-        for name, most, own in (
-            ("steps", self.max_steps, steps),
-            ("frames", self.max_frames, sampling.frames),
-        ):
+        owns = ("steps", self.max_steps, steps), ("frames", self.max_frames, sampling.frames)
+        for name, most, own in owns:
             if own > most:
                 raise RequestError(
                     f"--max-{name} {most} is less than the {own} {name} of a clip by default",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
 from svdpp.models.base import PREDICTION, Partner, Tensors
-from svdpp.models.engine.values import Node, Packer, unpack, zeros
+from svdpp.models.engine.values import Node, Packer, tensors_in, unpack, zeros
 
 
 class Branches:
@@ -22,18 +22,13 @@ class Branches:
     The second rank cannot know the arguments of its call, the second one, when the first one is
     made: it returns a tensor for that, and fills it later. The rule `batch` is for pipelines that
     call it once, with a batch of two.
-
-    Args:
-        rule: of the family's row.
-        partner: the other rank.
-        device: of the tensors.
-        outputs: the structure of a call's result; empty until the first step of a process.
     """
 
     def __init__(
         self, rule: str, partner: Partner, device: torch.device, outputs: list[Node]
     ) -> None:
         self._rule, self._partner, self._device = rule, partner, device
+        # The structure of a call's result; empty until the first step of a process.
         self._outputs = outputs
         self._calls = 0
         self._first: Any = None
@@ -45,22 +40,24 @@ class Branches:
             ModelError: the step does not evaluate two branches as the rule says.
         """
         self._calls += 1
+        branch, is_first = self._partner.branch, self._calls == 1
         if self._rule == "batch":
-            return self._of_batch(step, real, args, kwargs)
+            args, kwargs = half(branch, real, args, kwargs)
+            both = self._exchange(step, lambda: real(*args, **kwargs))
+            return tree_map(_joined, *(reversed(both) if branch else both))
         if self._calls > 2:
             raise ModelError(f"step {step} evaluates the denoiser more than twice")
-        if self._partner.branch == 0:
-            if self._calls == 2:
-                return self._first
-            own, self._first = self._exchange(step, lambda: real(*args, **kwargs))
-            return own
-        if self._calls == 1:
+        if branch == 0 and not is_first:
+            return self._first
+        if branch == 1 and is_first:
             known = self._outputs
             self._first = zeros(known[0], self._device) if known else real(*args, **kwargs)
             return self._first
         own, other = self._exchange(step, lambda: real(*args, **kwargs))
-        for ours, theirs in zip(tree_leaves(self._first), tree_leaves(other), strict=True):
-            if isinstance(ours, torch.Tensor):
+        if is_first:
+            self._first = other
+        else:
+            for ours, theirs in zip(tensors_in(self._first), tensors_in(other), strict=True):
                 ours.copy_(theirs)
         return own
 
@@ -76,13 +73,6 @@ class Branches:
                 "leave --cfg-parallel out",
             )
         self._calls, self._first = 0, None
-
-    def _of_batch(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        branch = self._partner.branch
-        own_args, own_kwargs = half(branch, real, args, kwargs)
-        own, other = self._exchange(step, lambda: real(*own_args, **own_kwargs))
-        first, second = (other, own) if branch else (own, other)
-        return tree_map(_joined, first, second)
 
     def _exchange(self, step: int, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
         """This rank's result and the other one's."""
@@ -121,7 +111,7 @@ def half(
         if name in _BATCHED:
             if lengths - {2}:
                 raise ModelError(f"a batch of {max(lengths)} is not one for each branch: {name}")
-            bound.arguments[name] = tree_map(partial(_part, branch), value)
+            bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
         elif name not in _SHARED and 2 in lengths:
             raise ModelError(f"it is not known how to divide {name} between two branches")
     return bound.args, bound.kwargs
@@ -130,6 +120,7 @@ def half(
 def in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
     """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
 
+    @functools.wraps(real)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
         return tree_map(_joined, *(real(*each, **named) for each, named in halves))

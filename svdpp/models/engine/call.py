@@ -11,6 +11,7 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from svdpp.errors import ModelError
-from svdpp.models.base import GENERATOR, LATENTS, STATE_PREFIX, AfterStep, Tensors
+from svdpp.models.base import GENERATOR, LATENTS, STATE, AfterStep, Tensors
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.patches import (
     component_methods,
@@ -40,7 +41,6 @@ from svdpp.models.engine.values import (
     copied,
     describe,
     differ,
-    packed_state,
     snapshot,
     tensors_in,
     unpack,
@@ -62,12 +62,14 @@ class RangeCall:
     pipe: Any
     """With the scheduler of this call, which no other call uses."""
     row: Row
-    packet: tuple[Node, Tensors] | None
-    """Structure and tensors after `start` steps; None: this call encodes."""
+    given: Node | None
+    """Structure of the packet after `start` steps; None: this call encodes."""
+    received: Tensors
+    """The tensors of that packet."""
     start: int
     end: int | None
     """The call ends before this step; None: it runs to the end, and decodes."""
-    generators: list[torch.Generator]
+    generator: torch.Generator
     """Of the clip."""
     after_step: AfterStep | None = None
     """Called after each step of the range; what it raises ends the call."""
@@ -75,14 +77,12 @@ class RangeCall:
     """Of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
     def __post_init__(self) -> None:
-        self.structure: Node = {}
-        """Of the packet after the last step of the range, or before the first one."""
-        self._given: Node | None = self.packet[0] if self.packet else None
-        self._received: Tensors = self.packet[1] if self.packet else {}
+        self._structure: Node = {}
         self._device = self.pipe._execution_device
         # No method of this object, which would keep the packet after the call.
-        self._unpacked = functools.partial(unpack, tensors=self._received, device=self._device)
-        self._records = Records(self.row, self._unpacked, self.generators, self._given)
+        self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
+        given = self.given["records"] if self.given else None
+        self._records = Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -96,10 +96,12 @@ class RangeCall:
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
-    @property
-    def tensors(self) -> Tensors:
-        """Those of `structure`."""
-        return self._packer.tensors
+    def packet(self, inputs: Node | None = None) -> Tensors:
+        """After the last step of the range, or before the first one; `inputs` are the clip's."""
+        known = self.given["given"] if self.given else inputs
+        text = json.dumps({**self._structure, "given": known}, separators=(",", ":"))
+        structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return {**self._packer.tensors, STRUCTURE: structure}
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
         return self  # a pipeline may copy its scheduler
@@ -109,19 +111,15 @@ class RangeCall:
         """Calls the pipeline; its result if `end` is None."""
         refuse_caches(self.pipe)
         callback = step_callback(self.pipe, self._on_step_end)
-        before, result, name = _global_states(self._device), None, type(self.pipe).__name__
+        before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
         if differ(before, _global_states(self._device)):
-            raise ModelError(
-                f"{name} draws random numbers from torch's global generator, so that no two runs "
-                "are equal"
-            )
-        if self.end is not None and not self.structure:
-            raise ModelError(
-                f"{name} ends before step {self.end}: it runs another number of steps than it is "
-                "asked for"
-            )
+            problem = "draws random numbers from torch's global generator: no two runs are equal"
+        elif self.end is not None and not self._structure:
+            problem = f"ends before step {self.end}: it runs another number of steps than asked for"
+        if problem:
+            raise ModelError(f"{type(self.pipe).__name__} {problem}")
         return result
 
     # 1. A step.
@@ -131,7 +129,7 @@ class RangeCall:
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._records.in_steps = True
+            self._records.paused = True
             self._begin_step()
             if self._index < self.start:
                 return self._phantom_output()
@@ -148,6 +146,13 @@ class RangeCall:
         return forward
 
     @property
+    def _step(self) -> Node:
+        """Of the packet that was received."""
+        assert self.given is not None
+        step: Node = self.given["step"]
+        return step
+
+    @property
     def _is_last(self) -> bool:
         return self.end is not None and self._index == self.end - 1
 
@@ -158,13 +163,12 @@ class RangeCall:
             self._outputs.clear()
             self._results.clear()
         if self._index == self.end:
-            if not self.structure:
+            if not self._structure:
                 self._pack()
             raise _Stop
 
     def _phantom_output(self) -> Any:
-        assert self._given is not None
-        known = self._given["step"]["outputs"]
+        known = self._step["outputs"]
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
@@ -190,8 +194,7 @@ class RangeCall:
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
-        assert self._given is not None
-        step = self._given["step"]
+        step = self._step
         if place == len(self._states):
             self._states.append(self._unpacked(step["states"][place]))
         scheduler.__dict__.update(self._states[place])
@@ -219,9 +222,9 @@ class RangeCall:
     def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
         self._latents = values[LATENTS]
-        if self._given is None or self._index != self.start - 1:
+        if self._index != self.start - 1:
             return {}
-        return {LATENTS: self._unpacked(self._given["step"]["latents"])}
+        return {LATENTS: self._unpacked(self._step["latents"])}
 
     # 2. The loop.
 
@@ -233,7 +236,7 @@ class RangeCall:
         if self.end is not None:
             self._chunks.append(self._packed_results(f"chunk.{self._chunk}"))
         self._chunk += 1
-        self._records.in_steps = False
+        self._records.paused = False
 
     def update(self, *_: Any) -> None:
         """See `progress_bar`."""
@@ -245,17 +248,17 @@ class RangeCall:
 
     def _pack(self) -> None:
         try:
-            if self._given is None:
+            if self.given is None:
                 records, step = self._records.packed(self._packer), None
             else:
                 # Often the result of `step` itself.
                 latents = self._packer.pack(self._reached(), LATENTS)
                 step = {"latents": latents, **self._packed_step()}
-                records = self._records.passed_on(self._received, self._packer.tensors)
+                records = self._records.passed_on(self.received, self._packer.tensors)
         except NotPackableError as error:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
-        self.structure = {"records": records, "step": step}
+        self._structure = {"records": records, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
         """What `step` returned last, of each scheduler."""
@@ -273,13 +276,13 @@ class RangeCall:
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
-            prefix = STATE_PREFIX if place == 0 else f"{STATE_PREFIX}{place}."
-            states.append(packed_state(self._packer, changed_state(before, scheduler), prefix))
+            name = f"{STATE}.{place}" if place else STATE
+            states.append(self._packer.pack(changed_state(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
             "outputs": [describe(each) for each in self._outputs],
-            "generators": self._packer.pack(self._records.generator_states(), GENERATOR),
+            "generators": self._records.packed_state(self._packer, GENERATOR),
         }
 
     # 4. The pipeline, its components and its scheduler, while the call lasts.
@@ -313,7 +316,7 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        if self._given is not None:  # what an encode casts for a moment is not used again
+        if self.given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
         return replaced(component, **recorded)
 

@@ -63,7 +63,7 @@ def read_json(folder: Path, name: str) -> JsonFile:
         raise ModelError(f"{name} is too long for a config file")
     check_start(text, name)
     try:
-        values = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} does not hold valid JSON") from error
     if not isinstance(values, dict):
@@ -85,10 +85,6 @@ def check_start(data: bytes, label: str) -> None:
 def short_repr(value: object) -> str:
     """The repr of an untrusted value, shortened to one line."""
     return _REPR.repr(value)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +118,7 @@ class Configs:
         if part not in self._read:
             config = self._read[part] = read_json(self.folder, f"{part}/config.json")
             for key, value in config.values.items():
-                if _CODE_KEYS.search(key):
-                    raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
-                limit = _MAX_LAYERS if _LAYERS.fullmatch(key) else _MAX_SIZE
-                if limit == _MAX_LAYERS or _SIZES.fullmatch(key):
-                    _check_size(config, key, value, limit)
+                _check_value(config, key, value)
         config = self._read[part]
         return JsonFile(config.label, {**defaults, **config.values})
 
@@ -158,7 +150,13 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     return _LIBRARIES[0], entry
 
 
-def _check_size(config: JsonFile, key: str, value: object, limit: int) -> None:
+def _check_value(config: JsonFile, key: str, value: object) -> None:
+    """Refuses a key that loads code, and sizes that no memory holds."""
+    if _CODE_KEYS.search(key):
+        raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
+    limits = (limit for names, limit in _LIMITS if names.fullmatch(key))
+    if (limit := next(limits, None)) is None:
+        return
     if type(value) is int:
         config.count(key, limit)
     elif isinstance(value, list) and any(type(each) is int and each > limit for each in value):
@@ -233,6 +231,10 @@ _CODE_KEYS = re.compile(
 )
 # Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, and LTX-2 a text width of
 # 3840.
-_LAYERS = re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks")
-_SIZES = re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff")
-_MAX_LAYERS, _MAX_SIZE = 1024, 2**18
+_LIMITS = (
+    (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks"), 1024),
+    (
+        re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"),
+        2**18,
+    ),
+)

@@ -6,8 +6,7 @@ import functools
 import importlib
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.configs import first_line, library_errors, short_repr
 from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.free_memory import free_bytes
 from svdpp.models.hub import show_name
 from svdpp.models.lora import LoraFile
 from svdpp.models.safetensors_header import num_elements
@@ -187,21 +185,27 @@ def _load_module(
     their memory. Parameters keep requires_grad, as in diffusers' pipeline: without it torch uses
     other CPU kernels, which give other bits.
     """
-    with library_errors(part, checkpoint):
-        headers = checkpoint.weight_files(part)
-        dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
-        if quantised := sorted(dtypes & _QUANTISED):
-            raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
-    with _memory_errors(part, num_elements(headers) * dtype.itemsize, device):
+    size = 0
+    try:
         with library_errors(part, checkpoint):
+            headers = checkpoint.weight_files(part)
+            size = num_elements(headers) * dtype.itemsize
+            dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
+            if quantised := sorted(dtypes & _QUANTISED):
+                raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
             module = _from_pretrained(checkpoint, part, cls, dtype)
-        try:
-            return module.eval().to(device)
-        # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
-        except (AssertionError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
+        return module.eval().to(device)
+    # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
+    except (AssertionError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
+        free = ", more than is free"
+        if device.type == "cuda":
+            free = f", where {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
+        raise OutOfMemoryError(
+            f"{part} needs {size / 1e9:.2f} GB on {device}{free}",
+            "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
+        ) from error
 
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
@@ -219,31 +223,12 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     )
     # Of shards, diffusers does not say which are missing.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    for problem, keys in (
-        ("missing", {*info["missing_keys"], *absent}),
-        ("unexpected", info["unexpected_keys"]),
-        ("mismatched", info["mismatched_keys"]),
-    ):
-        if names := sorted(map(str, keys)):
+    info["missing_keys"] = {*info["missing_keys"], *absent}
+    for problem in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, info[f"{problem}_keys"])):
             first = f"weights are {problem}, the first is {short_repr(names[0])}"
             raise ModelError(f"{part}: {first} of {len(names)}")
     return module
-
-
-@contextmanager
-def _memory_errors(part: str, num_bytes: int, device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        free = ", more than is free"
-        if device.type == "cuda":
-            free = f", where {free_bytes(device) / 1e9:.2f} GB are free"
-        raise OutOfMemoryError(
-            f"{part} needs {num_bytes / 1e9:.2f} GB on {device}{free}",
-            "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
-        ) from error
 
 
 # 3. A component without its weights.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -19,14 +21,17 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import STRUCTURE, RangeCall
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
-from svdpp.models.engine.patches import replaced
-from svdpp.models.engine.rows import Row
+from svdpp.models.engine.patches import own_methods, replaced
 from svdpp.models.engine.values import Node
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
 _IMAGE = "image"
 _MAX_CACHED_TEXTS = 16
+# Methods whose results depend on their arguments alone.
+_OF_TEXT = re.compile(r"_get_\w+_prompt_embeds|_encode_prompt_\w+")
+# Arguments of `__call__` whose sampling parameters have other names.
+_RENAMED = {"frame_rate": "fps", "video_length": "num_frames"}
 
 
 class EngineModel:
@@ -77,20 +82,14 @@ class EngineModel:
         assert bool(prepared) == self._sampling.from_image
         pixels = prepared.get(_IMAGE)
         source = blank_source(self._sampling) if pixels is None else _source(pixels)
-        generator = torch.Generator(self._generator_device).manual_seed(request.seed)
-        call = self._call(None, 0, 0, generator)
         with ExitStack() as patches:
             patches.enter_context(self._row.prepared(self._pipe, prepared))
-            for name in self._row.texts:
-                cached = self._cached(name, getattr(self._pipe, name))
-                patches.enter_context(replaced(self._pipe, **{name: cached}))
-            call.run(
-                call_arguments(self._pipe, self._checkpoint, self._sampling)
-                | request_arguments(self._row, self._sampling, request, source, generator)
-                | {"output_type": "latent"}
-            )
-        given = {"negative_prompt": request.negative_prompt is not None}
-        return _packet(call, {"given": given})
+            for name in own_methods(self._pipe.__class__):
+                if _OF_TEXT.fullmatch(name):
+                    cached = self._cached(name, getattr(self._pipe, name))
+                    patches.enter_context(replaced(self._pipe, **{name: cached}))
+            call, _ = self._call(request, source, given=None, received={}, start=0, end=0)
+        return call.packet({"negative_prompt": request.negative_prompt is not None})
 
     def denoise(
         self,
@@ -106,17 +105,13 @@ class EngineModel:
         branch of the guidance, and both get the same result.
         """
         assert start < end
-        structure, tensors = self._opened(tensors, start)
-        generator = torch.Generator(self._generator_device)
         branches = None
         if partner is not None:
             assert self._row.branches is not None
             branches = Branches(self._row.branches, partner, self.device, self._outputs)
-        call = self._call(
-            (structure, tensors), start, end, generator, after_step=after_step, branches=branches
-        )
-        call.run(self._later_arguments(structure, generator) | {"output_type": "latent"})
-        return _packet(call, {"given": structure["given"]})
+        more = {"after_step": after_step, "branches": branches}
+        call, _ = self._later_call(tensors, start, end, **more)
+        return call.packet()
 
     def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
@@ -130,28 +125,22 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        decode = self._pipe.decode_latents if frames else None
-
-        def decode_part(latents: torch.Tensor, _: int, chunk_size: int) -> Any:
-            assert decode is not None
-            assert frames is not None
-            part = latents[:, frames.first : frames.end]
-            return decode(part, frames.end - frames.first, chunk_size)
-
-        with replaced(self._pipe, **({"decode_latents": decode_part} if frames else {})):
+        own = {}
+        if frames is not None:
+            decode, part = self._pipe.decode_latents, slice(frames.first, frames.end)
+            own["decode_latents"] = lambda latents, _, chunk_size: decode(
+                latents[:, part], part.stop - part.start, chunk_size
+            )
+        with replaced(self._pipe, **own):
             video, *audio = self.decode_by(tensors, check_and_postprocess)
-        self.audio = audio_of(self._pipe, self._row, *audio)
+        self.audio = audio_of(self._pipe, *audio)
         return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
-        steps = self._sampling.num_inference_steps
-        structure, tensors = self._opened(tensors, steps)
-        generator = torch.Generator(self._generator_device)
-        call = self._call((structure, tensors), steps, None, generator)
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
-            arguments = self._later_arguments(structure, generator)
-            result = call.run(arguments | {"output_type": "pt"})
+            steps = self._sampling.num_inference_steps
+            _, result = self._later_call(tensors, steps, None)
         return result if isinstance(result, tuple) else (result,)
 
     def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
@@ -188,31 +177,30 @@ class EngineModel:
         has_end = int(tokens[-1] == tokenizer.eos_token_id)
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
-    @property
-    def _generator_device(self) -> str:
-        return self._row.generator_device(self._checkpoint, self._sampling, str(self.device))
-
     def _call(
-        self,
-        packet: tuple[Node, Tensors] | None,
-        start: int,
-        end: int | None,
-        generator: torch.Generator,
-        **more: Any,
-    ) -> RangeCall:
-        set_up(self._pipe, self._checkpoint, self._sampling)
-        given = {"packet": packet, "start": start, "end": end, "generators": [generator], **more}
-        return RangeCall(pipe=self._pipe, row=self._row, **given)
+        self, request: ClipRequest, source: Source | None, *, end: int | None, **of_call: Any
+    ) -> tuple[RangeCall, Any]:
+        """A call that has ended, and the pipeline's result."""
+        pipe, checkpoint, sampling = self._pipe, self._checkpoint, self._sampling
+        set_up(pipe, checkpoint, sampling)
+        device = self._row.generator_device(checkpoint, sampling, str(self.device))
+        generator = torch.Generator(device).manual_seed(request.seed)
+        call = RangeCall(pipe=pipe, row=self._row, generator=generator, end=end, **of_call)
+        arguments = call_arguments(pipe, checkpoint, sampling, request, source, generator)
+        return call, call.run({**arguments, "output_type": "pt" if end is None else "latent"})
 
-    def _later_arguments(self, structure: Node, generator: torch.Generator) -> dict[str, Any]:
-        """Arguments for a rank that has no prompt and no image: what they give is replayed."""
-        arguments = call_arguments(self._pipe, self._checkpoint, self._sampling)
-        negative = "" if structure["given"]["negative_prompt"] else None
-        prompt = "" if self._row.takes_prompt else None
-        request = ClipRequest(seed=0, prompt=prompt, negative_prompt=negative)
-        source = blank_source(self._sampling)
-        given = request_arguments(self._row, self._sampling, request, source, generator)
-        return arguments | given
+    def _later_call(
+        self, tensors: Tensors, start: int, end: int | None, **more: Any
+    ) -> tuple[RangeCall, Any]:
+        """A call without prompt and image, whose results are replayed."""
+        structure, tensors = self._opened(tensors, start)
+        request = ClipRequest(
+            seed=0,
+            prompt="" if self._row.takes_prompt else None,
+            negative_prompt="" if structure["given"]["negative_prompt"] else None,
+        )
+        of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
+        return self._call(request, blank_source(self._sampling), **of_call)
 
     def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
         """The structure and the tensors of a packet after `steps`."""
@@ -228,16 +216,16 @@ class EngineModel:
         opened: tuple[Node, Tensors] = self._row.old_packet(tensors, self._sampling, steps)
         return opened
 
-    def _cached(self, name: str, encode: Any) -> Any:
+    def _cached(self, name: str, encode: Callable[..., Any]) -> Callable[..., Any]:
         texts = self._texts
-        signature = inspect.signature(encode)
 
+        @functools.wraps(encode)
         def embeds(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
-            if _IMAGE in arguments:
+            values = (*args, *kwargs.values())
+            if any(isinstance(value, (Image.Image, torch.Tensor)) for value in values):
                 return encode(*args, **kwargs)
             # Values such as prompts, lengths and dtypes, whose text is all that matters of them.
-            key = (name, repr(arguments))
+            key = name, repr((args, kwargs))
             if key not in texts:
                 while len(texts) >= _MAX_CACHED_TEXTS:
                     del texts[next(iter(texts))]
@@ -259,36 +247,26 @@ def load_model(
     return EngineModel(pipe, checkpoint, model.dtype, sampling)
 
 
-def call_arguments(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> dict[str, Any]:
-    """Arguments of `__call__` that only depend on the sampling parameters."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    renamed = checkpoint.row.renamed
-    fields = {name: renamed.get(name, name) for name in accepted}
-    values = vars(sampling)
-    # None stands for the default of `__call__`.
-    given = {
-        name: value for name, each in fields.items() if (value := values.get(each)) is not None
-    }
-    return {**given, **checkpoint.row.arguments(sampling)}
-
-
-def request_arguments(
-    row: Row,
+def call_arguments(
+    pipe: Any,
+    checkpoint: Checkpoint,
     sampling: Any,
     request: ClipRequest,
     source: Source | None,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Arguments of `__call__` for one clip; without those that it does not have."""
+    """Arguments of `__call__` for one clip; without those whose default it takes."""
+    row = checkpoint.row
     if isinstance(source, Image.Image) and row.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
+    accepted = inspect.signature(type(pipe).__call__).parameters
     given = {
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        row.image_argument: source,
-        "generator": generator,
+        **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
+        **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
+        **{row.image_argument: source, "generator": generator},
     }
-    return {name: value for name, value in given.items() if value is not None}
+    known = {name: value for name, value in given.items() if value is not None}
+    return {**known, **row.arguments(sampling)}
 
 
 def blank_source(sampling: Any, num_frames: int = 1) -> Source | None:
@@ -311,18 +289,11 @@ def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def audio_of(pipe: Any, row: Row, audio: torch.Tensor | None = None) -> Audio | None:
+def audio_of(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
     """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files."""
-    if row.vocoder is None or audio is None:
+    if audio is None:
         return None
     if not bool(torch.isfinite(audio).all()):
-        raise NotFiniteError(f"the {row.vocoder} returned values that are not finite")
+        raise NotFiniteError("the vocoder returned values that are not finite")
     samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
-    rate = getattr(pipe, row.vocoder).config.output_sampling_rate
-    return Audio(samples.T.contiguous(), rate)
-
-
-def _packet(call: RangeCall, more: Node) -> Tensors:
-    text = json.dumps({**call.structure, **more}, separators=(",", ":"))
-    structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return {**call.tensors, STRUCTURE: structure}
+    return Audio(samples.T.contiguous(), pipe.vocoder.config.output_sampling_rate)

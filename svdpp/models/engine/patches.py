@@ -15,15 +15,13 @@ from svdpp.errors import ModelError
 
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
-_PIPELINES = "diffusers.pipelines"
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 
 def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
     """The methods by which pipelines call a component."""
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
-    found = {name: getattr(component, name, None) for name in names}
-    return {name: method for name, method in found.items() if callable(method)}
+    return {name: getattr(component, name) for name in names if hasattr(component, name)}
 
 
 def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
@@ -74,8 +72,8 @@ def own_methods(pipeline_class: Any) -> tuple[str, ...]:
     """The methods that the pipeline's class defines, and not diffusers' base classes."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
-        is_base = cls in DiffusionPipeline.__mro__
-        names |= vars(cls) if cls.__module__.startswith(_PIPELINES) and not is_base else {}
+        is_own = cls.__module__.startswith("diffusers.pipelines")
+        names |= vars(cls) if is_own and cls not in DiffusionPipeline.__mro__ else {}
     return tuple(
         name
         for name, value in names.items()

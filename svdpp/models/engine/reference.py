@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import diffusers
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Source, Tensors
+from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Frames, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import in_halves
 from svdpp.models.engine.configs import library_errors
@@ -24,10 +24,10 @@ from svdpp.models.engine.load import (
     set_up,
     silence_libraries,
 )
-from svdpp.models.engine.model import audio_of, call_arguments, request_arguments
+from svdpp.models.engine.model import audio_of, call_arguments
 from svdpp.models.engine.patches import replaced, step_callback
 from svdpp.models.engine.rows import Row
-from svdpp.models.engine.values import Packer, changed_state, packed_state, snapshot
+from svdpp.models.engine.values import Packer, changed_state, snapshot
 
 
 class Reference:
@@ -64,25 +64,28 @@ class Reference:
         set_up(pipe, checkpoint, sampling)
         device = row.generator_device(checkpoint, sampling, self._device)
         generator = torch.Generator(device).manual_seed(request.seed)
-        steps = _Steps(pipe, before_steps, after_step)
-        with steps.observed(row, divided=divided) as callback:
+        steps = _Steps(pipe, row, before_steps, after_step)
+        callback = step_callback(pipe, steps.end)
+        with ExitStack() as patches:
+            if not callback:
+                step = steps.scheduler_step(pipe.scheduler.step)
+                patches.enter_context(replaced(pipe.scheduler, step=step))
+            for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
+                real = in_halves(module.forward) if divided else module.forward
+                patches.enter_context(replaced(module, forward=steps.forward(real)))
             output = pipe(
-                **call_arguments(pipe, checkpoint, sampling),
-                **request_arguments(row, sampling, request, source, generator),
+                **call_arguments(pipe, checkpoint, sampling, request, source, generator),
                 **callback,
                 output_type="pil",
             )
-        self.audio = audio_of(pipe, row, output.get("audio"))
+        self.audio = audio_of(pipe, output.get("audio"))
         return steps.latent, stack_frames(output.frames[0])
 
     def _pipe(self, from_image: bool) -> Any:
         """The pipeline as a user of diffusers loads it; kept for the next clips."""
-        if self._loaded is None or self._loaded[0] != from_image:
-            self._loaded = None
-            self._loaded = from_image, self._load(from_image)
-        return self._loaded[1]
-
-    def _load(self, from_image: bool) -> Any:
+        if self._loaded is not None and self._loaded[0] == from_image:
+            return self._loaded[1]
+        self._loaded = None  # frees its memory
         silence_libraries()
         checkpoint, dtype = self._checkpoint, self._model.dtype
         dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
@@ -100,6 +103,7 @@ class Reference:
         load_loras(pipe, checkpoint)
         for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
+        self._loaded = from_image, pipe
         return pipe
 
 
@@ -111,42 +115,46 @@ class _Steps:
     def __init__(
         self,
         pipe: Any,
+        row: Row,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> None:
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
+        self._keeps = row.branches == "calls"
         self._count = 0
         self._state: dict[str, Any] = {}
         self._outputs: list[Any] = []
 
-    @contextmanager
-    def observed(self, row: Row, *, divided: bool) -> Iterator[dict[str, Any]]:
-        """Arguments for a call within the block."""
-        modules = [getattr(self._pipe, name, None) for name in row.denoisers]
-        denoisers = [module for module in modules if module is not None]
-        hooks = [module.register_forward_pre_hook(self._begin) for module in denoisers]
-        if row.branches == "calls":
-            keep = lambda *call: self._outputs.append(call[-1])  # noqa: E731
-            hooks += [module.register_forward_hook(keep) for module in denoisers]
-        callback = step_callback(self._pipe, self._end)
-        if not callback:
-            self._pipe.scheduler.step = self._observed(self._pipe.scheduler.step)
-        with ExitStack() as patches:
-            for module in denoisers if divided else ():
-                patches.enter_context(replaced(module, forward=in_halves(module.forward)))
-            for hook in hooks:
-                patches.callback(hook.remove)
-            yield callback
+    def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A denoiser's; its first call is the end of the encode."""
 
-    def _begin(self, *_: Any) -> None:
-        """The denoiser's first call is the end of the encode."""
-        if not self._state:
-            self._state = snapshot(self._pipe.scheduler)
-            self._before_steps()
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._state:
+                self._state = snapshot(self._pipe.scheduler)
+                self._before_steps()
+            output = real(*args, **kwargs)
+            if self._keeps:
+                self._outputs.append(output)
+            return output
 
-    def _end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+        return forward
+
+    def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """`scheduler.step` of a pipeline that has no callback."""
+
+        @functools.wraps(real)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            self.end(None, 0, None, {LATENTS: result[0]})
+            return result
+
+        return step
+
+    def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+        """The pipeline's callback after a step."""
         packer = Packer()
-        packed_state(packer, changed_state(self._state, self._pipe.scheduler))
+        packer.pack(changed_state(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
             packer.pack(output, f"{PREDICTION}{branch}")
         self._outputs.clear()
@@ -154,17 +162,6 @@ class _Steps:
         self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
         self._count += 1
         return {}
-
-    def _observed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`scheduler.step` of a pipeline that has no callback."""
-
-        @functools.wraps(step)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            self._end(None, 0, None, {LATENTS: result[0]})
-            return result
-
-        return observed
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from svdpp.models.engine import hunyuan, ltx, others, svd, wan
+from svdpp.models.engine import others, svd, wan
 from svdpp.models.engine.configs import Configs, Facts
 
+#: What an encode of an image uses, as far as a checkpoint has it.
+IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
@@ -41,29 +43,19 @@ class Row:
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
     """What an encode uses."""
-    encode_image: tuple[str, ...] = ("vae",)
-    """What it uses besides for a clip from an image."""
     decode: tuple[str, ...] = ("vae",)
-    vocoder: str | None = None
-    """The component that makes the samples of the clip's sound."""
     everywhere: tuple[str, ...] = ()
     """What every rank uses: components without weights."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of `__call__` by the sampling parameter they have; others have its name."""
-    texts: tuple[str, ...] = ("_get_t5_prompt_embeds",)
-    """Methods whose results depend on their arguments alone, and are kept for the next prompts."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: frozenset[str] = frozenset(
-        {"video_processor.preprocess", "video_processor.preprocess_video"}
-    )
-    """Records that steps and decode do not use."""
-    noise_use: Literal["first_step", "in_latents", "later_steps"] = "first_step"
-    """Which steps use the first latent. `in_latents`: later steps use parts of it which no step
-    changes, so that ranks find them in the latent."""
-    only_first_step: frozenset[str] = frozenset()
+    unsent: tuple[str, ...] = ()
+    """Records that steps and decode do not use, besides those of images before they are encoded."""
+    noise: str | None = None
+    """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
+    which no step changes; None: only the first step uses it."""
+    only_first_step: tuple[str, ...] = ()
     """Further records that only the first step uses."""
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
@@ -93,7 +85,7 @@ class Row:
     @property
     def parts(self) -> frozenset[str]:
         """The components that a rank may need."""
-        return self.required.union(self.encode_image, self.denoisers)
+        return self.required.union(IMAGE_ENCODERS, self.denoisers)
 
     @property
     def required(self) -> frozenset[str]:
@@ -114,28 +106,54 @@ _LTX = Row(
     image="LTXImageToVideoPipeline",
     both=True,
     denoiser="LTXVideoTransformer3DModel",
-    renamed={"frame_rate": "fps"},
-    noise_use="in_latents",
+    noise="latents",
     results_in_latents=1,
-    facts=ltx.facts,
-    check=ltx.check,
-    generator_device=ltx.generator_device,
+    facts=others.ltx,
+    check=others.check_ltx,
+    generator_device=others.ltx_generator_device,
 )
 
-_VACE = Row(
-    title="Wan VACE, whose image is a reference",
+_WAN = Row(
+    title="Wan 2.1 and 2.2",
     branches="calls",
-    text="WanVACEPipeline",
-    image="WanVACEPipeline",
-    denoiser="WanVACETransformer3DModel",
+    text="WanPipeline",
+    image="WanImageToVideoPipeline",
+    denoiser="WanTransformer3DModel",
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
-    encode=("tokenizer", "text_encoder", "vae"),
-    image_argument="reference_images",
-    fp32=frozenset({"vae"}),
-    unsent=frozenset({"video_processor.preprocess", "preprocess_conditions"}),
-    facts=wan.vace_facts,
+    fp32=frozenset({"vae", "image_encoder"}),
+    facts=wan.facts,
     check=wan.check,
+)
+
+_VACE = replace(
+    _WAN,
+    title="Wan VACE, whose image is a reference",
+    text="WanVACEPipeline",
+    image="WanVACEPipeline",
+    image_argument="reference_images",
+    both=True,
+    denoiser="WanVACETransformer3DModel",
+    encode=("tokenizer", "text_encoder", "vae"),
+)
+
+_COGVIDEOX = Row(
+    title="CogVideoX",
+    branches="batch",
+    text="CogVideoXPipeline",
+    image="CogVideoXImageToVideoPipeline",
+    denoiser="CogVideoXTransformer3DModel",
+    schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+)
+
+_SKYREELS = Row(
+    title="SkyReels-V2",
+    branches="calls",
+    text="SkyReelsV2Pipeline",
+    image="SkyReelsV2ImageToVideoPipeline",
+    denoiser="SkyReelsV2Transformer3DModel",
+    schedulers=_FLOW,
+    fp32=frozenset({"vae", "image_encoder"}),
 )
 
 ROWS: Mapping[str, Row] = {
@@ -148,7 +166,6 @@ ROWS: Mapping[str, Row] = {
         schedulers=("EulerDiscreteScheduler",),
         denoisers=("unet",),
         encode=("feature_extractor", "image_encoder"),
-        texts=(),
         results_in_latents=1,
         decodes_in_chunks=True,
         memory_options=True,
@@ -158,19 +175,7 @@ ROWS: Mapping[str, Row] = {
         old_packet=svd.old_packet,
         loras=False,
     ),
-    "wan": Row(
-        title="Wan 2.1 and 2.2",
-        branches="calls",
-        text="WanPipeline",
-        image="WanImageToVideoPipeline",
-        denoiser="WanTransformer3DModel",
-        schedulers=_FLOW,
-        denoisers=("transformer", "transformer_2"),
-        encode_image=("vae", "image_encoder", "image_processor"),
-        fp32=frozenset({"vae", "image_encoder"}),
-        facts=wan.facts,
-        check=wan.check,
-    ),
+    "wan": _WAN,
     "wan_vace": _VACE,
     "wan_vace_control": replace(
         _VACE,
@@ -178,17 +183,15 @@ ROWS: Mapping[str, Row] = {
         text=None,
         image_argument="video",
         also=("WanVACEPipeline",),
-        facts=lambda configs: {**wan.facts(configs), "image_use": "needed"},
+        both=False,
     ),
-    "wan_v2v": Row(
+    "wan_v2v": replace(
+        _WAN,
         title="Wan 2.1 from a video",
-        branches="calls",
+        text=None,
         image="WanVideoToVideoPipeline",
         image_argument="video",
         also=("WanPipeline",),
-        denoiser="WanTransformer3DModel",
-        schedulers=_FLOW,
-        fp32=frozenset({"vae"}),
         facts=wan.video_facts,
         check=wan.check_video,
         arguments=others.all_steps,
@@ -199,8 +202,8 @@ ROWS: Mapping[str, Row] = {
         title="LTX-Video 0.9.5 and later, whose image is a condition",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
-        only_first_step=frozenset({"add_noise_to_image_conditioning_latents"}),
-        noise_use="later_steps",
+        only_first_step=("add_noise_to_image_conditioning_latents",),
+        noise="noise",
         generator_device=lambda *_: "cpu",
     ),
     "ltx2": Row(
@@ -211,15 +214,12 @@ ROWS: Mapping[str, Row] = {
         denoiser="LTX2VideoTransformer3DModel",
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
-        vocoder="vocoder",
-        renamed={"frame_rate": "fps"},
-        texts=("_get_gemma_prompt_embeds",),
-        unsent=frozenset({"video_processor.preprocess", "encode_prompt"}),
-        only_first_step=frozenset({"prepare_audio_latents"}),
-        noise_use="in_latents",
+        unsent=("encode_prompt",),
+        only_first_step=("prepare_audio_latents",),
+        noise="latents",
         results_in_latents=1,
-        arguments=ltx.arguments_2,
-        facts=ltx.facts_2,
+        arguments=others.ltx2_arguments,
+        facts=others.ltx2,
     ),
     "hunyuan_video": Row(
         title="HunyuanVideo",
@@ -227,20 +227,16 @@ ROWS: Mapping[str, Row] = {
         image="HunyuanVideoImageToVideoPipeline",
         denoiser="HunyuanVideoTransformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_processor"),
-        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
         results_in_latents=1,
-        facts=hunyuan.facts,
+        facts=others.hunyuan_video,
     ),
     "framepack": Row(
         title="FramePack",
         image="HunyuanVideoFramepackPipeline",
         denoiser="HunyuanVideoFramepackTransformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_encoder", "feature_extractor"),
-        texts=("_get_llama_prompt_embeds", "_get_clip_prompt_embeds"),
-        check=hunyuan.check_framepack,
-        arguments=hunyuan.framepack_arguments,
+        check=others.check_framepack,
+        arguments=others.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         title="HunyuanVideo-1.5",
@@ -249,51 +245,30 @@ ROWS: Mapping[str, Row] = {
         image="HunyuanVideo15ImageToVideoPipeline",
         denoiser="HunyuanVideo15Transformer3DModel",
         encode=_TWO_ENCODERS,
-        encode_image=("vae", "image_encoder", "feature_extractor"),
         everywhere=("guider",),
-        texts=(),
         loras=False,
         size_from_image=True,
-        facts=hunyuan.facts_15,
-        check=hunyuan.check_15,
+        facts=others.hunyuan_video_15,
+        check=others.check_hunyuan_video_15,
     ),
-    "cogvideox": Row(
-        title="CogVideoX",
-        branches="batch",
-        text="CogVideoXPipeline",
-        image="CogVideoXImageToVideoPipeline",
-        denoiser="CogVideoXTransformer3DModel",
-        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
-    ),
-    "cogvideox_v2v": Row(
+    "cogvideox": _COGVIDEOX,
+    "cogvideox_v2v": replace(
+        _COGVIDEOX,
         title="CogVideoX from a video",
-        branches="batch",
+        text=None,
         image="CogVideoXVideoToVideoPipeline",
         image_argument="video",
         also=("CogVideoXPipeline",),
-        denoiser="CogVideoXTransformer3DModel",
-        schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
         check=others.check_strength,
         arguments=others.all_steps,
     ),
-    "skyreels_v2": Row(
-        title="SkyReels-V2",
-        branches="calls",
-        text="SkyReelsV2Pipeline",
-        image="SkyReelsV2ImageToVideoPipeline",
-        denoiser="SkyReelsV2Transformer3DModel",
-        schedulers=_FLOW,
-        encode_image=("vae", "image_encoder", "image_processor"),
-        fp32=frozenset({"vae", "image_encoder"}),
-    ),
-    "skyreels_v2_df": Row(
+    "skyreels_v2": _SKYREELS,
+    "skyreels_v2_df": replace(
+        _SKYREELS,
         title="SkyReels-V2, diffusion forcing with all frames in step",
-        branches="calls",
         text="SkyReelsV2DiffusionForcingPipeline",
-        denoiser="SkyReelsV2Transformer3DModel",
-        schedulers=_FLOW,
-        fp32=frozenset({"vae"}),
-        noise_use="in_latents",
+        image=None,
+        noise="latents",
         results_in_latents=1_000,  # all
         check=others.one_window,
     ),
@@ -305,8 +280,7 @@ ROWS: Mapping[str, Row] = {
         both=True,
         denoiser="Kandinsky5Transformer3DModel",
         encode=_TWO_ENCODERS,
-        texts=("_encode_prompt_qwen", "_encode_prompt_clip"),
-        noise_use="in_latents",
+        noise="latents",
         results_in_latents=1,
         facts=others.kandinsky5,
         check=others.kandinsky5_frames,
@@ -323,8 +297,6 @@ ROWS: Mapping[str, Row] = {
         text="LattePipeline",
         denoiser="LatteTransformer3DModel",
         schedulers=("DDIMScheduler",),
-        renamed={"video_length": "num_frames"},
-        texts=(),
         loras=False,
         results_in_latents=1,
         facts=others.latte,

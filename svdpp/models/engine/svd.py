@@ -19,21 +19,10 @@ _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 
 
 def facts(configs: Configs) -> Facts:
-    """What the configs of a checkpoint say of its frames; refuses sizes that do not fit.
-
-    Raises:
-        ModelError: a config has unsupported values, or does not fit the others.
-    """
-    unet, image_encoder = configs.of("unet"), configs.of("image_encoder")
-    channels = configs.of("vae").count("latent_channels", 64)
-    image_encoder.require("image_size", 224, "the size of diffusers' CLIP input")
-    unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
-    unet.require("out_channels", channels, "the VAE's latent_channels")
-    embedding = image_encoder.count("projection_dim", 2**14)
-    time_ids = 3 * unet.count("addition_time_embed_dim", 2**14)
-    unet.require("cross_attention_dim", embedding, "the image encoder's projection_dim")
-    unet.require("projection_class_embeddings_input_dim", time_ids, "of three time ids")
-    return {"model_frames": unet.count("num_frames", 1024)}
+    """What the configs of a checkpoint say of its frames; refuses another size of images."""
+    reason = "the size of diffusers' CLIP input"
+    configs.of("image_encoder").require("image_size", 224, reason)
+    return {"model_frames": configs.of("unet").count("num_frames", 1024)}
 
 
 def prepare(pipe: Any, image: Image.Image, sampling: SvdSampling) -> Tensors:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.utils import BaseOutput
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 
-from svdpp.models.base import STATE_PREFIX, Tensors
+from svdpp.models.base import Tensors
 
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]
@@ -28,7 +28,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 # What the engine and diffusers themselves add to a scheduler.
 _NOT_STATE = ("_range_call", "_internal_dict")
-_SEQUENCES = {"list": list, "tuple": tuple}
+
+# As the outputs of both libraries, so that its tensors are found.
+register_pytree_node(
+    DiagonalGaussianDistribution,
+    lambda value: ([value.parameters], value.deterministic),
+    lambda parts, fixed: DiagonalGaussianDistribution(*parts, fixed),
+)
 
 
 class NotPackableError(Exception):
@@ -52,18 +58,16 @@ class Packer:
         if isinstance(value, DiagonalGaussianDistribution):
             parameters = self.pack(value.parameters, name)
             return {"kind": "gaussian", "of": parameters, "fixed": value.deterministic}
-        if isinstance(value, (BaseOutput, ModelOutput)):
-            cls = f"{type(value).__module__}:{type(value).__name__}"
-            return {"kind": "output", "class": cls, "items": self._items(value, name)}
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {"kind": "dict", "items": self._items(value, name)}
         if type(value) in (list, tuple):
             items = [self.pack(each, f"{name}.{index}") for index, each in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
-        raise NotPackableError(f"{name} is a {type(value).__name__}")
-
-    def _items(self, value: Any, name: str) -> dict[str, Node]:
-        return {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}
+        if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+            raise NotPackableError(f"{name} is a {type(value).__name__}")
+        node = {"items": {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}}
+        if isinstance(value, (BaseOutput, ModelOutput)):
+            cls = f"{type(value).__module__}:{type(value).__name__}"
+            return {"kind": "output", "class": cls, **node}
+        return {"kind": "dict", **node}
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -77,7 +81,8 @@ class Packer:
             known = name
             self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
         # The order of the elements in memory is part of the bits: kernels differ by it.
-        stride = None if tensor.is_contiguous() else list(_dense(tensor).stride())
+        dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+        stride = None if tensor.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
 
 
@@ -100,8 +105,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
         source = tensors[leaf["name"]]
         if leaf["stride"] is None:
             return source.clone()
-        shape, stride = leaf["shape"], leaf["stride"]
-        return source.new_empty_strided(shape, stride).copy_(source)
+        return source.new_empty_strided(leaf["shape"], leaf["stride"]).copy_(source)
 
     return _build(node, tensor)
 
@@ -110,32 +114,20 @@ def zeros(node: Node, device: torch.device) -> Any:
     """A value of the same structure whose tensors are zero."""
 
     def tensor(leaf: Node) -> torch.Tensor:
-        shape, dtype = leaf["shape"], _DTYPES[leaf["dtype"]]
-        if leaf["stride"] is None:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.empty_strided(shape, leaf["stride"], dtype=dtype, device=device).zero_()
+        shape, stride = leaf["shape"], leaf["stride"]
+        made = torch.zeros(shape, dtype=_DTYPES[leaf["dtype"]], device=device)
+        return made if stride is None else made.as_strided(shape, stride)
 
     return _build(node, tensor)
 
 
 def leaves(node: Node) -> list[Node]:
     """The tensors in a structure, in its order."""
-    match node["kind"]:
-        case "tensor":
-            return [node]
-        case "plain":
-            return []
-        case "gaussian":
-            return leaves(node["of"])
-        case _:
-            items = node["items"]
-            parts = items.values() if isinstance(items, dict) else items
-            return [leaf for part in parts for leaf in leaves(part)]
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """On the meta device, with the strides of `tensor`, without its gaps."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    if node["kind"] == "tensor":
+        return [node]
+    items = node.get("items", [node["of"]] if "of" in node else [])
+    parts = items.values() if isinstance(items, dict) else items
+    return [leaf for part in parts for leaf in leaves(part)]
 
 
 def _build(node: Node, tensor: Any) -> Any:
@@ -146,22 +138,20 @@ def _build(node: Node, tensor: Any) -> Any:
             return node["value"]
         case "gaussian":
             return DiagonalGaussianDistribution(_build(node["of"], tensor), node["fixed"])
-        case "output":
-            items = {key: _build(each, tensor) for key, each in node["items"].items()}
-            return _output_class(node["class"])(**items)
-        case "dict":
-            return {key: _build(each, tensor) for key, each in node["items"].items()}
-        case kind:
-            return _SEQUENCES[kind](_build(each, tensor) for each in node["items"])
+        case "list":
+            return [_build(each, tensor) for each in node["items"]]
+        case "tuple":
+            return tuple(_build(each, tensor) for each in node["items"])
+    items = {key: _build(each, tensor) for key, each in node["items"].items()}
+    return items if node["kind"] == "dict" else _output_class(node["class"])(**items)
 
 
 def _output_class(path: str) -> Any:
     """The class of a library's output; packets name no other class."""
     module, _, name = path.partition(":")
-    if module.split(".")[0] not in ("diffusers", "transformers"):
-        raise ValueError(f"a packet names the class {path}")
-    cls = getattr(importlib.import_module(module), name)
-    if not issubclass(cls, OrderedDict):
+    known = module.split(".")[0] in ("diffusers", "transformers")
+    cls = getattr(importlib.import_module(module), name) if known else None
+    if not (isinstance(cls, type) and issubclass(cls, OrderedDict)):
         raise ValueError(f"a packet names the class {path}")
     return cls
 
@@ -183,12 +173,6 @@ def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
     }
 
 
-def packed_state(packer: Packer, state: Mapping[str, Any], prefix: str = STATE_PREFIX) -> Node:
-    """The structure of a scheduler's state."""
-    items = {key: packer.pack(value, prefix + key) for key, value in state.items()}
-    return {"kind": "dict", "items": items}
-
-
 def _is_unchanged(before: Any, now: Any) -> bool:
     if isinstance(before, (list, tuple)) and type(before) is type(now):
         return len(before) == len(now) and all(map(_is_unchanged, before, now))
@@ -199,14 +183,6 @@ def _is_unchanged(before: Any, now: Any) -> bool:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested containers."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
-
-
-def has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a value, also in a distribution of latents."""
-    try:
-        return bool(leaves(describe(value)))
-    except NotPackableError:
-        return bool(tensors_in(value))
 
 
 def copied(value: Any) -> Any:

@@ -1,17 +1,12 @@
-"""The timeline picture: ranks x time, drawn from spans with matplotlib.
-
-matplotlib belongs to the extra `pictures`; it is imported only to draw.
-"""
+"""The timeline picture: ranks x time, drawn from spans with matplotlib."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from svdpp.errors import RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
@@ -42,15 +37,6 @@ class Panel(NamedTuple):
     title: str
     spans: Sequence[Span]
     """In seconds; the time of a panel starts at its first span."""
-
-
-def check_can_draw() -> None:
-    """Check that matplotlib is installed, without importing it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RequestError(
-            "a timeline is drawn with matplotlib, which is not installed",
-            "pip install 'svdpp[pictures]'",
-        )
 
 
 def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
