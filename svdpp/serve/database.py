@@ -119,8 +119,8 @@ class Database(ABC):
 
     is_shared = False
     """Whether other servers may have the queue open."""
-    row_lock = ""
-    """What a query says that passes over the rows that other transactions change."""
+    claim_locks: Sequence[tuple[str, str]] = [("", "")]
+    """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -19,8 +19,8 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.job import FleetServer, Job
 from svdpp.serve.queue import JobQueue
 
-# Three renewals can be late before a claim ends.
-_RENEWALS = 4
+# Two renewals can be late before a claim ends.
+_RENEWALS = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
 _RETRY_SECONDS = 1.0

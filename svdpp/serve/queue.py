@@ -57,11 +57,11 @@ _KIND = "coalesce(nullif(weights, ''), model)"
 # The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
 # PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
 _NEXT = f"""
-    WITH firsts AS MATERIALIZED (SELECT turn, (
+    WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
             AND {_WAITING} AND {{}} ORDER BY due, seq LIMIT 1) AS first FROM owners)
-    SELECT jobs.id FROM firsts JOIN jobs ON seq = first
-    WHERE state = 'queued' ORDER BY firsts.turn, due, seq LIMIT 1
+    SELECT id FROM firsts JOIN owners ON owners.owner = whose JOIN jobs ON seq = first
+    WHERE state = 'queued' ORDER BY owners.turn, due, seq LIMIT 1
 """
 _CLAIM = f"""
 UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token + ?,
@@ -227,21 +227,23 @@ class JobQueue:
         Jobs with large images are passed over, but for the one whose image is `prepared`.
         """
         while True:
+            passed = f"id NOT IN ({_marks(self._passed)})" if self._passed else "true"
+            own, kind = self._own
+            following = _NEXT.format(f"{own} AND (id = ? OR NOT {_LARGE}) AND {passed}")
+            values = *kind, prepared, *self._passed
+            if not self.rows(following, *values):
+                return None
             try:
-                return self._take(prepared)
-            except _CannotMakeError as job:
-                self._passed.add(job.args[0])
+                for lock, alone in self._database.claim_locks:
+                    if job := self._take(f"{following} {lock}", values, alone):
+                        return job
+            except _CannotMakeError as passed_job:
+                self._passed.add(passed_job.args[0])
 
-    def _take(self, prepared: str | None) -> Job | None:
-        passed = f"id NOT IN ({_marks(self._passed)})" if self._passed else "true"
-        own, kind = self._own
-        following = _NEXT.format(f"{own} AND (id = ? OR NOT {_LARGE}) AND {passed}")
-        query = _CLAIM.format(f"{following} {self._database.row_lock}")
-        counted = int(self.is_shared)
-        claim = time.time(), self.server, counted, self.lease_seconds, *kind, prepared
-        # One after the other: each takes the turn of an owner, which the next one has to see.
-        with self.change(alone="take") as database:
-            rows = database.execute(query, (*claim, *self._passed)).fetchall()
+    def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
+        claim = time.time(), self.server, int(self.is_shared), self.lease_seconds
+        with self.change(alone) as database:
+            rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
             job = _job_of(rows[0])

@@ -65,7 +65,12 @@ class QueueServer(Database):
     """
 
     is_shared = True
-    row_lock = "FOR UPDATE OF jobs SKIP LOCKED"
+    # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
+    # the turns of several owners. With more claims than owners, one claim waits for the other.
+    claim_locks = (
+        ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
+        ("FOR UPDATE OF jobs", "take"),
+    )
 
     def __init__(self, url: str, folder: Path, *, adopts: bool = False) -> None:
         super().__init__(folder)

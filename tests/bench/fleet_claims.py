@@ -36,9 +36,11 @@ def main() -> None:
             opened.enter_context(closing(JobQueue(folder, url=server.url)))
             for _ in range(asked.servers)
         ]
+        for queue in queues:
+            queue.kind = "svd"
         with queues[0].change() as database:
             for number in range(asked.queued):
-                _insert(database, new_job(owner=f"owner{number % asked.owners}"))
+                _insert(database, new_job(model="svd", owner=f"owner{number % asked.owners}"))
         server.execute("ANALYZE")
         claims, completions = _measure(queues, asked.rate, asked.seconds)
         left = len(queues[0].waiting())
