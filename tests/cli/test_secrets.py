@@ -111,13 +111,13 @@ def test_a_finished_clip_names_its_origin_without_the_home(
     answer, log = run_with_log(home, env, tmp_path, "sound")
     assert answer.code == 0, answer
     clip = tmp_path / "out/rocket_0.mp4"
-    text = clip.with_suffix(".json").read_text()
+    text = clip.with_suffix(".mp4.json").read_text()
 
     assert_unmarked(answer.out, answer.err, log, text, json.dumps(read_metadata(clip)))
     assert json.loads(text)["input"] == "~/rocket.jpg"
     assert json.loads(text)["model"] == "~/models/sound"
     assert json.loads(log.splitlines()[0])["record"]["message"].startswith("ready")
     # The JSON is enough to find both again.
-    proof = svdpp_alone("verify", str(clip.with_suffix(".json")), env=env)
+    proof = svdpp_alone("verify", str(clip.with_suffix(".mp4.json")), env=env)
     assert proof.code == 0, proof
     assert_unmarked(proof.out, proof.err)
