@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
@@ -218,6 +220,12 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
         JobQueue(tmp_path / "files", url=database)
     JobQueue(tmp_path / "files", url=database, adopts=True).close()
+
+
+@pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])
+def test_options_of_no_use_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"--{next(iter(wrong))}"):
+        ServeOptions(**wrong)
 
 
 def test_a_database_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
