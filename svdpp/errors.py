@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -161,23 +161,9 @@ class Interrupted(BaseException):
 
 #: Every type that may cross a process boundary, by name (`error_to_dict`, `error_from_dict`).
 _TYPES: dict[str, type[SvdppError]] = {
-    cls.__name__: cls
-    for cls in (
-        SvdppError,
-        RequestError,
-        VerificationError,
-        OutOfMemoryError,
-        ModelError,
-        RankError,
-        DeviceError,
-        TransportError,
-        BrokenLinkError,
-        InputError,
-        OutputError,
-        ClosedError,
-        NotFiniteError,
-        TargetError,
-    )
+    name: value
+    for name, value in [*globals().items()]
+    if isinstance(value, type) and issubclass(value, SvdppError)
 }
 
 
@@ -186,11 +172,6 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, Interrupted):
         return 128 + error.signal_number
     return error.exit_code if isinstance(error, SvdppError) else 1
-
-
-def highest_code(errors: Iterable[SvdppError]) -> SvdppError:
-    """The first error with the highest exit code: it ends a command in which several clips fail."""
-    return max(errors, key=exit_code_of)
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:

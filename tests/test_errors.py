@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from svdpp import errors
+from svdpp.cli.failures import worst_of
 from svdpp.errors import (
     BrokenLinkError,
     ClosedError,
@@ -27,7 +28,6 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
-    highest_code,
     reraisable,
 )
 
@@ -172,5 +172,5 @@ def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
 def test_several_errors_end_with_the_highest_code() -> None:
     first = InputError("a photograph")
     several = [ModelError("m"), first, InputError("another"), RequestError("r")]
-    assert highest_code(several) is first
-    assert highest_code([*several, NotFiniteError("n")]).exit_code == 9
+    assert worst_of(several, "2 lost").message == f"2 lost: {first}"
+    assert worst_of([*several, NotFiniteError("n")], "3 lost").exit_code == 9

@@ -17,8 +17,9 @@ from svdpp.media.image import fit_photo, read_photo
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model, to_bytes
-from svdpp.models.engine.reference import stack_frames
 from svdpp.plan.layout import Roles
+from svdpp.verification.whole_call import stack_frames
+from svdpp.worker.old_checkpoints import upgraded
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import check_every_cut, nothing, ranks
@@ -112,7 +113,7 @@ def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_packets_of_earlier_versions_go_on(tiny: Path, dtype: Any, guidance: float) -> None:
+def test_checkpoints_of_earlier_versions_go_on(tiny: Path, dtype: Any, guidance: float) -> None:
     sampling = replace(SMALL, max_guidance_scale=guidance)
     rank = _load(
         ModelConfig(name=str(tiny), dtype=dtype), sampling, encode=True, denoise=True, decode=True
@@ -124,15 +125,15 @@ def test_packets_of_earlier_versions_go_on(tiny: Path, dtype: Any, guidance: flo
         "added_time_ids": packet["record.3"][-1:],
     }
 
-    def as_before(tensors: Tensors) -> Tensors:
-        return {**old, LATENTS: tensors[LATENTS]}
+    def as_before(tensors: Tensors, steps: int) -> Tensors:
+        return upgraded({**old, LATENTS: tensors[LATENTS]}, sampling, steps)
 
     last = rank.denoise(packet, 0, 3, nothing)
     for step in range(3):
-        ours = rank.denoise(as_before(packet), step, 3, nothing)
+        ours = rank.denoise(as_before(packet, step), step, 3, nothing)
         assert torch.equal(ours[LATENTS], last[LATENTS]), step
         packet = rank.denoise(packet, step, step + 1, nothing)
-    assert torch.equal(rank.decode(as_before(last)), rank.decode(last))
+    assert torch.equal(rank.decode(as_before(last, 3)), rank.decode(last))
 
 
 def test_frames_become_bytes_as_diffusers_makes_them() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE
@@ -23,7 +22,6 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput, check_inputs, in_turn
-from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.verification.reference import run_reference
 
 
@@ -117,8 +115,8 @@ class Bench:
         warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
         clips = [*warmups, *self.requests]
         trace = Trace(config.world_size)
-        recorder = FigureRecorder(config, partial(schedule_of, config), trace, num_warmups)
-        schedule = schedule_of(config, len(clips))
+        recorder = FigureRecorder(config, config.layout.schedule, trace, num_warmups)
+        schedule = config.layout.schedule(len(clips))
         with self._trace(case, number) as file, self.open_observer(title, schedule) as progress:
             observers: list[Observer] = [recorder, progress, *file]
             if case == ONE_DEVICE:
@@ -152,11 +150,6 @@ class Bench:
         file = TraceFile(self.trace_path, about)
         yield (file,)
         file.close()
-
-
-def schedule_of(config: PipelineConfig, num_clips: int) -> Schedule:
-    """What the ranks of a case do."""
-    return build_schedule(config.layout.routes(range(num_clips)), config.world_size)
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:

@@ -11,11 +11,13 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table in a pipe or file.
 _FILE_WIDTH = 1000
+_COMMAND = re.compile("(svdpp|curl) ")
+# Between two columns of a table.
+_GAP = 2
 # Most rows of a table that are still readable.
 _MAX_ROWS = 100
 
@@ -82,6 +87,20 @@ class Console:
         if not self.as_json:
             self.out.print(text, markup=False)
 
+    def prose(self, text: str, indent: str = "") -> None:
+        """Prints sentences of the result; folded between words on a terminal."""
+        width = self.out.width if self.out.is_terminal else _FILE_WIDTH
+        self.result(
+            textwrap.fill(
+                text,
+                width,
+                initial_indent=indent,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+
     def json(self, value: Any) -> None:
         """Prints the whole result as JSON; call once, with `--json`."""
         self._answered = True
@@ -123,18 +142,29 @@ class Console:
     def info(self, *texts: str) -> None:
         """Prints remarks; folded on a terminal unless they contain a command to copy."""
         for text in () if self.quiet else texts:
-            folds = self.err.is_terminal and "svdpp " not in text
+            folds = self.err.is_terminal and not _COMMAND.search(text)
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints a table of the result: numbers to the right except in the first column."""
+        """Prints a table of the result: numbers to the right except in the first column.
+
+        Columns that do not fit side by side become several tables below each other.
+        """
+        rows = [{name: one_line(cell) for name, cell in row.items()} for row in rows]
+        for number, names in enumerate(_divided(rows, self.out.width)):
+            if number:
+                self.result()
+            self._print_table(rows, names)
+
+    def _print_table(self, rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in rows[0] if rows else ():
-            is_text = any(row[column][:1].isalpha() for row in rows)
+        for name in names:
+            is_text = _is_text(rows, name)
             justify: Any = "left" if is_text or not table.columns else "right"
-            table.add_column(column, justify=justify, no_wrap=not is_text)
+            least = _least_width(rows, [name])
+            table.add_column(name, justify=justify, no_wrap=not is_text, min_width=least)
         for row in rows:
-            table.add_row(*map(one_line, row.values()))
+            table.add_row(*(row[name] for name in names))
         if self.out.is_terminal:
             self.result(table)
         elif not self.as_json:  # rich would cut cells to a terminal's usual width
@@ -200,6 +230,31 @@ def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, such as `1 clip` or `2 clips`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _divided(rows: Sequence[Mapping[str, str]], width: int) -> list[list[str]]:
+    """The columns of as few equal tables as fit `width`, each with the first one; else of one."""
+    first, *others = rows[0] if rows else [""]
+    for number in range(1, len(others) + 1):
+        size = -(-len(others) // number)
+        tables = [[first, *others[at : at + size]] for at in range(0, len(others), size)]
+        if all(_least_width(rows, names) <= width for names in tables):
+            return tables
+    return [[first, *others]]
+
+
+def _is_text(rows: Sequence[Mapping[str, str]], name: str) -> bool:
+    return any(row[name][:1].isalpha() for row in rows)
+
+
+def _least_width(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> int:
+    """Of a table of these columns in which no number and no word is broken."""
+    widths = []
+    for name in names:
+        cells = [name, *(row[name] for row in rows)]
+        words = [word for cell in cells for word in cell.split()]
+        widths.append(max(map(cell_len, words if _is_text(rows, name) else cells), default=0))
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _label(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
@@ -15,12 +15,7 @@ from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import FolderOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import (
-    PipelineOptions,
-    PipelineRequest,
-    needs_image,
-    with_a_step_each,
-)
+from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World
@@ -96,24 +91,26 @@ def doctor(
 def _examined(
     launched: World | None, ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
 ) -> PipelineConfig:
-    """The configuration to examine."""
     options = PipelineOptions(
         sampling=sampling,
         model=replace(model, local_files_only=True),  # nothing is downloaded
         ranks=replace(ranks, timeout=120.0, start_timeout=120.0),
     )
-    # The check must also work on a machine without GPUs, so `auto` may take the CPU.
-    device = ranks.device_for(DEMO_MODEL)
     unknown, from_image = None, True
     try:
         from_image = needs_image(options.model)
     except ModelError:  # one of the checks will say so
         unknown = "svd"
-    about: dict[str, Any] = {"from_image": from_image, "family": unknown}
-    options = with_a_step_each(options, None, device, **about)
-    return PipelineRequest(
-        options=options, num_clips=None, launched=launched, device=device, **about
-    ).resolve()[0]
+    request = PipelineRequest(
+        options=options,
+        num_clips=None,
+        launched=launched,
+        # The check must also work on a machine without GPUs, so `auto` may take the CPU.
+        device=ranks.device_for(DEMO_MODEL),
+        from_image=from_image,
+        family=unknown,
+    )
+    return request.with_a_step_each().resolve()[0]
 
 
 def _print(console: Console, check: Check) -> None:

@@ -22,7 +22,6 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
-    highest_code,
 )
 from svdpp.launch import process_lifetime
 from svdpp.launch.world import find_world, is_member
@@ -66,7 +65,7 @@ def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     """The error with the highest exit code; its message begins with `count`, of how many."""
-    worst = highest_code(errors)
+    worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 

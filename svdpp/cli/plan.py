@@ -276,8 +276,8 @@ def _with_memory(
 ) -> tuple[Costs, int | None]:
     """`costs` with the estimated memory of the model's parts, and the boundary of its experts."""
     from svdpp.config import PipelineConfig
+    from svdpp.driver.memory import estimate_parts
     from svdpp.driver.resolve import resolve
-    from svdpp.models.memory import estimate
 
     _refuse_auto_chunk(sampling)
     asked = PipelineConfig(
@@ -287,9 +287,8 @@ def _with_memory(
         device=device,
     )
     config, checkpoint = resolve(asked, weights="none")
-    estimate_of_parts = estimate(checkpoint, config.model, config.sampling, device=device)
-    costs = replace(costs, **estimate_of_parts.as_costs())  # type: ignore[arg-type]
-    return costs, config.expert_boundary
+    memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
+    return replace(costs, **memory), config.expert_boundary
 
 
 def _refuse_idle(context: click.Context, forecast: ForecastOptions, layout: LayoutOptions) -> None:

@@ -11,7 +11,6 @@ from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
-from svdpp.plan.schedule import build_schedule
 
 if TYPE_CHECKING:
     from svdpp.plan.compare import Row
@@ -29,8 +28,6 @@ _COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "id
 
 
 class _Timed:
-    """A layout with its forecast."""
-
     def __init__(self, layout: Layout, num_clips: int, arrivals: Sequence[float]) -> None:
         self.layout = layout
         self.forecast = forecast_layout(layout, num_clips, arrivals)
@@ -71,7 +68,7 @@ def show_layout(
     _print_picture(console, layout, num_clips, arrivals)
     console.result()
     if reason:
-        console.result(f"auto picks {reason}")
+        console.prose(f"auto picks {reason}")
     ours.show(console, counted(num_clips, "clip"))
     if arrivals or layout.split != "uniform" or reason:
         latency, since = ours.forecast.latency, "arrival" if arrivals else "encode"
@@ -132,8 +129,7 @@ def _print_picture(
     if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
         num_clips = min(num_clips, 4 * layout.world_size)
         console.result(f"the first {num_clips} clips:")
-    schedule = build_schedule(layout.routes(range(num_clips)), layout.world_size)
-    spans = replay(schedule, layout.costs, dict(enumerate(arrivals[:num_clips])))
+    spans = replay(layout.schedule(num_clips), layout.costs, dict(enumerate(arrivals[:num_clips])))
     console.grid(spans, layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
@@ -227,7 +223,7 @@ def show_comparison(
         console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:
         if row.note:
-            console.result(f"{row.name}: {row.note}")
+            console.prose(f"{row.name}: {row.note}")
         if row.layout is not None:
             _warn_of_idle_ranks(console, row.layout, f"{row.name}: ")
 

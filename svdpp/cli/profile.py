@@ -16,12 +16,7 @@ from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import OverwriteOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import (
-    PipelineOptions,
-    PipelineRequest,
-    needs_image,
-    with_a_step_each,
-)
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
@@ -97,21 +92,12 @@ def profile(
 
 
 def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """The configuration to measure."""
     if options.sampling.measures_chunk:
         raise RequestError(
             "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
         )
-    device = options.ranks.device_for(options.model.model)
-    from_image = needs_image(options.model)
-    config, _ = PipelineRequest(
-        options=with_a_step_each(options, launched, device, from_image=from_image),
-        num_clips=None,
-        launched=launched,
-        device=device,
-        from_image=from_image,
-    ).resolve()
-    return config
+    request = PipelineRequest(options=options, num_clips=None, launched=launched)
+    return request.with_a_step_each().resolve()[0]
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

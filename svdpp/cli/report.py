@@ -47,24 +47,24 @@ def _print_run(console: Console, found: RunReport) -> None:
     states = ", ".join(f"{number} {state}" for state, number in found.states.items())
     console.result(f"clips: {states or 'none'}")
     for clip in found.lost:
-        console.result(f"  {clip['output'] or '(no clip)'}: {clip['why']}")
+        console.prose(f"{clip['output'] or '(no clip)'}: {clip['why']}", "  ")
     if found.diagnosis is None:
-        console.result("times: none, because the run was killed, made no clip, or left no figures")
+        console.prose("times: none, because the run was killed, made no clip, or left no figures")
     else:
         _print_diagnosis(console, found.diagnosis)
 
 
 def _print_diagnosis(console: Console, found: Diagnosis) -> None:
-    console.result(found.times)
+    console.prose(found.times)
     console.result()
     console.table([*map(_row, found.figures.ranks)])
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
-        console.result(f"  {finding.text}{lost}")
+        console.prose(f"{finding.text}{lost}", "  ")
     if (advice := found.advice) is not None:
         console.result("\nWhat would help")
-        console.result(f"  {'; '.join(filter(None, (advice.text, advice.note)))}")
+        console.prose("; ".join(filter(None, (advice.text, advice.note))), "  ")
         console.result(f"    {advice.command}")
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"

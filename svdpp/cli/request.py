@@ -95,6 +95,13 @@ class PipelineRequest:
             )
         return config, why
 
+    def with_a_step_each(self) -> PipelineRequest:
+        """The same with one step for each rank, at least two: some schedulers need them."""
+        world_size, options = self._world_size, self.options
+        sampling = replace(options.sampling, steps=max(world_size, 2))
+        ranks = replace(options.ranks, world=world_size)
+        return replace(self, options=replace(options, sampling=sampling, ranks=ranks))
+
     @cached_property
     def _device(self) -> str:
         return self.device or self.options.ranks.device_for(self.options.model.model)
@@ -130,7 +137,7 @@ class PipelineRequest:
 
     @cached_property
     def _world_size(self) -> int:
-        world_size = joined_world(self.launched, self.options.ranks.world)
+        world_size = _joined_world(self.launched, self.options.ranks.world)
         if world_size is not None:
             return world_size
         steps, size = self._sampling.num_inference_steps, self._layout.pair_size
@@ -202,7 +209,7 @@ class PipelineRequest:
         """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
         if self._device == "cpu" or self.options.model.is_dummy:
             return {}, ()
-        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
 
         return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
 
@@ -280,7 +287,7 @@ def needs_image(model: ModelOptions) -> bool:
     return image_use(model) == "needed"
 
 
-def joined_world(launched: World | None, asked: int | None) -> int | None:
+def _joined_world(launched: World | None, asked: int | None) -> int | None:
     """The number of ranks of torchrun or srun; without a launcher `asked`."""
     if launched is None:
         return asked
@@ -319,24 +326,3 @@ def default_world(
         count = max(torch.cuda.device_count(), 1)
     stages = max(1, count // max(1, multiple))
     return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)
-
-
-def with_a_step_each(
-    options: PipelineOptions,
-    launched: World | None,
-    device: str,
-    *,
-    from_image: bool,
-    family: str | None = None,
-) -> PipelineOptions:
-    """The same with one step for each rank, at least two: some schedulers need them."""
-    world_size = joined_world(launched, options.ranks.world)
-    if world_size is None:
-        sampled = options.sampled(from_image=from_image, family=family)
-        experts = {} if family else experts_of(options.model.to_config(device), sampled)
-        world_size = default_world(device, sampled.num_inference_steps, divide=not experts)
-    return replace(
-        options,
-        sampling=replace(options.sampling, steps=max(world_size, 2)),
-        ranks=replace(options.ranks, world=world_size),
-    )

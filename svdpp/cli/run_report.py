@@ -93,8 +93,8 @@ def show_dry_run(
     remarks: Sequence[str],
 ) -> None:
     """Checks a run completely, and prints what it would make."""
-    from svdpp.diagnostics.memory_estimate import estimate_ranks
     from svdpp.driver.jobs import check_outputs, plan_clips
+    from svdpp.driver.memory import estimate_ranks
     from svdpp.driver.resolve import resolve
     from svdpp.plan.large_forecast import forecast_layout
 
@@ -150,7 +150,5 @@ def show_dry_run(
 def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
     from svdpp.media.disk_space import estimated_bytes, free_bytes
 
-    sampling = config.sampling
-    sizes = {"height": sampling.height, "width": sampling.width}
-    one = estimated_bytes(policy.format, policy.crf, num_frames=sampling.frames, **sizes)
+    one = estimated_bytes(policy.format, policy.crf, config.sampling)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}

@@ -207,10 +207,8 @@ def _compare(
 
 def _progress(console: Console, title: str, names: Sequence[str], layout: Layout) -> Progress:
     from svdpp.cli.progress import Progress
-    from svdpp.plan.schedule import build_schedule
 
-    schedule = build_schedule(layout.routes(range(len(names))), layout.world_size)
-    return Progress(console, title, schedule, labels=names)
+    return Progress(console, title, layout.schedule(len(names)), labels=names)
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
@@ -306,4 +304,4 @@ def _print_checks(console: Console, proof: ClipProof) -> None:
     for check in proof.checks:
         word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
         sha256 = (check.found or "")[:12]
-        console.result(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
+        console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())

@@ -8,11 +8,13 @@ through pinned host memory under gloo, which does not carry CUDA tensors point t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -21,9 +23,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from svdpp.comm import backend_errors, streams
+from svdpp.comm import streams
 from svdpp.comm.packet import HEADER_BYTES, Description, Header, Packet, describe, flatten
-from svdpp.errors import BrokenLinkError, TransportError
+from svdpp.errors import (
+    BrokenLinkError,
+    DeviceError,
+    OutOfMemoryError,
+    TransportError,
+    is_out_of_memory,
+)
 
 _Result = TypeVar("_Result")
 
@@ -33,6 +41,9 @@ GROUP_TIMEOUT = timedelta(days=7)
 
 # Clip index of the packet that opens a link; no clip has it.
 _HELLO_CLIP = 2**64 - 1
+
+# Such as: Cuda failure 2 'out of memory'
+_NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
 #: What a link carries: clips, the predictions that a pair exchanges at each step, or final latents
 #: and frames of clips that several ranks decode.
@@ -181,7 +192,7 @@ class Transport:
         self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
     ) -> None:
         clip, step = packet.clip, packet.next_step
-        with backend_errors.named(f"send clip {clip} at step {step} to rank {link.peer}"):
+        with translated_errors(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self._checksum and not packet.tombstone
             crc = _crc32(link.stream.to_host(staged, after)) if checked else None
@@ -206,7 +217,7 @@ class Transport:
             self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
 
     def _receive(self, link: _Link, clip: int, next_step: int) -> tuple[Description, torch.Tensor]:
-        with backend_errors.named(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
+        with translated_errors(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
@@ -334,3 +345,46 @@ def _crc32(on_host: torch.Tensor) -> int:
 def _check_crc32(sent: int | None, on_host: Callable[[], torch.Tensor]) -> None:
     if sent is not None and sent != (crc := _crc32(on_host())):
         raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")
+
+
+@contextlib.contextmanager
+def translated_errors(attempt: str) -> Iterator[None]:
+    """Turns a backend's RuntimeError into an error that says which `attempt` failed.
+
+    Memory that runs out and errors of the GPU are the rank's own: only the rest is a
+    `BrokenLinkError`, which the parent may trace back to another rank.
+    """
+    try:
+        yield
+    except TransportError as error:
+        raise type(error)(f"could not {attempt}: {error.message}", error.hint) from error
+    except RuntimeError as error:
+        raise _translated(error, attempt) from error
+
+
+def _translated(error: RuntimeError, attempt: str) -> Exception:
+    text = str(error).strip()
+    cuda = _NCCL_CUDA.search(text)
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            f"out of memory{' in NCCL' if cuda else ''}: could not {attempt}",
+            "fewer frames, a smaller --height and --width, or --memory-opt need less",
+        )
+    if cuda is not None or isinstance(error, torch.AcceleratorError):
+        return DeviceError(
+            f"could not {attempt}: CUDA error: {cuda[1] if cuda else _first_line(text)}",
+            "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
+        )
+    return BrokenLinkError(f"could not {attempt}: {_reason(error, text)}")
+
+
+def _reason(error: RuntimeError, text: str) -> str:
+    first = _first_line(text)
+    _, separator, last = text.partition("Last error:")
+    if isinstance(error, dist.DistBackendError) and separator and last.strip():
+        return f"{first} (last error: {_first_line(last)})"
+    return first
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason given"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
 from svdpp.config.limits import Param, require, shown
@@ -12,8 +12,6 @@ from svdpp.config.sampling import (
     LtxSampling,
     PromptedSampling,
     SvdSampling,
-    WanAnimateSampling,
-    WanReplaceSampling,
     WanSampling,
 )
 
@@ -76,10 +74,20 @@ def _row(
 
 
 _WAN = (480, 832, 81, 16, 5.0, 512)
+# Of one segment, whose character a video moves, or replaces.
+_ANIMATE = (720, 1280, 77, 30, 1.0, 512)
+_ANIMATED = {"pose_video": None, "face_video": 512}
 _ROWS = (
     _row("wan_vace", *_WAN, own=_VACE, base=WanSampling),
     _row("wan_vace_control", *_WAN, own=_CONTROL, base=WanSampling, from_video=True),
     _row("wan_v2v", *_WAN, steps=40, own=_V2V, base=WanSampling, from_video=True),
+    _row("wan_animate", *_ANIMATE, steps=20, base=WanSampling, videos=_ANIMATED),
+    _row(
+        *("wan_replace", *_ANIMATE),
+        steps=20,
+        base=WanSampling,
+        videos={**_ANIMATED, "background_video": None, "mask_video": None},
+    ),
     _row("ltx_condition", 512, 704, 161, 25, 3.0, 256, own=_LTX_CONDITION, **_LTX),
     _row("ltx2", 512, 768, 121, 24, 3.0, 1024, steps=30, own=_LTX2, **_LTX),
     _row("hunyuan_video", 720, 1280, 129, 15, 6.0, 256, embedded_guidance=True),
@@ -99,10 +107,7 @@ _ROWS = (
     _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
     _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (
-    *(SvdSampling, WanSampling, *_ROWS[:3], WanAnimateSampling, WanReplaceSampling),
-    *(LtxSampling, *_ROWS[3:]),
-)
+_CLASSES = (SvdSampling, WanSampling, *_ROWS[:5], LtxSampling, *_ROWS[5:])
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}
@@ -122,5 +127,8 @@ def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
         isinstance(family, str) and family in SAMPLING_CLASSES,
         f"family must be one of {known}, got {shown(family)}",
     )
-    sampling: SamplingConfig = SAMPLING_CLASSES[family](**values)
+    kind = SAMPLING_CLASSES[family]
+    unknown = ", ".join(sorted(values.keys() - {field.name for field in fields(kind)}))
+    require(not unknown, f"{family} has no parameter {shown(unknown)}")
+    sampling: SamplingConfig = kind(**values)
     return sampling

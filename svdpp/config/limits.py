@@ -1,7 +1,7 @@
 """The upper limits of a request, and what a parameter is; docs/security.md lists the limits.
 
 The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
-before any work. `driver.memory_check` checks whether a run fits in the machine's memory.
+before any work. `driver.memory` checks whether a run fits in the machine's memory.
 
 A field of a sampling class is annotated with its `Param`. The checks, the options of the command
 line, the fields of requests and `svdpp models` follow from it.

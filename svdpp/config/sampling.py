@@ -259,33 +259,6 @@ class WanSampling(PromptedSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanAnimateSampling(WanSampling):
-    """The parameters of diffusers' `WanAnimatePipeline`, with defaults, for one segment."""
-
-    videos: ClassVar[Mapping[str, int | None]] = {"pose_video": None, "face_video": 512}
-
-    family: Literal["wan_animate"] = "wan_animate"  # type: ignore[assignment]
-    num_inference_steps: Steps = 20
-    height: Height = 720
-    width: Width = 1280
-    num_frames: Frames = 77
-    fps: Fps = 30
-    guidance_scale: Scale = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WanReplaceSampling(WanAnimateSampling):
-    """The same for a character that replaces the one in a video."""
-
-    videos: ClassVar[Mapping[str, int | None]] = {
-        **WanAnimateSampling.videos,
-        **{"background_video": None, "mask_video": None},
-    }
-
-    family: Literal["wan_replace"] = "wan_replace"  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, kw_only=True)
 class LtxSampling(PromptedSampling):
     """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
 

@@ -1,1 +1,1 @@
-"""Doctor, environment, memory estimates, cost profiling and traces."""
+"""Doctor, environment, cost profiling, reports and traces."""

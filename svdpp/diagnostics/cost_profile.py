@@ -10,6 +10,7 @@ from typing import Any
 from svdpp.config import PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.environment import cpu_model
+from svdpp.driver.memory import estimate_parts
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
@@ -17,7 +18,6 @@ from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.world import World
 from svdpp.media.examples import example_requests
-from svdpp.models.memory import estimate
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 
@@ -50,21 +50,13 @@ def profile(
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
-    trace = Trace(config.world_size)
-    pipeline.observe(trace.add)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
         pipeline.observe(progress)
         with pipeline:
             pipeline.run(requests)
-    costs = median_costs(config, pipeline.world, [trace], source=source, first_clip=1)
+    costs = median_costs(config, pipeline.world, [pipeline.trace], source=source, first_clip=1)
     log("estimate of the memory of each part")
-    memory: dict[str, Any] = estimate(
-        checkpoint,
-        config.model,
-        config.sampling,
-        device=config.device,
-        num_threads=config.num_threads,
-    ).as_costs()
+    memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
     return replace(costs, **memory)
 
 

@@ -13,17 +13,18 @@ import torch
 from svdpp.comm.packet import Description, Packet, describe, flatten
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ModelConfig, PipelineConfig
+from svdpp.diagnostics.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
 from svdpp.media.examples import example_requests
 from svdpp.media.source import read_source
-from svdpp.models.base import LATENTS, Frames, Tensors, VideoModel
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.engine.reference import Reference
-from svdpp.models.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_copy
 from svdpp.plan.layout import Roles
 from svdpp.verification.result import Place, compare_latents
+from svdpp.verification.whole_call import Reference
 from svdpp.worker.messages import ClipDone, Event, Joined
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter

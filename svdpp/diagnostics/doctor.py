@@ -21,16 +21,15 @@ from svdpp.config import (
     sampling_defaults,
 )
 from svdpp.diagnostics import cut_test
-from svdpp.diagnostics.memory_estimate import estimate_ranks, free_memory
+from svdpp.diagnostics.tiny_copy import NUM_STEPS
+from svdpp.driver.memory import estimate_ranks, free_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
 from svdpp.media import disk_space, output_files, video
 from svdpp.media.examples import example_requests
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.tiny_copy import NUM_STEPS
 
 _GIB = 2**30
 #: Enough for about a hundred clips and the log.
@@ -141,11 +140,10 @@ def _transfers(examination: Examination) -> str:
     if examination.config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     config = _dummy_run(examination.config)
-    trace, pipeline = Trace(config.world_size), Pipeline(config)
-    pipeline.observe(trace.add)
-    with pipeline:
+    with Pipeline(config) as pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
-    arrived = [packet for packet in trace.transfers if packet.direction == "recv" and packet.clip]
+    packets = pipeline.trace.transfers
+    arrived = [packet for packet in packets if packet.direction == "recv" and packet.clip]
     slowest = max(arrived, key=lambda packet: packet.end - packet.start)
     milliseconds = (slowest.end - slowest.start) * 1000
     links = len(config.layout.links)

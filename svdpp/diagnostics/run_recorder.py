@@ -28,8 +28,6 @@ Interval = tuple[float, float]
 
 @dataclass
 class _Reported:
-    """What one rank has reported."""
-
     load_seconds: float = 0.0
     compute: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))

@@ -1,4 +1,4 @@
-"""The jobs of a run: inputs x seeds as clips with outputs and metadata, all checked first."""
+"""The jobs of a run: inputs x seeds as clips, checked first, without those that are finished."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
 from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
-from svdpp.driver.existing_outputs import clip_as_asked, taken_places
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, RequestError
 from svdpp.media import disk_space, output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_metadata, latents_key, of_seed, weights_identity
+from svdpp.worker.clip_metadata import (
+    checked_clip_metadata,
+    clip_metadata,
+    of_seed,
+    read_clip_metadata,
+    weights_identity,
+)
 
+_REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
 # Clips that an earlier run has begun are the first ones that are still to be made.
 _MOST_BEGUN = 1000
 
@@ -86,7 +93,8 @@ def check_outputs(
     places: list[OutputConfig] = []
     existing: list[Path] = []
     for _, _, output in _outputs(inputs, seeds, policy):
-        existing += taken_places(output)[:1]
+        files = map(Path, (output.path, output.json_path))
+        existing += [path for path in files if path.exists()][:1]
         places.append(output)
     if existing and not (policy.overwrite or policy.keeps_finished):
         first, others = str(existing[0]), len(existing) - 1
@@ -142,7 +150,7 @@ def plan_clips(
             checkpoint.check_requests(config.sampling, [request])
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, weights)
-        finished = finished_clip(output, metadata, policy)
+        finished = _finished_clip(output, metadata, policy)
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
@@ -167,15 +175,8 @@ def plan_clips(
     if folder is not None and policy.keeps_finished:
         plan.other_threads = _other_threads(plan, saved, weights)
     _put_small_first(plan, are_large, config.replicas)
-    sampling = config.sampling
     disk_space.check_space(
-        policy.folder,
-        len(plan.requests),
-        policy.format,
-        policy.crf,
-        num_frames=sampling.frames,
-        height=sampling.height,
-        width=sampling.width,
+        policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling
     )
     return plan
 
@@ -273,7 +274,7 @@ def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) 
     )
 
 
-def finished_clip(
+def _finished_clip(
     output: OutputConfig,
     metadata: dict[str, Any],
     policy: OutputPolicy,
@@ -287,3 +288,66 @@ def finished_clip(
         if policy.overwrite:
             return None
         raise
+
+
+def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON of an existing clip that is complete and as requested; None if it must be made.
+
+    A run that is killed between a file and its JSON leaves a clip without JSON; this function
+    writes the JSON.
+    """
+    path, json_path = Path(output.path), Path(output.json_path)
+    if json_path.exists():
+        existing = read_clip_metadata(json_path)
+        _check_same(path, existing, metadata)
+        return existing if path.exists() and _is_whole(path, output, existing) else None
+    if not path.exists():
+        return None
+    existing = _embedded(path)
+    _check_same(path, existing, metadata)
+    if not _is_whole(path, output, existing):
+        return None
+    existing["file_sha256"] = video.file_sha256(path)
+    output_files.write_json(json_path, existing)
+    return existing
+
+
+def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
+    if parameters_sha256(existing) == metadata["parameters_sha256"]:
+        return
+    names = (*identity(metadata), *identity(existing))
+    name = next(name for name in names if existing.get(name) != metadata.get(name))
+    # The default number of threads depends on the number of ranks.
+    before, now = existing.get(name), metadata.get(name)
+    same = f"--threads {before} keeps it; " if name == "num_threads" else ""
+    raise RequestError(
+        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
+        same + _REPLACE_OR_KEEP,
+    )
+
+
+def _embedded(path: Path) -> dict[str, Any]:
+    try:
+        return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
+    except InputError as error:
+        raise RequestError(
+            f"{path.name!r} exists without a JSON, and svdpp did not write it",
+            _REPLACE_OR_KEEP,
+        ) from error
+
+
+def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
+    """Whether the file is the one that its JSON describes; False if it is damaged."""
+    recorded = existing["file_sha256"]
+    try:
+        if recorded is not None and video.file_sha256(path) == recorded:
+            return True
+        is_readable = bool(len(video.read_frames(path, output.format)) == existing["num_frames"])
+    except InputError:
+        return False
+    if recorded is not None and is_readable:
+        raise RequestError(
+            f"{path.name!r} is not the file that its JSON describes: it was changed or replaced",
+            _REPLACE_OR_KEEP,
+        )
+    return is_readable

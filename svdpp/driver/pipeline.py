@@ -10,7 +10,7 @@ from typing import Any, overload
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
-from svdpp.driver.memory_check import check_memory
+from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import RankSession, Supervisor

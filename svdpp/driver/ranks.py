@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
-from svdpp.driver.liveness import silence_limit
+from svdpp.driver.stalls import silence_limit
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server, process_group

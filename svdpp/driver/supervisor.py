@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.clips import OpenClips
-from svdpp.driver.liveness import Liveness
+from svdpp.driver.stalls import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import (
     BrokenLinkError,

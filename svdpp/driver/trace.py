@@ -247,7 +247,7 @@ class Trace:
                 for transfer in self.transfers
                 if transfer.rank == rank and transfer.direction == "recv"
             ),
-            mean_step_seconds=_mean(steps),
+            mean_step_seconds=statistics.fmean(steps) if steps else 0.0,
             p95_step_seconds=percentile(steps, 95),
             bubble=max(0.0, 1 - compute / makespan) if makespan else 0.0,
         )
@@ -265,7 +265,3 @@ def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[
         spans.append(StepSpan(rank, step.clip, step.step, begun, end))
         end = begun
     return spans[::-1]
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else 0.0

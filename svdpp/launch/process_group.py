@@ -129,7 +129,6 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    """Joins the process group."""
     if dist.is_initialized():
         raise RankError(
             "this process is still in a process group, that of its work before",

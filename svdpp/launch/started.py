@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -61,8 +62,11 @@ class StartedGroup(Group):
         ignores_signals: bool = False,
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            # A rank that imports the script, and has made nothing yet that would stay behind.
-            raise RequestError(f"a rank imports your script, which starts ranks: {GUARD}")
+            # A rank that imports the script, and has made nothing yet that would stay behind. The
+            # parent says what is wrong.
+            os._exit(1)
+        if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+            raise RequestError(f"ranks import your script, which stdin does not allow: {GUARD}")
         super().__init__(world_size)
         start_method = fork_server.start_method(device)
         context: Any = torch_mp.get_context(start_method)
@@ -144,8 +148,6 @@ class StartedGroup(Group):
 
 @dataclass(frozen=True)
 class _StartArguments:
-    """Arguments of every started process."""
-
     entry: Entry
     argument: Any
     world_size: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from svdpp.config import VideoFormat
+from svdpp.config import SamplingConfig, VideoFormat
 from svdpp.errors import OutputError
 
 # Bytes for each pixel of each frame: the maximum that `write_clip` used for clips of the four
@@ -22,9 +22,7 @@ _MP4_BYTES_PER_PIXEL = {0: 0.83, 6: 0.66, 12: 0.44, 18: 0.24, 24: 0.094, 36: 0.0
 _BYTES_PER_FILE = 8 * 1024
 
 
-def estimated_bytes(
-    format: VideoFormat, crf: int, *, num_frames: int, height: int, width: int
-) -> int:
+def estimated_bytes(format: VideoFormat, crf: int, sampling: SamplingConfig) -> int:
     """Estimated disk space of one clip and its metadata, by the factors above.
 
     Args:
@@ -34,8 +32,9 @@ def estimated_bytes(
         factor = _MP4_BYTES_PER_PIXEL[max(each for each in _MP4_BYTES_PER_PIXEL if each <= crf)]
     else:
         factor = _BYTES_PER_PIXEL[format]
-    num_files = 1 + (num_frames if format == "frames" else 1)
-    return round(factor * num_frames * height * width) + num_files * _BYTES_PER_FILE
+    frames, pixels = sampling.frames, sampling.height * sampling.width
+    num_files = 1 + (frames if format == "frames" else 1)
+    return round(factor * frames * pixels) + num_files * _BYTES_PER_FILE
 
 
 def free_bytes(folder: Path) -> int:
@@ -49,26 +48,20 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_space(
-    folder: Path,
-    num_clips: int,
-    format: VideoFormat,
-    crf: int,
-    *,
-    num_frames: int,
-    height: int,
-    width: int,
+    folder: Path, num_clips: int, format: VideoFormat, crf: int, sampling: SamplingConfig
 ) -> None:
     """Check by an estimate that `num_clips` clips fit into `folder`.
 
     A clip that is replaced exists until the new one is complete, so its space does not count.
     """
-    one = estimated_bytes(format, crf, num_frames=num_frames, height=height, width=width)
+    one = estimated_bytes(format, crf, sampling)
     free = free_bytes(folder)
     if num_clips * one <= free:
         return
     clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
     raise OutputError(
-        f"{clips} of {num_frames} frames, {width}x{height}, as {format} need about "
+        f"{clips} of {sampling.frames} frames, {sampling.width}x{sampling.height}, as {format} "
+        "need about "
         f"{size(num_clips * one)} in {str(folder)!r}, where {size(free)} are free",
         "name a folder on another disk with --out, or ask for fewer clips",
         details={"asked": num_clips * one, "free": free},

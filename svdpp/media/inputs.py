@@ -66,24 +66,6 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
     ]
 
 
-def find_images(
-    inputs: Sequence[str], *, recursive: bool = False, videos: bool = False
-) -> list[Path]:
-    """The image files that `inputs` name, in their order, each once.
-
-    Args:
-        inputs: each is a file (with any suffix), a folder (its files with one of `SUFFIXES`, by
-            name, without hidden ones) or, if no file has that literal name, a glob pattern with
-            `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
-        recursive: whether to search subfolders, except hidden ones and links.
-        videos: whether to find files with one of `VIDEO_SUFFIXES` instead.
-    """
-    problems: list[InputError] = []
-    found = _find(inputs, problems, recursive=recursive, videos=videos)
-    raise_all(problems)
-    return found
-
-
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
     """The photographs that `inputs` name, decoded completely; one error lists all problems."""
     photos, problems = sift_inputs(inputs, video_frames=video_frames)
@@ -105,7 +87,7 @@ def sift_inputs(
     photos: list[Photo] = []
     problems: list[InputError] = []
     videos = video_frames is not None
-    for path in _find(inputs, problems, recursive=recursive, videos=videos):
+    for path in find_images(inputs, problems, recursive=recursive, videos=videos):
         try:
             if video_frames is None:
                 photos.append(read_photo(path, max_pixels)[1])
@@ -172,9 +154,23 @@ def _has(path: Path, suffixes: Collection[str]) -> bool:
     return path.suffix.lower() in suffixes and not path.is_dir()
 
 
-def _find(
-    inputs: Sequence[str], problems: list[InputError], *, recursive: bool, videos: bool
+def find_images(
+    inputs: Sequence[str],
+    problems: list[InputError],
+    *,
+    recursive: bool = False,
+    videos: bool = False,
 ) -> list[Path]:
+    """The image files that `inputs` name, in their order, each once; the rest become `problems`.
+
+    Args:
+        inputs: each is a file (with any suffix), a folder (its files with one of `SUFFIXES`, by
+            name, without hidden ones) or, if no file has that literal name, a glob pattern with
+            `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
+        problems: gets an error for each input or file that cannot be read.
+        recursive: whether to search subfolders, except hidden ones and links.
+        videos: whether to find files with one of `VIDEO_SUFFIXES` instead.
+    """
     found: dict[str, Path] = {}
     for text in inputs:
         try:

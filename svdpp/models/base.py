@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 if TYPE_CHECKING:
@@ -26,18 +24,21 @@ PREDICTION = "prediction"
 #: Name of the state of a random generator in a packet.
 GENERATOR = "generator"
 
-#: Tensors by name: the contents of a packet, or a prepared image.
+#: Name of the tensor that holds a packet's structure: JSON, in host memory.
+STRUCTURE = "structure"
+
+#: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]
 
 #: What a clip starts from besides a prompt: an image, the frames of a video, or several of both by
 #: the arguments of `__call__`.
 Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
+#: The same as a rank has prepared it: tensors, or unchanged; an empty one if there is nothing.
+Prepared = Source | Tensors
+
 #: torch's dtypes by the names of options and configs.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-#: Decoded frames on the host: uint8 RGB, shape (F, H, W, 3).
-Frames = NDArray[np.uint8]
 
 
 class Audio(NamedTuple):
@@ -66,12 +67,3 @@ class Partner(Protocol):
 
 #: The model of one rank: the components that its actions need, on its device.
 VideoModel: TypeAlias = "EngineModel | DummyModel"
-
-
-def solver_history(tensors: Tensors) -> Tensors:
-    """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.startswith(STATE) and tensor.is_floating_point()
-    }

@@ -39,7 +39,12 @@ from svdpp.models.engine.configs import (
 )
 from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
 from svdpp.models.lora import LoraFile, check_loras, find_lora
-from svdpp.models.safetensors_header import Header, fingerprint, weight_headers
+from svdpp.models.safetensors_header import (
+    Header,
+    fingerprint,
+    read_safetensors_header,
+    weight_files,
+)
 from svdpp.plan.layout import Roles
 from svdpp.redaction import redact_tokens
 
@@ -184,7 +189,8 @@ class Checkpoint:
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, and the header of each."""
-        return weight_headers(self.folder, part, self.variant)
+        names = weight_files(self.folder, part, self.variant)
+        return {self.folder / name: read_safetensors_header(self.folder / name) for name in names}
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""

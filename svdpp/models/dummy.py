@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Source, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.plan.actions import FrameRange
 
 _WEIGHT_SEED = 20231121
@@ -73,15 +73,11 @@ class DummyModel:
         spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
         return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
 
-    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:  # noqa: ARG002
-        """Only the latent."""
-        return {LATENTS: torch.zeros(self._spec.shape, dtype=self._dtype, device=self.device)}
-
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
         """Nothing: the dummy uses no image."""
         return {}
 
-    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:  # noqa: ARG002
+    def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Noise, drawn on the CPU: every device starts from the same latent."""
         with _at_least(self._sleep_times.encode_seconds):
             generator = torch.Generator().manual_seed(request.seed)
@@ -126,17 +122,12 @@ class DummyModel:
     audio: Audio | None = None
 
     def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Black frames, one for each of the latent's, in the time of a decode."""
-        count, *size = self.frames_shape
+        """Small black frames, one for each of the latent's, in the time of a decode."""
+        count = self._spec.shape[2]
         part = frames or FrameRange(0, count, count)
         with _at_least(self._sleep_times.decode_seconds * part.fraction):
-            shape = part.end - part.first, *size
+            shape = part.end - part.first, 8, 8, 3
             return torch.zeros(shape, dtype=torch.uint8, device=self.device)
-
-    @property
-    def frames_shape(self) -> tuple[int, int, int, int]:
-        """One small frame for each frame of the latent: F, 8, 8, 3."""
-        return self._spec.shape[2], 8, 8, 3
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     All configs, and the weights of `components`: safetensors of one variant. Each process downloads
     what it needs; the hub's library locks a file that another one downloads.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     with typed_errors(model):
         folder = _configs(model.name, model.revision, model.local_files_only)
@@ -57,20 +57,22 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
         # The library reads the variable only when it is imported.
         is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+        patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
         with typed_errors(model, absent):
-            snapshot_download(
-                model.name,
-                revision=commit_of(folder) or model.revision,
-                local_files_only=model.local_files_only,
-                allow_patterns=[*chain(*(weight_names(part, model.variant) for part in absent))],
-                tqdm_class=_Silent if is_quiet else None,
-            )
+            revision = commit_of(folder) or model.revision
+            _fetch(model.name, revision, model.local_files_only, patterns, is_quiet=is_quiet)
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
     """A process keeps to the commit that it finds first, and asks the hub for it only once."""
+    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, is_quiet=True)
+
+
+def _fetch(
+    name: str, revision: str | None, local_files_only: bool, patterns: list[str], *, is_quiet: bool
+) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
@@ -78,8 +80,8 @@ def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
             name,
             revision=revision,
             local_files_only=local_files_only,
-            allow_patterns=_CONFIG_PATTERNS,
-            tqdm_class=_Silent,
+            allow_patterns=patterns,
+            tqdm_class=_Silent if is_quiet else None,
         )
     )
 

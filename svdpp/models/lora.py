@@ -7,8 +7,7 @@ import hashlib
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import hub
 from svdpp.models.safetensors_header import read_safetensors_header
-from svdpp.redaction import recorded_name
 
 # What diffusers writes: the file of a folder, or of a repository, that is named alone.
 _DEFAULT_FILE = "pytorch_lora_weights.safetensors"
@@ -40,11 +38,6 @@ class LoraFile:
         """What its effect depends on, wherever the file is."""
         assert self.lora.sha256 is not None
         return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What a clip's JSON says of it."""
-        return {**asdict(self.lora), "name": recorded_name(self.lora.name)}
 
 
 def check_loras(model: ModelConfig, checkpoint: Any) -> None:

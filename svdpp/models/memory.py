@@ -11,19 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
-from svdpp.models.base import DTYPES, Tensors
+from svdpp.models.base import DTYPES, Prepared, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.configs import first_line
@@ -40,53 +39,11 @@ from svdpp.models.engine.load import (
 )
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.patches import component_methods, replaced
+from svdpp.models.engine.values import tensors_in
 from svdpp.models.hub import show_name
 from svdpp.models.lora import lora_bytes
 from svdpp.plan.layout import Roles
-
-
-class PartMemory(NamedTuple):
-    """Memory of one part on its device: the weights, and the peak of the activations above them."""
-
-    weight_bytes: int
-    activation_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Weights and activations together."""
-        return self.weight_bytes + self.activation_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Memory of each part of a model; None for a part that the model does not have."""
-
-    encode: PartMemory | None
-    """Encoders of text and image, and the VAE's, at the clip's size; without the original image."""
-    denoise: PartMemory
-    """The denoiser, or one of two experts, for one step."""
-    decode: PartMemory | None
-    """The VAE's decoder, for `decode_chunk_size` frames at a time."""
-
-    def of_rank(self, roles: Roles) -> PartMemory:
-        """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        held = (getattr(self, name) for name, has_role in roles.parts.items() if has_role)
-        loaded = [part for part in held if part is not None]
-        other_experts = max(0, len(roles.experts) - 1)
-        return PartMemory(
-            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
-            max((part.activation_bytes for part in loaded), default=0),
-        )
-
-    def as_costs(self) -> dict[str, float]:
-        """The memory fields of `plan.costs.Costs` by name, in GiB; missing parts are omitted."""
-        parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
-        return {
-            f"{name}_{kind}_gib": size / 2**30
-            for name, part in parts.items()
-            if part is not None
-            for kind, size in (("weights", part.weight_bytes), ("work", part.activation_bytes))
-        }
+from svdpp.plan.memory import MemoryEstimate, PartMemory
 
 
 def estimate(
@@ -123,20 +80,6 @@ def estimate(
         torch.set_num_threads(before)
 
 
-def probe_packet(
-    checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, has_stepped: bool
-) -> Tensors:
-    """A packet of zeros in host memory; see `EngineModel.probe_packet`."""
-    hollow = _HollowModel(checkpoint, model, sampling, on_cpu=True)
-    packet = hollow.encode()[0]
-    return hollow.denoise(packet)[0] if has_stepped else packet
-
-
-def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """Bytes of the parameters and buffers of `modules`."""
-    return sum(tensor.nbytes for module in modules for tensor in _weights(module))
-
-
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
     """The parameters and buffers of a module; `without` are names of submodules."""
     named = chain(module.named_parameters(), module.named_buffers())
@@ -147,10 +90,11 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
 def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
     latent = torch.zeros(model.dummy_latent.shape, dtype=DTYPES[model.dtype])
     unet = DummyUNet(latent.shape[1]).to(latent.dtype)
-    live = LiveBytes([*_weights(unet), latent], count_workspace=on_cpu)
+    weights = _weights(unet)
+    live = LiveBytes([*weights, latent], count_workspace=on_cpu)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         unet(latent, 0)
-    return PartMemory(num_bytes([unet]), live.above)
+    return PartMemory(sum(tensor.nbytes for tensor in weights), live.above)
 
 
 class _HollowModel:
@@ -180,11 +124,11 @@ class _HollowModel:
                 parts[part] = load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
         self._pipe = new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
-        self._model = EngineModel(self._pipe, checkpoint, model.dtype, sampling)
+        self._model = EngineModel(self._pipe, checkpoint, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         source = blank_source(self._sampling, whole=True)
-        prepared = {} if source is None else self._model.prepare(source)
+        prepared: Prepared = {} if source is None else self._model.prepare(source)
         request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
         roles = Roles(encode=True, denoise=False, decode=False)
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
@@ -215,7 +159,7 @@ class _HollowModel:
         return module.eval()
 
     def _measured(
-        self, roles: Roles, received: Tensors, work: Callable[[], Any]
+        self, roles: Roles, received: Prepared, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
         """The result and the memory of `work` on what a rank with these roles has received."""
         held = {
@@ -225,7 +169,7 @@ class _HollowModel:
         loaded = self._checkpoint.components_of(roles, self._sampling)
         weights = sum(tensor.nbytes for part in loaded for tensor in held[part])
         self._live = LiveBytes(chain(*held.values()), count_workspace=self._on_cpu)
-        for tensor in received.values():
+        for tensor in tensors_in(received):
             self._live.add(tensor)
         with ExitStack() as patches:
             for part, module in self._modules.items():
@@ -259,7 +203,7 @@ class _HollowModel:
         try:
             with _disable_current_modes(), self._fake:
                 args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
-                known = *_weights(module), *_tensors_in((args, kwargs))
+                known = *_weights(module), *tensors_in((args, kwargs))
                 # Above the fake mode: below it are temporary tensors by which fake kernels find out
                 # shapes.
                 with LiveBytes(known, count_workspace=self._on_cpu) as live:
@@ -303,19 +247,13 @@ class LiveBytes(TorchDispatchMode):
         """The peak above what was known."""
         return self.peak - self._before
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = None
         if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
             result = _WITHOUT_DATA[func](*args)
         if result is None:
             result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             self.add(tensor)
         workspace = 0
         if self._count_workspace and func is torch.ops.aten.convolution.default:
@@ -339,16 +277,8 @@ class LiveBytes(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
-
-
 # Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
 # a condition holds and a length is longer than any tensor.
-
-
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -366,7 +296,9 @@ def _number(tensor: Any) -> bool | int | None:
 
 
 _WITHOUT_DATA: Mapping[Any, Any] = {
-    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.nonzero.default: lambda tensor: tensor.new_empty(
+        (tensor.numel(), tensor.dim()), dtype=torch.int64
+    ),
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten._local_scalar_dense.default: _number,
 }

@@ -8,39 +8,26 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
-from svdpp.models.engine.configs import CHECKED_BYTES, check_start, read_json, short_repr
+from svdpp.models.engine.configs import (
+    CHECKED_BYTES,
+    JsonFile,
+    check_start,
+    read_json,
+    short_repr,
+)
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
-
-
-def weight_headers(folder: Path, component: str, variant: str | None) -> dict[Path, Header]:
-    """The safetensors files with one component's weights, and the checked header of each.
-
-    `variant` is such as `fp16` in `diffusion_pytorch_model.fp16.safetensors`; None: plain names.
-    """
-    files = weight_files(folder, component, variant)
-    if files[-1].endswith(".json"):
-        index = read_json(folder, files.pop())
-        listed = index.values.get("weight_map")
-        if not isinstance(listed, dict):
-            raise index.error("not an index of shards (weight_map is missing)")
-        for name in listed.values():  # a pickle, or a file outside the folder
-            if f"{component}/{name}" not in files:
-                raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
-    return {folder / name: read_safetensors_header(folder / name) for name in files}
 
 
 def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
@@ -56,20 +43,16 @@ def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
 
 
 def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
-    """The files with a component's weights that the libraries read: one, or shards and their index.
+    """The files with a component's weights that the libraries read: one, or the shards of an index.
 
     If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23).
+    diffusers 0.42 and transformers 5.23). `variant` is such as `fp16`; None: plain names.
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
     names = sorted(f"{component}/{path.name}" for path in paths)
     single, shard, index = weight_names(component, variant)
     if index in names and not ("_encoder" in component and single in names):
-        shards = fnmatch.filter(names, shard)
-        total = int(re.split(r"-of-|\.", shards[-1])[-2]) if shards else 1
-        if len(shards) != total:  # an interrupted download
-            raise ModelError(f"{index}: {total - len(shards)} of {total} shards miss")
-        return [*shards, index]
+        return _shards(read_json(folder, index), component, shard, names)
     if single in names:
         return [single]
     others = ", ".join(name for name in names if not name.endswith(".json"))
@@ -82,9 +65,17 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
     )
 
 
-def num_elements(headers: Mapping[Path, Header]) -> int:
-    """Numbers in all tensors of files."""
-    return sum(math.prod(shape) for header in headers.values() for _, shape in header.values())
+def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> list[str]:
+    listed = index.values.get("weight_map")
+    if not isinstance(listed, dict):
+        raise index.error("not an index of shards (weight_map is missing)")
+    for name in listed.values():  # a pickle, or a file outside the folder
+        if not fnmatch.fnmatchcase(f"{component}/{name}", pattern):
+            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
+    shards = sorted({f"{component}/{name}" for name in listed.values()})
+    if missing := {*shards} - {*names}:  # an interrupted download
+        raise index.error(f"{len(missing)} of {len(shards)} shards miss")
+    return shards
 
 
 def read_safetensors_header(path: Path) -> Header:

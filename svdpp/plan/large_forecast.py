@@ -10,7 +10,7 @@ from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, replay, sum_up, summarise
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Route, build_schedule
+from svdpp.plan.schedule import Route
 from svdpp.plan.split import Cuts
 
 #: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
@@ -36,8 +36,8 @@ def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = 
     `arrivals` are the times at which the clips arrive, increasing; empty: all at the start.
     """
     if layout.decode_ranks > layout.cfg_parallel:
-        routes, came = layout.routes(range(num_clips)), dict(enumerate(arrivals))
-        spans = replay(build_schedule(routes, layout.world_size), layout.costs, came)
+        came = dict(enumerate(arrivals))
+        spans = replay(layout.schedule(num_clips), layout.costs, came)
         return summarise(spans, layout.world_size, came)
     alike = layout.replicas_are_alike
     _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)

@@ -12,7 +12,7 @@ from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
 from svdpp.plan.experts import EXPERTS, assign_replicas, check_even, cut_stages, divisors
-from svdpp.plan.schedule import DecodeShare, Route
+from svdpp.plan.schedule import DecodeShare, Route, Schedule, build_schedule
 from svdpp.plan.split import (
     ClipCuts,
     Cuts,
@@ -247,6 +247,10 @@ class Layout:
     def routes(self, clips: Iterable[int]) -> list[Route]:
         """The routes of `clips`, in order."""
         return [self.route(clip) for clip in clips]
+
+    def schedule(self, num_clips: int) -> Schedule:
+        """Each rank's actions for that many clips."""
+        return build_schedule(self.routes(range(num_clips)), self.world_size)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:

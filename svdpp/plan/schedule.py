@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -95,8 +96,13 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     A rank posts the receive of the next clip before it works on this one, so the transfer overlaps
     with denoising. At most two packets are in flight to a rank: the posted one, and one that its
     sender still holds. A rank that helps to decode a clip does so after its steps of the next
-    clips that keep it busy until the clip has passed the ranks between.
+    clips that keep it busy until the clip has passed the ranks between. Where clips skip different
+    ranks, it does so before the next clip: otherwise ranks could wait for each other in a circle.
     """
+    paths: defaultdict[int, set[tuple[tuple[int, bool], ...]]] = defaultdict(set)
+    for route in routes:
+        path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
+        paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
@@ -106,8 +112,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
             visits[rank].append(visit)
         for rank, visit in _decode_visits(route):
             earliest = helps[rank][-1][0] if helps[rank] else 0
-            after = len(visits[rank]) + route.stages_after(rank)
-            helps[rank].append((max(earliest, after), visit))
+            others = route.stages_after(rank) if len(paths[route.ranges[-1].rank]) == 1 else 0
+            helps[rank].append((max(earliest, len(visits[rank]) + others), visit))
     merged = map(_merged, visits, helps)
     return tuple(_post_receives_ahead(rank_visits) for rank_visits in merged)
 

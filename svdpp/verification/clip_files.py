@@ -27,7 +27,7 @@ from svdpp.media import image as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES
 from svdpp.media.source import VIDEO_SUFFIXES
-from svdpp.models.base import Frames
+from svdpp.media.video import Frames
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 

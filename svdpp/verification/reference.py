@@ -16,7 +16,7 @@ import torch
 
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.driver.memory_check import check_memory
+from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
@@ -24,7 +24,8 @@ from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import video
 from svdpp.media.source import read_source
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
@@ -32,7 +33,7 @@ from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, solver_history, tensor_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ _Compute = Callable[[ClipRequest, _Recorder], tuple[torch.Tensor, Frames | None,
 
 
 def _diffusers(setup: _Setup, device: str) -> _Compute:
-    from svdpp.models.engine.reference import Reference  # imports diffusers: seconds
+    from svdpp.verification.whole_call import Reference  # imports diffusers: seconds
 
     assert setup.checkpoint is not None
     reference = Reference(setup.checkpoint, setup.config.model, device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +29,7 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
+from svdpp.config.clip_identity import parameters_sha256, sampling_fields
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault
@@ -42,52 +42,11 @@ SCHEMA_VERSION = 2
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
 
-#: What a latent's bits depend on, besides the sampling parameters and prompts of its family. They
-#: do not depend on the number of ranks or the split.
-_LATENT_IDENTITY = (
-    "input_sha256",
-    "seed",
-    "model",
-    "revision",
-    "weights_fingerprint",
-    "variant",
-    "dtype",
-    "memory_opt",
-    "channels_last",
-    "device",
-    "num_threads",
-    "deterministic",
-)
-_PROMPTS = ("prompt", "negative_prompt")
-
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
     """Whether each rank of a pair evaluates half of a batch, which may change the bits."""
     is_batch = checkpoint is not None and checkpoint.row.branches == "batch"
     return config.cfg_parallel > 1 and is_batch
-
-
-def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the values that identify a clip: two clips with the same ones are the same."""
-    return (*_latent_identity(metadata), "format", "crf")
-
-
-def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    family = metadata["family"]
-    # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
-    in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
-    common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
-    if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
-        return (*common, *_sampling_fields(family))
-    videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
-    return (*common, *lora, *videos, "family", *_PROMPTS, *_sampling_fields(family))
-
-
-@cache
-def _sampling_fields(family: str) -> tuple[str, ...]:
-    names = (field.name for field in fields(SAMPLING_CLASSES[family]))
-    return tuple(name for name in names if name != "family")
 
 
 def clip_metadata(
@@ -104,6 +63,7 @@ def clip_metadata(
     """
     folder, photo = Path(output.path).parent, made_from.photo
     sampling = config.sampling
+    prompts = {"prompt": made_from.prompt, "negative_prompt": made_from.negative_prompt}
     metadata = {
         "schema_version": SCHEMA_VERSION,
         "family": sampling.family,
@@ -116,9 +76,7 @@ def clip_metadata(
         "revision": checkpoint.revision,
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
-        **(
-            {"lora": [dict(file.metadata) for file in checkpoint.loras]} if checkpoint.loras else {}
-        ),
+        **_loras(checkpoint),
         "dtype": config.model.dtype,
         "memory_opt": config.model.memory_opt,
         "channels_last": config.model.channels_last,
@@ -131,8 +89,8 @@ def clip_metadata(
         "decode_ranks": config.decode_ranks,
         "num_threads": config.num_threads,
         "deterministic": config.deterministic,
-        **({} if sampling.family == "svd" else _prompts(made_from)),
-        **{name: getattr(sampling, name) for name in _sampling_fields(sampling.family)},
+        **({} if sampling.family == "svd" else prompts),
+        **{name: getattr(sampling, name) for name in sampling_fields(sampling.family)},
         "format": output.format,
         "crf": output.crf,
         "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
@@ -156,19 +114,16 @@ def _videos(made_from: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def _prompts(made_from: ClipInput) -> dict[str, str | None]:
-    return {name: getattr(made_from, name) for name in _PROMPTS}
+def _loras(checkpoint: Checkpoint) -> dict[str, Any]:
+    found = [asdict(file.lora) for file in checkpoint.loras]
+    named = [{**each, "name": recorded_name(each["name"])} for each in found]
+    return {"lora": named} if named else {}
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
     """The absolute path of a folder (or `~/...`); a hub id or `demo` as the user typed it."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
-
-
-def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """The hash of the values that identify a clip, equal for equal clips."""
-    return _sha256({name: metadata[name] for name in identity(metadata)})
 
 
 @cache
@@ -258,7 +213,7 @@ def _of_family(family: str) -> type[_ClipMetadata]:
     types = get_type_hints(SAMPLING_CLASSES[family])
     known = {*base.model_fields, "from_image"}
     own: dict[str, Any] = {
-        name: (types[name], ...) for name in _sampling_fields(family) if name not in known
+        name: (types[name], ...) for name in sampling_fields(family) if name not in known
     }
     if SAMPLING_CLASSES[family].videos:
         own |= {"videos": (dict[str, str], ...), "videos_sha256": (dict[str, _Sha256], ...)}
@@ -309,7 +264,7 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
     """The sampling options in a clip's JSON."""
-    names = ("family", *_sampling_fields(metadata["family"]))
+    names = ("family", *sampling_fields(metadata["family"]))
     return sampling_from({name: metadata[name] for name in names})
 
 
@@ -318,26 +273,6 @@ def weights_identity(checkpoint: Checkpoint) -> object:
     return checkpoint.revision or _age_of_weights(checkpoint.folder)
 
 
-def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
-    """The key of a clip's latent checkpoints: equal keys mean equal latents.
-
-    `weights` is from `weights_identity`.
-    """
-    return _sha256(
-        {
-            **{name: metadata[name] for name in _latent_identity(metadata)},
-            "versions": {
-                name: number for name, number in metadata["versions"].items() if name != "svdpp"
-            },
-            "weights": weights,
-        }
-    )
-
-
 def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
     files = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
     return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in files]
-
-
-def _sha256(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

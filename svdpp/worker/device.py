@@ -16,11 +16,11 @@ from svdpp.comm import streams
 from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.launch import gpus, process_group
+from svdpp.launch.host_memory import available_bytes, gib_text
 from svdpp.launch.world import World
-from svdpp.models import determinism
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.free_memory import available_bytes, gib_text
 from svdpp.plan.actions import Action, Kind
+from svdpp.worker import determinism
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
@@ -52,10 +52,11 @@ def conditions_of(
     known = determinism.conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):
         known["driver"] = gpus.driver_version()
-    if checkpoint is not None:
-        from svdpp.models.engine.load import conditions  # imports diffusers: seconds
+    part = "feature_extractor"  # of SVD, whose class is that of the installed library
+    if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
+        from svdpp.models.engine.load import component_class  # imports diffusers: seconds
 
-        known |= conditions(checkpoint)
+        known[part] = component_class(part, name).__name__
     return known
 
 
@@ -130,7 +131,8 @@ _HOST_ASKED = re.compile(r"you tried to allocate (\d+) bytes")
 _CUDA_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMG]iB)")
 _CUDA_FREE = re.compile(r"of which ([\d.]+ [KMG]iB) is free")
 
-_PARTS = {
+#: What takes memory in an action, and which option lowers it.
+MEMORY_OF = {
     Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
     Kind.DENOISE: (
         "a denoising step",
@@ -174,7 +176,9 @@ def _part(
 ) -> tuple[str, str]:
     if doing is None or doing == "reference":
         return _LOADING if doing is None else _REFERENCE
-    part, knob = _PARTS.get(doing.kind, (f"doing {doing}", "fewer ranks on this device lower it"))
+    part, knob = MEMORY_OF.get(
+        doing.kind, (f"doing {doing}", "fewer ranks on this device lower it")
+    )
     if doing.kind is Kind.DECODE and decode_chunk_size is not None:
         part += f", {decode_chunk_size} at a time"
     return part, knob

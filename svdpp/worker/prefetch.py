@@ -13,7 +13,7 @@ import torch
 from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.source import read_source
-from svdpp.models.base import Source, Tensors
+from svdpp.models.base import Prepared, Source
 
 #: What a prepared image depends on.
 _Image = tuple[tuple[Any, ...], SamplingConfig | None]
@@ -22,23 +22,23 @@ _Image = tuple[tuple[Any, ...], SamplingConfig | None]
 class PhotoReader:
     """Reads images in the order of `expect`, at most one ahead, and those of `prepare_early`.
 
-    `prepare` makes an image into CPU tensors, in the thread. `sampling` is for clips whose
+    `prepare` is called in the thread. `sampling` is for clips whose
     requests have none.
     """
 
     def __init__(
         self,
         sampling: SamplingConfig,
-        prepare: Callable[[Source, SamplingConfig], Tensors],
+        prepare: Callable[[Source, SamplingConfig], Prepared],
         device: torch.device,
     ) -> None:
         self._sampling = sampling
         self._prepare = prepare
-        self._upcoming: deque[tuple[int, ClipRequest, Future[Tensors] | None]] = deque()
-        self._ahead: dict[int, Future[Tensors]] = {}
+        self._upcoming: deque[tuple[int, ClipRequest, Future[Prepared] | None]] = deque()
+        self._ahead: dict[int, Future[Prepared]] = {}
         self._thread = streams.one_thread("photos", device)
         # At most one: if its clip never comes, the next one takes its place.
-        self._early: dict[_Image, Future[Tensors]] = {}
+        self._early: dict[_Image, Future[Prepared]] = {}
         self._early_thread = streams.one_thread("early photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
@@ -55,7 +55,7 @@ class PhotoReader:
         self._early = {_image_of(request): future}
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
-    def take(self, clip: int) -> Tensors:
+    def take(self, clip: int) -> Prepared:
         """The prepared image of `clip`, empty if it has none; starts reading the next."""
         future = self._ahead.pop(clip)
         try:
@@ -73,7 +73,7 @@ class PhotoReader:
             clip, request, early = self._upcoming.popleft()
             self._ahead[clip] = early or self._thread.submit(self._read, request)
 
-    def _read(self, request: ClipRequest) -> Tensors:
+    def _read(self, request: ClipRequest) -> Prepared:
         sampling = request.sampling or self._sampling
         source = read_source(request, sampling)
         return {} if source is None else self._prepare(source, sampling)

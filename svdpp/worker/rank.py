@@ -34,7 +34,7 @@ from svdpp.worker.reporter import GpuSampler, Reporter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore
-from svdpp.worker.writers import ClipWriter
+from svdpp.worker.writer_threads import ClipWriter
 
 
 @dataclass(frozen=True, kw_only=True)

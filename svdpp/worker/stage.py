@@ -15,7 +15,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Channel, PendingPacket
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Source, Tensors, VideoModel
+from svdpp.models.base import LATENTS, Audio, Prepared, Source, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
@@ -28,10 +28,11 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
+from svdpp.worker.old_checkpoints import upgraded
 from svdpp.worker.prefetch import PhotoReader
 from svdpp.worker.profiler import ClipProfiler
 from svdpp.worker.steps import Denoising, NotWantedError, RankTools
-from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
+from svdpp.worker.writer_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
@@ -172,9 +173,10 @@ class PipelineStage:
             self._tools.check_wanted(action.clip)
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
-            self._packets[action.clip] = self._checkpoints.load(
-                key, action.clip, action.start, self._device
-            )
+            packet = self._checkpoints.load(key, action.clip, action.start, self._device)
+            sampling = self._jobs[action.clip].request.sampling or self._sampling
+            packet.tensors = upgraded(packet.tensors, sampling, action.start)
+            self._packets[action.clip] = packet
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(
@@ -282,7 +284,7 @@ class PipelineStage:
     def _sampling_of(self, clip: int) -> SamplingConfig:
         return self._jobs[clip].request.sampling or self._sampling
 
-    def _prepare(self, source: Source, sampling: SamplingConfig) -> Tensors:
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Prepared:
         """Prepares an image or a video; runs in the reader's thread."""
         model = self._model if sampling == self._sampling else self._model_with(sampling)
         return model.prepare(source)

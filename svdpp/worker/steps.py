@@ -13,13 +13,13 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Readback
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.errors import NotFiniteError
-from svdpp.models.base import LATENTS, Tensors, VideoModel, solver_history
+from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker.device import MemoryPressure
 from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.messages import StepDone
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_store import TensorStore, solver_history
 
 
 class NotWantedError(Exception):

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Frames, Tensors, solver_history
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Tensors
 
 _NAME = re.compile(r"clip\d+_((step\d+(_branch\d)?|audio)\.safetensors|frames\.npy)", re.ASCII)
 
@@ -110,3 +111,12 @@ class TensorStore:
     def _load(self, name: str) -> Tensors:
         tensors: Tensors = load_file(self._folder / f"{name}.safetensors")
         return tensors
+
+
+def solver_history(tensors: Tensors) -> Tensors:
+    """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(STATE) and tensor.is_floating_point()
+    }

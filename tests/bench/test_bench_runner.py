@@ -40,7 +40,7 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
     config = config_of().alone()
-    recorder = FigureRecorder(config, lambda clips: module.schedule_of(config, clips))
+    recorder = FigureRecorder(config, config.layout.schedule)
     recorder(0, Joined(device="cpu", load_seconds=2.0))
     for step in range(2):
         recorder(0, StepDone(clip=0, step=step, seconds=seconds / 2))

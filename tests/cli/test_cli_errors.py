@@ -18,10 +18,7 @@ from svdpp.errors import InputError, RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.media.pictures import png
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 # --- inputs -------------------------------------------------------------------------------------

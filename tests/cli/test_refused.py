@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -113,19 +112,7 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, in which no rank starts."""
-    from svdpp.driver import pipeline
-
-    def go_on(*_: object) -> None:
-        raise AssertionError("ranks would have been started")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline.Pipeline, "__enter__", go_on)
-
-
-@pytest.mark.usefixtures("without_ranks")
+@pytest.mark.usefixtures("elsewhere", "without_ranks")
 @pytest.mark.parametrize(
     ("line", "words"), REFUSED, ids=[line.replace(PHOTO, "PHOTO") for line, _ in REFUSED]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,41 @@ def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> Non
     cells = ("a" * 70, "b" * 70)
     Console().table([dict(zip(("one", "two"), cells, strict=True))])
     assert capsys.readouterr().out.splitlines()[1].split() == list(cells)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+@pytest.mark.parametrize("tty", ["0", "1"])
+def test_a_table_of_numbers_fits_the_width_and_breaks_none(
+    width: int, tty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"COLUMNS": str(width), "TTY_COMPATIBLE": tty, "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    names = ["rank", *(f"mean {number}" for number in range(12))]
+    rows = [{name: f"{rank}.{name[-1]}e-05 s" for name in names} for rank in range(3)]
+    Console().table(rows)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= width
+    for part in (*names, *rows[0].values()):
+        assert part in shown
+
+
+def test_on_a_terminal_all_but_the_command_fits(tmp_path: Path) -> None:
+    leave(tmp_path / "out", replayed(EVEN, clips=2, world_size=4, num_steps=12))
+    answer = svdpp_here("report", str(tmp_path / "out"), env={"TTY_COMPATIBLE": "1"})
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", answer.out).splitlines()
+    assert [line for line in lines if len(line) > 80 and "svdpp run" not in line] == []
+    assert "2 clips are few for 4 ranks" in " ".join(answer.out.split())
+
+
+@pytest.mark.parametrize("command", ["svdpp report", "curl -F seed=1"])
+def test_a_command_to_copy_stays_on_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    text = f"a remark: {command} {'x' * 39}"
+    Console().info(text, text.replace(command, "words"))
+    assert [len(line) > 40 for line in capsys.readouterr().err.splitlines()] == [True, False, False]
 
 
 def test_a_run_that_left_no_figures(tmp_path: Path) -> None:

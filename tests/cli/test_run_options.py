@@ -15,10 +15,7 @@ from svdpp.plan.large_forecast import forecast_layout
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
 from tests.cli.test_help import parsed
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 QUICK = pytest.mark.usefixtures("without_memory")
@@ -199,7 +196,7 @@ def test_names_of_clips() -> None:
     [
         ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
         ("a b.mov", (), ("--out 'a b.mp4'",)),
-        ("{nam}.mp4", (), ("not a template: 'nam'", "{name}, {seed} and {index}")),
+        ("c/{nam}.mp4", (), ("--out 'c/{nam}.mp4' is not", "'nam'", "{name}, {seed} and {index}")),
         ("{}.mp4", (), ("is not a template",)),
         ("{name.mp4", (), ("'{name.mp4' is not a template",)),
         ("{seed:x y}.mp4", (), ("is not a template",)),

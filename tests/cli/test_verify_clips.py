@@ -12,7 +12,7 @@ import pytest
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import max_threads
-from svdpp.driver import memory_check, ranks
+from svdpp.driver import memory, ranks
 from svdpp.media import video
 from svdpp.media.video import write_clip
 from svdpp.verification import reference
@@ -208,7 +208,7 @@ def test_more_memory_than_there_is_ends_before_any_process(monkeypatch: pytest.M
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(ranks, "StartedGroup", start)
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")
     assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "more memory")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from svdpp.comm import backend_errors
+from svdpp.comm.transport import translated_errors
 from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, RankError
 
 # As torch 2.13 and NCCL 2.27 print them (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
@@ -48,7 +48,7 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
     ],
 )
 def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind) as caught, backend_errors.named("send clip 3 to rank 1"):
+    with pytest.raises(kind) as caught, translated_errors("send clip 3 to rank 1"):
         raise raised
     assert type(caught.value) is kind
     assert "could not send clip 3 to rank 1" in str(caught.value)

@@ -19,10 +19,11 @@ PACKAGE = Path(svdpp.__file__).parent
 ALLOWED = {
     "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
     # Once for a clip and rank:
-    "models/engine/model.py": {"all", "numpy"},  # finite? image, structure: on the host
+    "models/engine/model.py": {"all"},  # finite?
+    "models/engine/values.py": {"numpy"},  # structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
-    "worker/writers.py": {"numpy"},
+    "worker/writer_threads.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},

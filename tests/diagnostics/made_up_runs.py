@@ -12,7 +12,6 @@ from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Span, replay, summarise
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import build_schedule
 
 EVEN = Costs(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
@@ -39,7 +38,7 @@ def replayed(
             decode_seconds=tuple(costs.decode_on(0) * each for each in slow),
         )
     layout = Layout(num_steps=num_steps, world_size=world_size, costs=costs)
-    spans = replay(build_schedule(layout.routes(range(clips)), world_size), costs)
+    spans = replay(layout.schedule(clips), costs)
     summary = summarise(spans, world_size)
     return RunFigures(
         **{

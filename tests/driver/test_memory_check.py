@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, Dtype, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver import memory_check, ranks
-from svdpp.driver.memory_check import check_memory
+from svdpp.driver import memory, ranks
+from svdpp.driver.memory import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError
@@ -35,7 +35,7 @@ def _config(world_size: int = 2, **sampling: int) -> PipelineConfig:
 
 @pytest.fixture
 def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_ranks_that_need_more_than_is_free_are_refused(
 def test_what_fits_by_the_exact_estimate_alone_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick bound exceeds the free memory; the estimate does not."""
     free = 2**30 + 2**27
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
     resolved, checkpoint = resolve(_config(decode_chunk_size=1, height=64, width=64))
-    assert memory_check._upper_bound(resolved, checkpoint, (DENOISE, ALL)) > free
+    assert memory._upper_bound(resolved, checkpoint, (DENOISE, ALL)) > free
     check_memory(resolved, checkpoint, (DENOISE, ALL))
 
 
@@ -111,8 +111,8 @@ def test_the_quick_bound_lies_above_the_dummys_estimate(shape: tuple[int, ...]) 
 
 def _check_bound(config: PipelineConfig, roles: Roles, most: int) -> None:
     config, checkpoint = resolve(config)
-    need = memory_check._estimate(config, checkpoint, (roles,)).num_bytes
-    bound = memory_check._upper_bound(config, checkpoint, (roles,))
+    need = memory._needed_together(config, checkpoint, (roles,))[0]
+    bound = memory._upper_bound(config, checkpoint, (roles,))
     assert need < bound < most * need + 2**29
 
 
@@ -139,18 +139,17 @@ def test_ranks_share_an_expert_whose_files_have_the_dtype(
     low_noise = Roles(encode=False, denoise=True, decode=False, experts=frozenset({1}))
     decoder = Roles(encode=False, denoise=False, decode=True)
     parts = estimate(checkpoint, config.model, config.sampling, device="cpu")
-    for roles, memory, num_copies in (
+    for roles, part, num_copies in (
         (low_noise, parts.denoise, copies),
         (decoder, parts.decode, 1),
     ):
-        assert memory is not None
+        assert part is not None
         one, two = (
-            memory_check._estimate(config, checkpoint, (roles,) * count).num_bytes
-            for count in (1, 2)
+            memory._needed_together(config, checkpoint, (roles,) * count)[0] for count in (1, 2)
         )
-        own = memory_check._RANK_BYTES + memory.activation_bytes
-        assert one == own + memory.weight_bytes
-        assert two == 2 * own + num_copies * memory.weight_bytes
+        own = memory._RANK_BYTES + part.activation_bytes
+        assert one == own + part.weight_bytes
+        assert two == 2 * own + num_copies * part.weight_bytes
 
 
 @pytest.mark.usefixtures("one_gib", "no_processes")

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.driver.liveness import silence_limit
 from svdpp.driver.ranks import shared_settings
+from svdpp.driver.stalls import silence_limit
 from svdpp.models.checkpoint import find_checkpoint
 
 CONFIG = PipelineConfig(

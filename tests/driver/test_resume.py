@@ -22,8 +22,8 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.launch import fork_server
 from svdpp.media import output_files
-from svdpp.models import determinism
 from svdpp.plan.actions import Kind
+from svdpp.worker import determinism
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
 from tests.driver.dummies import HANG_SECONDS, config, pids

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from svdpp.comm.packet import FIELDS
-from svdpp.models.base import LATENTS, Tensors, solver_history
+from svdpp.models.base import LATENTS, Tensors
 from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+from svdpp.worker.tensor_store import solver_history
 
 
 @dataclass(frozen=True)

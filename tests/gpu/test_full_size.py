@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.memory_estimate import estimate_ranks
+from svdpp.driver.memory import estimate_ranks
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report, python
@@ -113,6 +113,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.models.base import LATENTS
 from svdpp.plan.layout import Roles
 from svdpp.worker.rank import load_model
+from tests.models.probe import probe_packet
 asked = json.loads(sys.argv[1])
 device = torch.device(asked["device"])
 streams.use_device(device)
@@ -123,8 +124,8 @@ sampling = SvdSampling(num_inference_steps=4, **asked["sampling"])
 config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=asked["device"])
 config, checkpoint = resolve(config)
 model = load_model(config, checkpoint, str(device), Roles(encode=False, denoise=True, decode=True))
-tensors, copies = model.probe_packet(), streams.SideStream(device)
-last = model.probe_packet(has_stepped=True)
+tensors, copies = probe_packet(model, dtype=asked["dtype"]), streams.SideStream(device)
+last = probe_packet(model, dtype=asked["dtype"], has_stepped=True)
 def digest(tensor):
     host = copies.to_host(tensor.contiguous(), streams.mark(device))
     return hashlib.sha256(host.view(torch.uint8).numpy().tobytes()).hexdigest()

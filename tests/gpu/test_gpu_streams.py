@@ -19,7 +19,7 @@ from svdpp.models.base import LATENTS
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
 from svdpp.worker.tensor_store import TensorStore
-from svdpp.worker.writers import ClipWriter, FinishedClip, LatentCheckpointWriter
+from svdpp.worker.writer_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from svdpp.config import OutputConfig, VideoFormat
+from svdpp.config import OutputConfig, SvdSampling, VideoFormat
 from svdpp.errors import OutputError
 from svdpp.media.disk_space import check_space, estimated_bytes, free_bytes
 from svdpp.media.examples import example_photos
@@ -40,7 +40,8 @@ def test_a_photograph_s_clip_takes_what_is_estimated_at_most(
     write_clip(frames, output, fps=7, metadata={"text": "x" * 2000})
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     taken = sum(path.stat().st_size for path in files)
-    estimated = estimated_bytes(format, crf, num_frames=7, height=128, width=128)
+    sampling = SvdSampling(num_frames=7, height=128, width=128)
+    estimated = estimated_bytes(format, crf, sampling)
 
     # At most six times, because a much larger estimate would refuse clips that fit.
     assert taken < estimated < 6 * taken
@@ -56,13 +57,13 @@ def test_free_space_is_the_file_system_s(tmp_path: Path) -> None:
 
 
 def test_clips_that_cannot_fit_are_refused(tmp_path: Path) -> None:
-    size = {"num_frames": 25, "height": 576, "width": 1024}
-    check_space(tmp_path, 0, "mp4", 18, **size)
-    check_space(tmp_path, 1, "mp4", 18, **size)
-    too_many = free_bytes(tmp_path) // estimated_bytes("mp4", 18, **size) + 1000
+    size = SvdSampling(num_frames=25, height=576, width=1024)
+    check_space(tmp_path, 0, "mp4", 18, size)
+    check_space(tmp_path, 1, "mp4", 18, size)
+    too_many = free_bytes(tmp_path) // estimated_bytes("mp4", 18, size) + 1000
 
     with pytest.raises(OutputError) as caught:
-        check_space(tmp_path, too_many, "mp4", 18, **size)
+        check_space(tmp_path, too_many, "mp4", 18, size)
     assert caught.value.exit_code == 8
     assert f"{too_many} clips of 25 frames, 1024x576, as mp4 need about" in caught.value.message
     assert repr(str(tmp_path)) in caught.value.message
@@ -71,8 +72,8 @@ def test_clips_that_cannot_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_small_disk(tmp_path: Path) -> None:
-    size = {"num_frames": 14, "height": 128, "width": 128}
+    size = SvdSampling(num_frames=14, height=128, width=128)
     with small_disk(tmp_path / "disk", "size=256k") as disk:
-        check_space(disk / "out", 3, "mp4", 18, **size)
+        check_space(disk / "out", 3, "mp4", 18, size)
         with pytest.raises(OutputError, match=r"need about 285\.7 kB .*, where 262\.1 kB are free"):
-            check_space(disk / "out", 4, "mp4", 18, **size)
+            check_space(disk / "out", 4, "mp4", 18, size)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps
 from svdpp.errors import InputError
 from svdpp.media import image as media
 from svdpp.media.image import Photo, fit_photo, read_photo
-from svdpp.media.inputs import check_inputs, find_images
+from svdpp.media.inputs import check_inputs, find_images, raise_all
 from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
@@ -308,8 +309,8 @@ def test_whatever_a_decoder_raises_is_a_refusal(
 def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(encoded(gradient(), "PNG"))
-    assert find_images([name]) == [Path(name)]
-    assert find_images(["."]) == [Path(name)]
+    assert found([name]) == [Path(name)]
+    assert found(["."]) == [Path(name)]
     assert read_photo(Path(name))[0].size == (48, 32)
     Path(name).write_bytes(b"text")
     refusal(Path(name))
@@ -341,6 +342,13 @@ def test_process_wide_settings_of_pillow_stay(tmp_path: Path) -> None:
     assert warnings.filters == filters
 
 
+def found(inputs: Sequence[str], *, videos: bool = False) -> list[Path]:
+    problems: list[InputError] = []
+    paths = find_images(inputs, problems, videos=videos)
+    raise_all(problems)
+    return paths
+
+
 def test_find_images_expands_and_keeps_order(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     (folder / "sub.png").mkdir(parents=True)
@@ -348,19 +356,19 @@ def test_find_images_expands_and_keeps_order(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"x")
     (tmp_path / "last.dat").write_bytes(b"x")
     expected = [folder / name for name in ("a.jpg", "b.PNG", "c.tiff")]
-    assert find_images([str(folder)]) == expected
-    assert find_images([f"{folder}/*"]) == expected
-    assert find_images([f"{tmp_path}/**/[bc].*"]) == expected[1:]
+    assert found([str(folder)]) == expected
+    assert found([f"{folder}/*"]) == expected
+    assert found([f"{tmp_path}/**/[bc].*"]) == expected[1:]
     mixed = [str(tmp_path / "last.dat"), str(folder / "c.tiff"), str(folder)]
-    assert find_images(mixed) == [tmp_path / "last.dat", expected[2], *expected[:2]]
+    assert found(mixed) == [tmp_path / "last.dat", expected[2], *expected[:2]]
     (folder / "[ab].jpg").write_bytes(b"x")
     literal = str(folder / "[ab].jpg")  # a literal name goes before a pattern
-    assert find_images([literal]) == [Path(literal)]
+    assert found([literal]) == [Path(literal)]
     Path(literal).unlink()
-    assert find_images([literal]) == expected[:1]
+    assert found([literal]) == expected[:1]
     (tmp_path / "twin.jpg").symlink_to(folder / "a.jpg")
-    assert find_images([str(folder), str(tmp_path / "twin.jpg")]) == expected
-    assert find_images([]) == []
+    assert found([str(folder), str(tmp_path / "twin.jpg")]) == expected
+    assert found([]) == []
 
 
 def test_find_images_lists_every_problem(tmp_path: Path) -> None:
@@ -371,14 +379,14 @@ def test_find_images_lists_every_problem(tmp_path: Path) -> None:
     good.write_bytes(b"x")
     names = ["gone.png", "empty", "*.bmp", "full", "a\0*"]
     with pytest.raises(InputError) as caught:
-        find_images(["", str(good), *(str(tmp_path / name) for name in names)])
+        found(["", str(good), *(str(tmp_path / name) for name in names)])
     lines = caught.value.message.splitlines()
     assert lines[0] == "6 inputs cannot be used:"
     words = ["empty name", "does not exist", "without images", "matches no", "regular", "null"]
     assert len(lines) == 7
     assert all(word in line for word, line in zip(words, lines[1:], strict=True))
     with pytest.raises(InputError, match=r"^'.*gone\.png' does not exist$"):
-        find_images([str(tmp_path / "gone.png")])
+        found([str(tmp_path / "gone.png")])
 
 
 def test_check_inputs_lists_every_bad_one(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
 from svdpp.media import source
 from svdpp.media.image import MAX_PIXELS, read_bytes
-from svdpp.media.inputs import check_inputs, find_images
+from svdpp.media.inputs import check_inputs
 from svdpp.media.source import read_video, source_of
 from svdpp.media.video import find_ffmpeg, read_frames, write_clip
 from tests.media.pictures import encoded, gradient
+from tests.media.test_image import found
 
 SIZE = {"height": 32, "width": 48}
 
@@ -172,8 +173,8 @@ def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
     still, video = tmp_path / "a.png", tmp_path / "b.MP4"
     still.write_bytes(encoded(gradient(), "PNG"))
     video.write_bytes(clip.read_bytes())
-    assert find_images([str(tmp_path)], videos=True) == [video]
+    assert found([str(tmp_path)], videos=True) == [video]
     assert [photo.path for photo in check_inputs([str(tmp_path), str(still)], 7)] == [video, still]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"is a folder without videos \(\.mp4 "):
-        find_images([str(tmp_path / "empty")], videos=True)
+        found([str(tmp_path / "empty")], videos=True)

@@ -1,8 +1,8 @@
-"""Owns the peak of what torch's CPU allocator allocates; malloc also keeps what is freed."""
+"""Owns bytes as torch counts them: of weights, and the peak of what its CPU allocator allocates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,3 +20,9 @@ def allocated_peak(work: Callable[[], object]) -> int:
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Bytes of the parameters and buffers of `modules`."""
+    tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in tensors)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, Audio, Frames, Source
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, Audio, Source
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.reference import Reference
+from svdpp.verification.whole_call import Reference
 
 
 def latents_and_frames(

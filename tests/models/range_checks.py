@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig
-from svdpp.models.base import Frames, Source, Tensors
+from svdpp.media.video import Frames
+from svdpp.models.base import Source, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles

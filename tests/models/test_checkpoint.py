@@ -14,7 +14,6 @@ import pytest
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.safetensors_header import weight_headers
 from tests.cli.test_strangers import MODEL_FAULTS
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
@@ -76,7 +75,7 @@ def test_demo_is_built_in() -> None:
 def test_shards_and_variants_are_found(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, variant="fp16", max_shard_size="500KB")
     found = find_checkpoint(ModelConfig(name=str(tmp_path), variant="fp16"))
-    headers = weight_headers(found.folder, "unet", "fp16")
+    headers = found.weight_files("unet")
     assert len(headers) > 2
     assert all(".fp16-0000" in path.name for path in headers)
 

@@ -16,9 +16,10 @@ import torch
 from svdpp.config import WanSampling
 from svdpp.models.base import Tensors
 from svdpp.models.engine.model import load_model
-from svdpp.models.memory import estimate, num_bytes
+from svdpp.models.engine.values import tensors_in
+from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.models.allocator import allocated_peak
+from tests.models.allocator import allocated_peak, num_bytes
 from tests.models.range_checks import (
     loaded,
     model_of,
@@ -87,7 +88,7 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(tmp_path: Path, name
     estimated = estimate(checkpoint, named, sampling, device="cpu")
     for part, (received, work) in works.items():
         activations = getattr(estimated, part).activation_bytes
-        measured = allocated_peak(work) + sum(tensor.nbytes for tensor in received.values())
+        measured = allocated_peak(work) + sum(tensor.nbytes for tensor in tensors_in(received))
         print(f"{name} {part} {activations} {measured} {activations / measured:.3f}")
         assert activations == pytest.approx(measured, rel=0.1), part
 

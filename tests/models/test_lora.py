@@ -14,9 +14,9 @@ from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
-from svdpp.models.engine.reference import Reference
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
+from svdpp.verification.whole_call import Reference
 from tests.models.diffusers_pipeline import latents_and_frames, run_reference
 from tests.models.range_checks import check_every_cut, ranks, read_folder, request_of
 from tests.models.test_rows import CASES

@@ -17,10 +17,12 @@ from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.memory import LiveBytes, MemoryEstimate, PartMemory, estimate, num_bytes
+from svdpp.models.memory import LiveBytes, estimate
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Roles
-from tests.models.allocator import allocated_peak
+from svdpp.plan.memory import MemoryEstimate, PartMemory
+from tests.models.allocator import allocated_peak, num_bytes
+from tests.models.probe import probe_packet
 from tests.models.range_checks import nothing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +52,7 @@ def _loaded(part: str, **changes: object) -> EngineModel:
 def test_activation_bytes_match_torchs_allocator(part: str, threads: int, chunk: int) -> None:
     torch.set_num_threads(threads)
     model = _loaded(part, decode_chunk_size=chunk)
-    packet = model.probe_packet(has_stepped=part == "decode")
+    packet = probe_packet(model, has_stepped=part == "decode")
 
     def step() -> object:
         return model.denoise(packet, 0, 1, nothing)
@@ -138,7 +140,7 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
 def test_bare_process_bytes_include_the_libraries() -> None:
     code = (
         "import svdpp.models.memory\n"
-        "from svdpp.models.free_memory import bare_process_bytes\n"
+        "from svdpp.driver.memory import bare_process_bytes\n"
         "print(bare_process_bytes())\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
     )

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.models.base import GENERATOR, LATENTS, Tensors
-from svdpp.models.engine.call import STRUCTURE
+from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.model import EngineModel
 from tests.models.range_checks import nothing, ranks, request_of, source
 from tests.models.test_rows import CASES, checkpoints

@@ -17,8 +17,10 @@ import torch
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.engine.rows import REFUSED
-from svdpp.models.memory import estimate, num_bytes
+from svdpp.models.memory import estimate
+from tests.models.allocator import num_bytes
 from tests.models.diffusers_pipeline import whole_clip
+from tests.models.probe import probe_packet
 from tests.models.range_checks import (
     check_every_cut,
     loaded,
@@ -263,7 +265,7 @@ def test_the_estimate_runs_the_call_without_weights(
     request = request_of("a cat" if checkpoint.row.takes_prompt else None)
     packet = encoder.encode(encoder.prepare(source(sampling)) if case.image else {}, request)
     shapes = {key: each.shape for key, each in packet.items() if key != "structure"}
-    probe = encoder.probe_packet()
+    probe = probe_packet(encoder)
     assert {key: each.shape for key, each in probe.items() if key != "structure"} == shapes
 
 

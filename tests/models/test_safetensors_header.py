@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.safetensors_header import read_safetensors_header, weight_headers
+from svdpp.models.safetensors_header import read_safetensors_header
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "image_encoder"])
 def test_header_equals_that_of_the_library(part: str) -> None:
-    folder = find_checkpoint(ModelConfig(name="demo")).folder
-    ((path, header),) = weight_headers(folder, part, None).items()
+    checkpoint = find_checkpoint(ModelConfig(name="demo"))
+    ((path, header),) = checkpoint.weight_files(part).items()
     with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         theirs = {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices.items()}

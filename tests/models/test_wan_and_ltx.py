@@ -132,7 +132,6 @@ def test_each_distinct_prompt_is_encoded_once(t2v: Any) -> None:
     assert torch.equal(first["record.0.0"], second["record.0.0"])
     assert not torch.equal(first["record.0.0"], other["record.0.0"])
     assert not torch.equal(first["latents"], second["latents"])
-    assert model.with_sampling(wan(num_frames=9)).frames_shape == (9, 32, 32, 3)
 
 
 def test_the_end_of_a_long_prompt_is_named(t2v: Any) -> None:

@@ -13,7 +13,6 @@ from svdpp.plan.experts import assign_replicas
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import build_schedule
 
 COSTS = Costs(
     decode_seconds=2.0,
@@ -86,7 +85,7 @@ def test_the_recurrence_counts_hosts_as_the_replay_does(
     layout = Layout(
         num_steps=24, world_size=world_size, replicas=replicas, split="dithered", costs=costs
     )
-    schedule = build_schedule(layout.routes(range(13)), world_size)
+    schedule = layout.schedule(13)
     replayed = summarise(replay(schedule, costs), world_size)
     assert forecast_layout(layout, 13).makespan == pytest.approx(replayed.makespan)
     assert forecast_layout(layout, 13).seconds_per_clip == pytest.approx(replayed.seconds_per_clip)
@@ -101,7 +100,7 @@ def test_one_slow_hop_delays_each_clip_once() -> None:
 
 def test_lists_follow_the_replicas() -> None:
     layout = Layout(num_steps=24, world_size=12, replicas=4, costs=COSTS)
-    schedule = build_schedule(layout.routes(range(8)), 12)
+    schedule = layout.schedule(8)
     sends = {
         (rank, action.peer)
         for rank, actions in enumerate(schedule)

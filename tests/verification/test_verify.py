@@ -13,10 +13,10 @@ import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.examples import example_photos
-from svdpp.models import determinism
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import Check
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from svdpp.worker import determinism
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 

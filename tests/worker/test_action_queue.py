@@ -43,7 +43,7 @@ def _emptied(queue: ActionQueue) -> list[Action]:
 
 @given(_layouts(), st.integers(1, 8))
 def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: int) -> None:
-    together = build_schedule(layout.routes(range(clips)), layout.world_size)
+    together = layout.schedule(clips)
     alone = _one_by_one(layout, clips)
     for rank in range(layout.world_size):
         queue = ActionQueue()

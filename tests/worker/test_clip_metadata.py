@@ -19,16 +19,12 @@ from svdpp.config import (
     SvdSampling,
     WanSampling,
 )
+from svdpp.config.clip_identity import latents_key, parameters_sha256
 from svdpp.media.image import read_photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
-from svdpp.worker.clip_metadata import (
-    clip_metadata,
-    latents_key,
-    parameters_sha256,
-    weights_identity,
-)
+from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.tiny_families import save_tiny_wan

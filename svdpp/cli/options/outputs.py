@@ -82,11 +82,11 @@ class OutputOptions(OverwriteOptions, FolderOptions):
                 f"--out {typed}: clips are mp4, gif or webp",
                 f"--out {shlex.quote(str(self.out.with_suffix('.mp4')))}",
             )
-        if _has_fields(str(self.out.parent)):
+        if _has_fields(str(self.out.parent), typed):
             raise RequestError(
                 "--out: fields such as {name} are allowed only in the last part of the path"
             )
-        has_fields = _has_fields(self.out.name)
+        has_fields = _has_fields(self.out.name, typed)
         kind: Any = suffix[1:] if suffix in _SUFFIXES and not self.out.is_dir() else None
         if kind is not None and self.format not in (None, kind):
             raise RequestError(
@@ -116,13 +116,13 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         )
 
 
-def _has_fields(text: str) -> bool:
+def _has_fields(text: str, typed: str) -> bool:
     try:
         text.format(name="photo", seed=0, index=1)
         return any(field is not None for _, field, _, _ in Formatter().parse(text))
     except (ValueError, LookupError, AttributeError) as error:
         raise RequestError(
-            f"--out {text!r} is not a template: {error}", "fields are {name}, {seed} and {index}"
+            f"--out {typed} is not a template: {error}", "fields are {name}, {seed} and {index}"
         ) from None
 
 

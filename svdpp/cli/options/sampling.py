@@ -207,7 +207,7 @@ def fit_chunk(
     """`config` with the number of frames that can be decoded at a time, if it is to be measured."""
     if not (sampling.measures_chunk and config.decodes):
         return config
-    from svdpp.diagnostics.memory_estimate import fit_decode_chunk
+    from svdpp.driver.memory import fit_decode_chunk
 
     chunk, why = fit_decode_chunk(config)
     console.info(f"decode: {why}")

@@ -34,17 +34,13 @@ class Branches:
         self._first: Any = None
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call of the denoiser `real` returns on both ranks.
-
-        Raises:
-            ModelError: the step does not evaluate two branches as the rule says.
-        """
+        """What a call of the denoiser `real` returns on both ranks."""
         self._calls += 1
         branch, is_first = self._partner.branch, self._calls == 1
         if self._rule == "batch":
             args, kwargs = half(branch, real, args, kwargs)
             both = self._exchange(step, lambda: real(*args, **kwargs))
-            return tree_map(_joined, *(reversed(both) if branch else both))
+            return tree_map(joined, *(reversed(both) if branch else both))
         if self._calls > 2:
             raise ModelError(f"step {step} evaluates the denoiser more than twice")
         if branch == 0 and not is_first:
@@ -62,11 +58,7 @@ class Branches:
         return own
 
     def end_step(self, step: int) -> None:
-        """Checks that both branches of a step are evaluated; called before the scheduler's step.
-
-        Raises:
-            ModelError: they are not.
-        """
+        """Checks that both branches of a step are evaluated; called before the scheduler's step."""
         if self._rule == "calls" and self._calls == 1:
             raise ModelError(
                 f"step {step} evaluates one branch of the guidance only",
@@ -100,11 +92,7 @@ _SHARED = {"image_rotary_emb", "ofs"}
 def half(
     branch: int, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a denoiser `real` for one branch of a batch of two.
-
-    Raises:
-        ModelError: the batch is not of two, or an argument is not known to be part of it or not.
-    """
+    """The arguments of a denoiser `real` for one branch of a batch of two."""
     bound = inspect.signature(real).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
         lengths = {len(leaf) for leaf in tree_leaves(value) if _has_axes(leaf)}
@@ -117,17 +105,6 @@ def half(
     return bound.args, bound.kwargs
 
 
-def in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
-
-    @functools.wraps(real)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
-        return tree_map(_joined, *(real(*each, **named) for each, named in halves))
-
-    return evaluate
-
-
 def _has_axes(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
@@ -136,5 +113,6 @@ def _part(branch: int, leaf: Any) -> Any:
     return leaf[branch : branch + 1] if _has_axes(leaf) else leaf
 
 
-def _joined(first: Any, second: Any) -> Any:
+def joined(first: Any, second: Any) -> Any:
+    """A batch of two from two of one; see `half`."""
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

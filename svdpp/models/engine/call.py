@@ -11,7 +11,6 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -46,9 +45,6 @@ from svdpp.models.engine.values import (
     unpack,
     zeros,
 )
-
-#: Name of the tensor that holds a packet's structure: JSON, in host memory.
-STRUCTURE = "structure"
 
 
 class _Stop(Exception):
@@ -99,9 +95,7 @@ class RangeCall:
     def packet(self, inputs: Node | None = None) -> Tensors:
         """After the last step of the range, or before the first one; `inputs` are the clip's."""
         known = self.given["given"] if self.given else inputs
-        text = json.dumps({**self._structure, "given": known}, separators=(",", ":"))
-        structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        return {**self._packer.tensors, STRUCTURE: structure}
+        return self._packer.packet({**self._structure, "given": known})
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
         return self  # a pipeline may copy its scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import threading
 import warnings
 from contextlib import ExitStack
@@ -26,7 +27,6 @@ from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.hub import show_name
 from svdpp.models.lora import LoraFile
-from svdpp.models.safetensors_header import num_elements
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
@@ -101,15 +101,6 @@ def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
     if (guider := getattr(pipe, "guider", None)) is not None:
         scale = {"guidance_scale": sampling.guidance_scale}
         pipe.guider = type(guider).from_config({**guider.config, **scale})
-
-
-def conditions(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the bits depend on besides request and device: the class of SVD's image processor."""
-    return {
-        part: component_class(part, name).__name__
-        for part, name in checkpoint.classes
-        if part == "feature_extractor"
-    }
 
 
 def component_class(part: str, name: str) -> Any:
@@ -188,10 +179,10 @@ def _load_module(
     size = 0
     try:
         with library_errors(part, checkpoint):
-            headers = checkpoint.weight_files(part)
-            size = num_elements(headers) * dtype.itemsize
-            dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
-            if quantised := sorted(dtypes & _QUANTISED):
+            headers = checkpoint.weight_files(part).values()
+            tensors = [tensor for header in headers for tensor in header.values()]
+            size = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
+            if quantised := sorted({name for name, _ in tensors} & _QUANTISED):
                 raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
             module = _from_pretrained(checkpoint, part, cls, dtype)
         return module.eval().to(device)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
-from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.config.clip import IMAGE
-from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import AfterStep, Audio, Partner, Source, Tensors
+from svdpp.errors import NotFiniteError
+from svdpp.models.base import AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.call import STRUCTURE, RangeCall
+from svdpp.models.engine.call import RangeCall
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
 from svdpp.models.engine.patches import own_methods, replaced
-from svdpp.models.engine.values import Node
+from svdpp.models.engine.values import Node, structure_of
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
@@ -39,18 +37,13 @@ class EngineModel:
     """The model of one rank: any family that has a row, with resolved sampling parameters."""
 
     def __init__(
-        self,
-        pipe: Any,
-        checkpoint: Checkpoint,
-        dtype: Dtype,
-        sampling: Any,
-        texts: dict[Any, Any] | None = None,
+        self, pipe: Any, checkpoint: Checkpoint, sampling: Any, texts: dict[Any, Any] | None = None
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
         """Of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
-        self._dtype, self._sampling = dtype, sampling
+        self._sampling = sampling
         # Embeddings of the last prompts, so that each distinct prompt is encoded once.
         self._texts = {} if texts is None else texts
         self._outputs: list[Node] = []  # see `Branches`
@@ -61,31 +54,24 @@ class EngineModel:
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
             pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
-        return EngineModel(pipe, self._checkpoint, self._dtype, sampling, self._texts)
+        return EngineModel(pipe, self._checkpoint, sampling, self._texts)
 
-    def prepare(self, source: Source) -> Tensors:
-        """What the row prepares, or the pixels by name: uint8 (H, W, 3), of a video (F, H, W, 3).
+    def prepare(self, source: Source) -> Prepared:
+        """Does what an encode needs no device for; it may run in a thread beside the steps."""
+        row = self._row
+        return source if row.prepare is None else row.prepare(self._pipe, source, self._sampling)
 
-        On the CPU; it may run in a thread while the rank denoises another clip.
-        """
-        if self._row.prepare is not None:
-            made: Tensors = self._row.prepare(self._pipe, source, self._sampling)
-            return made
-        named = source if isinstance(source, dict) else {IMAGE: source}
-        return {name: _pixels(each) for name, each in named.items()}
-
-    def encode(self, prepared: Tensors, request: ClipRequest) -> Tensors:
+    def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:
         """The packet before the first step: what later steps and the decode need.
 
         Encodes the prompts and the image, which is `prepared`, and draws the noise.
         """
         assert bool(prepared) == self._sampling.from_image
-        source = blank_source(self._sampling)
-        if prepared and self._row.prepare is None:
-            found = {name: _pictures(pixels) for name, pixels in prepared.items()}
-            source = found if self._sampling.videos else found[IMAGE]
+        source: Any = prepared or None
         with ExitStack() as patches:
-            patches.enter_context(self._row.prepared(self._pipe, prepared))
+            if self._row.prepared is not None:
+                patches.enter_context(self._row.prepared(self._pipe, prepared))
+                source = blank_source(self._sampling)
             for name in own_methods(self._pipe.__class__):
                 if _OF_TEXT.fullmatch(name):
                     cached = self._cached(name, getattr(self._pipe, name))
@@ -145,28 +131,6 @@ class EngineModel:
             _, result = self._later_call(tensors, steps, None)
         return result if isinstance(result, tuple) else (result,)
 
-    def probe_packet(self, *, has_stepped: bool = False) -> Tensors:
-        """A made-up packet with a real one's shapes, dtypes and devices, to measure without encode.
-
-        With `has_stepped` it is one to decode, otherwise one before the first step.
-        """
-        from svdpp.models.memory import probe_packet  # imports this module
-
-        model = ModelConfig(name=self._checkpoint.name, dtype=self._dtype)
-        made = probe_packet(self._checkpoint, model, self._sampling, has_stepped=has_stepped)
-        generator = torch.Generator().manual_seed(0)
-        return {
-            name: tensor
-            if tensor.dtype == torch.uint8  # in host memory in real packets too
-            else torch.randn(tensor.shape, generator=generator).to(self.device, tensor.dtype)
-            for name, tensor in made.items()
-        }
-
-    @property
-    def frames_shape(self) -> tuple[int, int, int, int]:
-        """F, H, W, 3."""
-        return self._sampling.num_frames, self._sampling.height, self._sampling.width, 3
-
     def removed_text(self, prompt: str) -> str:
         """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
         if not self._row.takes_prompt:
@@ -195,7 +159,7 @@ class EngineModel:
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
         """A call without prompt and image, whose results are replayed."""
-        structure, tensors = self._opened(tensors, start)
+        structure = structure_of(tensors)
         request = ClipRequest(
             seed=0,
             prompt="" if self._row.takes_prompt else None,
@@ -203,20 +167,6 @@ class EngineModel:
         )
         of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
         return self._call(request, blank_source(self._sampling), **of_call)
-
-    def _opened(self, tensors: Tensors, steps: int) -> tuple[Node, Tensors]:
-        """The structure and the tensors of a packet after `steps`."""
-        if STRUCTURE in tensors:
-            assert tensors[STRUCTURE].is_cpu
-            return json.loads(tensors[STRUCTURE].numpy().tobytes()), tensors
-        if self._row.old_packet is None:
-            raise InputError(
-                "the latent checkpoint was written by svdpp 0.3 or earlier, which kept less of a "
-                "clip",
-                "delete it: the clip then starts again",
-            )
-        opened: tuple[Node, Tensors] = self._row.old_packet(tensors, self._sampling, steps)
-        return opened
 
     def _cached(self, name: str, encode: Callable[..., Any]) -> Callable[..., Any]:
         texts = self._texts
@@ -246,7 +196,7 @@ def load_model(
 ) -> EngineModel:
     """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
-    return EngineModel(pipe, checkpoint, model.dtype, sampling)
+    return EngineModel(pipe, checkpoint, sampling)
 
 
 def call_arguments(
@@ -286,18 +236,6 @@ def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
     sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}
     frames = {name: Image.new("RGB", size if whole else _SMALL) for name, size in sizes.items()}
     return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}
-
-
-def _pixels(pictures: Any) -> torch.Tensor:
-    if isinstance(pictures, list):
-        return torch.from_numpy(np.stack([np.asarray(frame) for frame in pictures]))
-    return torch.from_numpy(np.array(pictures.convert("RGB")))
-
-
-def _pictures(pixels: torch.Tensor) -> Any:
-    if pixels.dim() == 3:
-        return Image.fromarray(pixels.numpy())
-    return [Image.fromarray(frame) for frame in pixels.numpy()]
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,8 @@ _UNSENT = (
 class Records:
     """What methods of the pipeline and of its components return, and states of its generator.
 
-    Args:
-        row: of the family.
-        unpacked: the value of a node of the packet.
-        generator: of the clip.
-        given: those of the packet; None: this call records.
+    `unpacked` is the value of a node of the packet; `given` are its records, None: this call makes
+    them.
     """
 
     def __init__(

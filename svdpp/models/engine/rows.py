@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 from svdpp.models.engine import others, svd, wan
@@ -19,15 +19,18 @@ _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One family."""
 
     title: str
+    denoiser: str
+    """The class of the denoisers: others may keep state that no packet carries."""
     text: str | None = None
     """The pipeline's class for clips from text alone."""
     image: str | None = None
     """The pipeline's class for clips from an image."""
+    _: KW_ONLY
     image_argument: str = "image"
     """Of `__call__`, for that image, or for the frames of a video."""
     also: tuple[str, ...] = ()
@@ -36,8 +39,6 @@ class Row:
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     both: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
-    denoiser: str
-    """The class of the denoisers: others may keep state that no packet carries."""
     takes_prompt: bool = True
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
@@ -79,10 +80,8 @@ class Row:
     """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
     prepare: Callable[[Any, Any, Any], Any] | None = None
     """Does what needs no device of an image's encode: of pipeline, image, sampling parameters."""
-    prepared: Callable[[Any, Any], AbstractContextManager[None]] = lambda *_: nullcontext()
+    prepared: Callable[[Any, Any], AbstractContextManager[None]] | None = None
     """While it lasts, the pipeline uses what `prepare` has made."""
-    old_packet: Callable[[Any, Any, int], Any] | None = None
-    """Structure and tensors of an earlier version's packet: of tensors, sampling, steps run."""
 
     @property
     def parts(self) -> frozenset[str]:
@@ -102,12 +101,9 @@ class Row:
 
 
 _LTX = Row(
-    title="LTX-Video",
+    *("LTX-Video", "LTXVideoTransformer3DModel", "LTXPipeline", "LTXImageToVideoPipeline"),
     branches="batch",
-    text="LTXPipeline",
-    image="LTXImageToVideoPipeline",
     both=True,
-    denoiser="LTXVideoTransformer3DModel",
     noise="latents",
     results_in_latents=1,
     facts=others.ltx,
@@ -116,11 +112,8 @@ _LTX = Row(
 )
 
 _WAN = Row(
-    title="Wan 2.1 and 2.2",
+    *("Wan 2.1 and 2.2", "WanTransformer3DModel", "WanPipeline", "WanImageToVideoPipeline"),
     branches="calls",
-    text="WanPipeline",
-    image="WanImageToVideoPipeline",
-    denoiser="WanTransformer3DModel",
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     fp32=frozenset({"vae", "image_encoder"}),
@@ -140,20 +133,16 @@ _VACE = replace(
 )
 
 _COGVIDEOX = Row(
-    title="CogVideoX",
+    *("CogVideoX", "CogVideoXTransformer3DModel"),
+    *("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
     branches="batch",
-    text="CogVideoXPipeline",
-    image="CogVideoXImageToVideoPipeline",
-    denoiser="CogVideoXTransformer3DModel",
     schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
 )
 
 _SKYREELS = Row(
-    title="SkyReels-V2",
+    *("SkyReels-V2", "SkyReelsV2Transformer3DModel"),
+    *("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline"),
     branches="calls",
-    text="SkyReelsV2Pipeline",
-    image="SkyReelsV2ImageToVideoPipeline",
-    denoiser="SkyReelsV2Transformer3DModel",
     schedulers=_FLOW,
     fp32=frozenset({"vae", "image_encoder"}),
 )
@@ -171,10 +160,9 @@ _ANIMATE = replace(
 
 ROWS: Mapping[str, Row] = {
     "svd": Row(
-        title="Stable Video Diffusion",
+        *("Stable Video Diffusion", "UNetSpatioTemporalConditionModel"),
+        *(None, "StableVideoDiffusionPipeline"),
         branches="batch",
-        image="StableVideoDiffusionPipeline",
-        denoiser="UNetSpatioTemporalConditionModel",
         takes_prompt=False,
         schedulers=("EulerDiscreteScheduler",),
         denoisers=("unet",),
@@ -185,7 +173,6 @@ ROWS: Mapping[str, Row] = {
         facts=svd.facts,
         prepare=svd.prepare,
         prepared=svd.prepared,
-        old_packet=svd.old_packet,
         loras=False,
     ),
     "wan": _WAN,
@@ -227,11 +214,8 @@ ROWS: Mapping[str, Row] = {
         generator_device=lambda *_: "cpu",
     ),
     "ltx2": Row(
-        title="LTX-2",
-        text="LTX2Pipeline",
-        image="LTX2ImageToVideoPipeline",
+        *("LTX-2", "LTX2VideoTransformer3DModel", "LTX2Pipeline", "LTX2ImageToVideoPipeline"),
         both=True,
-        denoiser="LTX2VideoTransformer3DModel",
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
         unsent=("encode_prompt",),
@@ -242,28 +226,23 @@ ROWS: Mapping[str, Row] = {
         facts=others.ltx2,
     ),
     "hunyuan_video": Row(
-        title="HunyuanVideo",
-        text="HunyuanVideoPipeline",
-        image="HunyuanVideoImageToVideoPipeline",
-        denoiser="HunyuanVideoTransformer3DModel",
+        *("HunyuanVideo", "HunyuanVideoTransformer3DModel"),
+        *("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
         encode=_TWO_ENCODERS,
         results_in_latents=1,
         facts=others.hunyuan_video,
     ),
     "framepack": Row(
-        title="FramePack",
-        image="HunyuanVideoFramepackPipeline",
-        denoiser="HunyuanVideoFramepackTransformer3DModel",
+        *("FramePack", "HunyuanVideoFramepackTransformer3DModel"),
+        *(None, "HunyuanVideoFramepackPipeline"),
         encode=_TWO_ENCODERS,
         check=others.check_framepack,
         arguments=others.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
-        title="HunyuanVideo-1.5",
+        *("HunyuanVideo-1.5", "HunyuanVideo15Transformer3DModel"),
+        *("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
         branches="calls",
-        text="HunyuanVideo15Pipeline",
-        image="HunyuanVideo15ImageToVideoPipeline",
-        denoiser="HunyuanVideo15Transformer3DModel",
         encode=_TWO_ENCODERS,
         everywhere=("guider",),
         loras=False,
@@ -293,29 +272,20 @@ ROWS: Mapping[str, Row] = {
         check=others.one_window,
     ),
     "kandinsky5": Row(
-        title="Kandinsky 5",
+        *("Kandinsky 5", "Kandinsky5Transformer3DModel"),
+        *("Kandinsky5T2VPipeline", "Kandinsky5I2VPipeline"),
         branches="calls",
-        text="Kandinsky5T2VPipeline",
-        image="Kandinsky5I2VPipeline",
         both=True,
-        denoiser="Kandinsky5Transformer3DModel",
         encode=_TWO_ENCODERS,
         noise="latents",
         results_in_latents=1,
         facts=others.kandinsky5,
         check=others.kandinsky5_frames,
     ),
-    "mochi": Row(
-        title="Mochi 1",
-        branches="batch",
-        text="MochiPipeline",
-        denoiser="MochiTransformer3DModel",
-    ),
+    "mochi": Row("Mochi 1", "MochiTransformer3DModel", "MochiPipeline", branches="batch"),
     "latte": Row(
-        title="Latte",
+        *("Latte", "LatteTransformer3DModel", "LattePipeline"),
         branches="batch",
-        text="LattePipeline",
-        denoiser="LatteTransformer3DModel",
         schedulers=("DDIMScheduler",),
         loras=False,
         results_in_latents=1,
@@ -331,13 +301,13 @@ FAMILIES: Mapping[str, str] = {
     if pipeline is not None and pipeline not in row.also
 }
 
-_GUARDRAIL = "needs the models of NVIDIA's guardrail, which svdpp does not load"
+_COSMOS = (
+    *("Cosmos2_5_PredictBasePipeline", "Cosmos2VideoToWorldPipeline"),
+    *("CosmosTextToWorldPipeline", "CosmosVideoToWorldPipeline"),
+)
 
 #: Pipelines that are refused by name, and why.
 REFUSED: Mapping[str, str] = {
-    "Cosmos2_5_PredictBasePipeline": _GUARDRAIL,
-    "Cosmos2VideoToWorldPipeline": _GUARDRAIL,
-    "CosmosTextToWorldPipeline": _GUARDRAIL,
-    "CosmosVideoToWorldPipeline": _GUARDRAIL,
+    **dict.fromkeys(_COSMOS, "needs the models of NVIDIA's guardrail, which svdpp does not load"),
     "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from svdpp.models.base import Tensors
-    from svdpp.models.engine.values import Node
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 
@@ -59,39 +58,3 @@ def prepared(pipe: Any, pixels: Tensors) -> Iterator[None]:
         replaced(pipe.video_processor, preprocess=lambda *_, **__: pixels[_VAE_PIXELS]),
     ):
         yield
-
-
-def old_packet(tensors: Tensors, sampling: SvdSampling, steps: int) -> tuple[Node, Tensors]:
-    """A packet of svdpp 0.3 or earlier: the results without their unconditional halves."""
-    import torch
-    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
-
-    from svdpp.models.base import GENERATOR, LATENTS
-    from svdpp.models.engine.values import Packer, describe
-
-    def both(tensor: torch.Tensor, *, same: bool = False) -> torch.Tensor:
-        other = tensor if same else torch.zeros_like(tensor)
-        return torch.cat([other, tensor]) if sampling.guided else tensor
-
-    packer, latents = Packer(), tensors[LATENTS]
-    packed = packer.pack(latents, LATENTS)
-    pixels = torch.empty(1, 3, sampling.height, sampling.width, device="meta")
-    embedding, ids = both(tensors["image_embedding"]), both(tensors["added_time_ids"], same=True)
-    results = {
-        "_encode_image": packer.pack(embedding, "record.0"),
-        "video_processor.preprocess": describe(pixels),
-        "_encode_vae_image": packer.pack(both(tensors["image_latents"]), "record.2"),
-        "_get_add_time_ids": packer.pack(ids, "record.3"),
-        "prepare_latents": describe(latents) if steps else packed,
-    }
-    result = EulerDiscreteSchedulerOutput(prev_sample=latents, pred_original_sample=None)
-    step = {
-        "latents": packed,
-        "chunks": [[[describe(result)]]],
-        "states": [{"kind": "dict", "items": {"_step_index": {"kind": "plain", "value": steps}}}],
-        "outputs": [describe((both(latents),))],
-        "generators": packer.pack([torch.Generator().get_state()], GENERATOR),
-    }
-    records = [{"name": name, "result": each, "drew": None} for name, each in results.items()]
-    structure = {"records": records, "step": step if steps else None}
-    return {**structure, "given": {"negative_prompt": False}}, packer.tensors

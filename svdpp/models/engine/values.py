@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from diffusers.utils import BaseOutput
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 
-from svdpp.models.base import Tensors
+from svdpp.models.base import STRUCTURE, Tensors
 
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]
@@ -84,6 +85,19 @@ class Packer:
         dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         stride = None if tensor.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
+
+    def packet(self, structure: Node) -> Tensors:
+        """The packed tensors, and their structure as one more."""
+        text = json.dumps(structure, separators=(",", ":"))
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return {**self.tensors, STRUCTURE: data}
+
+
+def structure_of(packet: Tensors) -> Node:
+    """The structure that `Packer.packet` has written."""
+    assert packet[STRUCTURE].is_cpu
+    structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
+    return structure
 
 
 def describe(value: Any) -> Node:

@@ -1,4 +1,4 @@
-"""The reference: diffusers' unmodified pipeline of any family, on one device."""
+"""The whole call: diffusers' unmodified pipeline of any family, on one device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils._pytree import tree_map
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Frames, Source, Tensors
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.branches import in_halves
+from svdpp.models.engine.branches import half, joined
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -71,7 +73,7 @@ class Reference:
                 step = steps.scheduler_step(pipe.scheduler.step)
                 patches.enter_context(replaced(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
-                real = in_halves(module.forward) if divided else module.forward
+                real = _in_halves(module.forward) if divided else module.forward
                 patches.enter_context(replaced(module, forward=steps.forward(real)))
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling, request, source, generator),
@@ -162,6 +164,17 @@ class _Steps:
         self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
         self._count += 1
         return {}
+
+
+def _in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
+
+    @functools.wraps(real)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
+        return tree_map(joined, *(real(*each, **named) for each, named in halves))
+
+    return evaluate
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:

@@ -16,7 +16,8 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
-from svdpp.models.base import LATENTS, Audio, Frames
+from svdpp.media.video import Frames
+from svdpp.models.base import LATENTS, Audio
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import DEMO_SAMPLING, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import memory_estimate
-from svdpp.diagnostics.memory_estimate import RankMemory, estimate_ranks, fit_decode_chunk
+from svdpp.driver import memory
+from svdpp.driver.memory import RankMemory, estimate_ranks, fit_decode_chunk
 from svdpp.errors import OutOfMemoryError
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 
@@ -45,7 +45,7 @@ def _estimated(config: PipelineConfig, **_: object) -> list[RankMemory]:
 
 @pytest.fixture
 def estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "estimate_ranks", _estimated)
+    monkeypatch.setattr(memory, "estimate_ranks", _estimated)
 
 
 @pytest.mark.usefixtures("estimated")
@@ -66,8 +66,8 @@ def test_the_largest_chunk_leaves_a_fifth_free(
     device: str, free: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_gpu = {"cuda:0" if device == "cuda:0" else "cuda:1": free}
-    monkeypatch.setattr(memory_estimate, "free_bytes", of_gpu.__getitem__)
-    monkeypatch.setattr(memory_estimate, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory, "free_bytes", of_gpu.__getitem__)
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
     found, why = fit_decode_chunk(replace(DEMO_CONFIG, device=device))
     assert found == chunk
     assert why.startswith(f"{chunk} of 14 frames at a time: 0.0 GiB by estimate, ")
@@ -75,7 +75,7 @@ def test_the_largest_chunk_leaves_a_fifth_free(
 
 @pytest.mark.usefixtures("estimated")
 def test_one_frame_that_does_not_fit_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "available_bytes", lambda: 2099)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2099)
     with pytest.raises(OutOfMemoryError, match="one frame decoded at a time") as caught:
         fit_decode_chunk(DEMO_CONFIG)
     assert "--height" in caught.value.hint
@@ -84,11 +84,11 @@ def test_one_frame_that_does_not_fit_ends_the_run(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.long
 def test_larger_frames_fit_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     # This process, with the tests before this one in it, is larger than a rank.
-    monkeypatch.setattr(memory_estimate, "bare_process_bytes", lambda: 450 * 2**20)
+    monkeypatch.setattr(memory, "bare_process_bytes", lambda: 450 * 2**20)
     chunks = []
     for side in (128, 256):
         sampling = replace(DEMO_CONFIG.sampling, height=side, width=side)
-        monkeypatch.setattr(memory_estimate, "available_bytes", lambda: 2 * 2**30)
+        monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 2**30)
         chunks.append(fit_decode_chunk(replace(DEMO_CONFIG, sampling=sampling))[0])
     assert chunks[0] == 14
     assert 1 < chunks[1] < 14

@@ -1,0 +1,251 @@
+"""The memory of ranks by estimate: what they need, what is free, and what fits into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.driver.resolve import Weights, resolve
+from svdpp.errors import OutOfMemoryError
+from svdpp.launch import environment, process_group
+from svdpp.launch.gpus import free_bytes
+from svdpp.launch.host_memory import available_bytes, gib_text
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.layout import Roles
+from svdpp.plan.memory import MemoryEstimate
+from svdpp.worker.device import MEMORY_OF
+
+#: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
+#: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
+_RANK_BYTES = 128 * 2**20
+#: What a rank that encodes takes to read and prepare images (measured: its peak rises by 597 MiB
+#: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
+#: beside it).
+_IMAGE_BYTES = 768 * 2**20
+#: Of a built-in model: what does not depend on the clip's size, and elements of activations for
+#: each element of the dummy's latent, and each pixel of a frame that the demo decodes or denoises.
+_BUILT_IN_BYTES = 2**29
+_DUMMY_ELEMENTS, _DECODED_ELEMENTS, _DENOISED_ELEMENTS = 640, 512, 90
+#: As safetensors spells them.
+_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_KNOBS = {kind.lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
+_KNOBS["weights"] = "a smaller --world, or --dtype bf16, lowers it"
+# A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
+# handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
+CUDA_PROCESS_BYTES = 600_000_000
+_NCCL_PAIR_BYTES = 100_000_000
+#: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
+_SHARE_OF_FREE = 0.8
+
+
+def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
+    """The memory of each part of the model, for the clips of a resolved `config`."""
+    with environment.defaults():
+        from svdpp.models.memory import estimate  # diffusers: seconds
+
+    return estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank's device; for a CPU rank, on the host."""
+
+    rank: int
+    weight_bytes: int
+    activation_bytes: int
+    """Above the weights, in the part with the largest need."""
+    process_bytes: int
+    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return self.weight_bytes + self.activation_bytes + self.process_bytes
+
+
+def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[RankMemory]:
+    """The memory that each rank needs, from the model's configs; `weights` must be present.
+
+    Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
+    the files already have the requested dtype.
+    """
+    config, checkpoint = resolve(config, weights=weights)
+    memories = map(estimate_parts(config, checkpoint).of_rank, config.layout.roles)
+    return [
+        RankMemory(
+            rank=rank,
+            weight_bytes=memory.weight_bytes,
+            activation_bytes=memory.activation_bytes,
+            process_bytes=_process_bytes(config, rank),
+        )
+        for rank, memory in enumerate(memories)
+    ]
+
+
+def bare_process_bytes() -> int:
+    """Resident bytes of a rank's process without a model.
+
+    It measures this process, which must already have imported what a rank imports.
+    """
+    return int(psutil.Process().memory_info().rss)
+
+
+def free_memory(device: str) -> int:
+    """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
+    return available_bytes() if device == "cpu" else free_bytes(device)
+
+
+def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
+    """The most frames that can be decoded at a time, and why.
+
+    By the estimate they take at most 80% of the free memory, or else it is one frame. A further
+    frame takes as much as the others, or less while another part has the peak.
+    """
+    config = replace(config, decode_ranks=1)  # others decode with the same chunks
+    frames = resolve(config, weights="none")[0].sampling.frames
+    last = config.layout.replica_ranks[-1][-1]  # it decodes
+    device = f"cuda:{last}" if config.device == "cuda" else config.device
+    free = free_memory(device)
+
+    def needed(chunk: int) -> int:
+        sampling = replace(config.sampling, decode_chunk_size=chunk)
+        ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
+        sharing = [ranks[last]] if config.device == "cuda" else ranks
+        return sum(rank.total_bytes for rank in sharing)
+
+    if (least := needed(1)) > free:
+        raise OutOfMemoryError(
+            "out of memory before the run: with one frame decoded at a time it needs "
+            f"{gib_text(least)}, {gib_text(free)} free",
+            "a smaller --height and --width, or --dtype fp16, lower it",
+        )
+    each = (needed(frames) - least) / max(1, frames - 1)
+    fitting = [n for n in range(2, frames + 1) if least + (n - 1) * each <= _SHARE_OF_FREE * free]
+    chunk = max(fitting, default=1)
+    size = gib_text(round(least + (chunk - 1) * each))
+    text = f"{chunk} of {frames} frames at a time: {size} by estimate, {gib_text(free)} free"
+    return chunk, text
+
+
+def memory_of_devices(
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    world_size: int,
+    free_bytes: Callable[[str], int] = free_bytes,
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """For the choice of a layout: the parts' needs as fields of `Costs`, and each rank's GiB.
+
+    Both are empty for CPU ranks, which share the host's memory and the weights in it; ranks on one
+    `device` get equal shares of it.
+    """
+    if device == "cpu":
+        return {}, ()
+    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
+    needs = estimate_parts(*resolve(asked, weights="none")).as_costs()
+    if device != "cuda":
+        each = free_bytes(device) / world_size - CUDA_PROCESS_BYTES
+        return needs, (each / 2**30,) * world_size
+    taken = CUDA_PROCESS_BYTES + 2 * _NCCL_PAIR_BYTES
+    free = (free_bytes(f"cuda:{rank}") for rank in range(world_size))
+    return needs, tuple((each - taken) / 2**30 for each in free)
+
+
+def _process_bytes(config: PipelineConfig, rank: int) -> int:
+    if config.device == "cpu":
+        return bare_process_bytes()
+    backend = process_group.choose_backend(config.device, config.world_size)
+    pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
+    return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
+
+
+def check_memory(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> None:
+    """Refuses CPU ranks that need more memory than this machine has free.
+
+    The peaks of all ranks are added, because they may occur at the same time.
+    """
+    if config.device != "cpu":
+        return
+    free = available_bytes()
+    if _upper_bound(config, checkpoint, ranks) <= free:
+        return
+    needed, knob = _needed_together(config, checkpoint, ranks)
+    if needed > free:
+        noun = "rank needs" if len(ranks) == 1 else "ranks need"
+        raise OutOfMemoryError(
+            f"out of memory before the run: {len(ranks)} CPU {noun} about "
+            f"{gib_text(needed)}, {gib_text(free)} free",
+            knob,
+        )
+
+
+def _upper_bound(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> float:
+    """Above the need of a built-in model, but known without diffusers; infinite for others."""
+    sampling, frames = config.sampling, config.sampling.frames
+    if checkpoint is None:
+        elements = _DUMMY_ELEMENTS * math.prod(config.model.dummy_latent.shape)
+    elif checkpoint.name == DEMO_MODEL:
+        decoded = min(sampling.decode_chunk_size or frames, frames)
+        pixels = sampling.height * sampling.width
+        elements = pixels * (_DECODED_ELEMENTS * decoded + _DENOISED_ELEMENTS * frames)
+    else:
+        return math.inf
+    return len(ranks) * (_BUILT_IN_BYTES + 4 * elements) + _image_bytes(checkpoint, ranks)
+
+
+def _needed_together(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> tuple[int, str]:
+    """The bytes that all ranks need, and the option that lowers the largest share."""
+    parts = estimate_parts(config, checkpoint)
+    activations = dict.fromkeys(_KNOBS, 0)
+    weights: dict[tuple[Roles, int], int] = {}
+    for rank, roles in enumerate(ranks):
+        memories = ((share, parts.of_rank(share)) for share in roles.split())
+        held = {share: memory for share, memory in memories if memory.peak_bytes}
+        for share, memory in held.items():
+            owner = 0 if _are_shared(config, checkpoint, share) else rank
+            weights[share, owner] = memory.weight_bytes
+        if held:
+            largest = max(held, key=lambda share: held[share].activation_bytes)
+            (name,) = (name for name, has_role in largest.parts.items() if has_role)
+            activations[name] += held[largest].activation_bytes
+    activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
+    knob = max(activations, key=lambda name: activations[name])
+    num_bytes = _image_bytes(checkpoint, ranks) + sum(activations.values())
+    return num_bytes, _KNOBS[knob]
+
+
+def _image_bytes(checkpoint: Checkpoint | None, ranks: Sequence[Roles]) -> int:
+    return 0 if checkpoint is None else _IMAGE_BYTES * sum(roles.encode for roles in ranks)
+
+
+def _are_shared(config: PipelineConfig, checkpoint: Checkpoint | None, roles: Roles) -> bool:
+    """Whether ranks with these roles map the same pages of the weights' files.
+
+    They do if the files have the dtype in which the components are loaded; otherwise each has a
+    copy.
+    """
+    if checkpoint is None:
+        return False
+
+    def is_mapped(part: str) -> bool:
+        dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype
+        headers = checkpoint.weight_files(part).values()
+        return {name for header in headers for name, _ in header.values()} == {_DTYPES[dtype]}
+
+    return all(map(is_mapped, checkpoint.components_of(roles, config.sampling)))
