@@ -7,6 +7,8 @@
 FROM python:3.11-slim
 
 ARG TORCH_INDEX=
+# For servers that share a queue: serve,fleet
+ARG EXTRAS=serve
 
 # Any user may run the image, also one without an entry in its user database.
 RUN mkdir -m 1777 /home/svdpp && install -d -m 700 -o 1000 -g 1000 /var/lib/svdpp
@@ -18,7 +20,7 @@ RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-u
 
 COPY pyproject.toml README.md LICENSE ./
 COPY svdpp ./svdpp
-RUN pip install --no-cache-dir -c constraints.txt '.[serve]'
+RUN pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
 
 USER 1000:1000
 WORKDIR /work

@@ -23,7 +23,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve \
+.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
   lint format types imports docs check-docs files clean
 
 help: ## Show these targets
@@ -72,6 +72,9 @@ soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
 
 soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients use it
 	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
+
+soak-fleet: $(STAMP) ## Kill servers of a fleet, ranks and PostgreSQL while clients use it
+	$(BIN)/python -m tests.soak.fleet_soak $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

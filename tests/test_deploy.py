@@ -11,18 +11,39 @@ from typing import Any
 import pytest
 import yaml
 
+from svdpp.cli.defaults import load_defaults
 from svdpp.cli.serve import serve
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 UNIT = (DEPLOY / "svdpp.service").read_text(encoding="utf-8").replace("\\\n", "")
-SERVER = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]["server"]
-MANIFESTS: dict[str, Any] = {
-    each["kind"]: each
-    for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
-}
-POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
-CONTAINER = POD["containers"][0]
+
+
+def _services(name: str) -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text("utf-8"))["services"]
+    return services
+
+
+def _manifests(name: str) -> dict[str, Any]:
+    documents = yaml.safe_load_all((DEPLOY / name).read_text("utf-8"))
+    return {each["kind"]: each for each in documents}
+
+
+FLEET = _services("compose.fleet.yaml")
+SERVERS = {"server": _services("compose.yaml")["server"]}
+SERVERS |= {name: FLEET[name] for name in ("first", "second")}
+KUBERNETES = {name: _manifests(f"{name}.yaml") for name in ("kubernetes", "kubernetes-fleet")}
+
+
+def _pod(manifests: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = manifests["Deployment"]["spec"]["template"]["spec"]
+    return pod
+
+
+def _container(manifests: dict[str, Any]) -> dict[str, Any]:
+    (container,) = _pod(manifests)["containers"]
+    assert isinstance(container, dict)
+    return container
 
 
 def _only(pattern: str) -> str:
@@ -32,8 +53,14 @@ def _only(pattern: str) -> str:
 
 COMMANDS = {
     "systemd": (_only(r"^ExecStart=\S+/svdpp (.*)$").split(), _only(r"^TimeoutStopSec=(\d+)$")),
-    "compose": (SERVER["command"], SERVER["stop_grace_period"].removesuffix("s")),
-    "kubernetes": (CONTAINER["args"], POD["terminationGracePeriodSeconds"]),
+    **{
+        f"compose {name}": (server["command"], server["stop_grace_period"].removesuffix("s"))
+        for name, server in SERVERS.items()
+    },
+    **{
+        name: (_container(each)["args"], _pod(each)["terminationGracePeriodSeconds"])
+        for name, each in KUBERNETES.items()
+    },
 }
 
 
@@ -48,27 +75,56 @@ def test_the_server_takes_the_command_and_ends_in_time(name: str) -> None:
     assert name == "systemd" or options["host"] == "0.0.0.0"
 
 
-def test_the_ports_are_that_of_the_server() -> None:
-    port = serve.make_context("svdpp serve", []).params["port"]
-    (published,) = SERVER["ports"]
-    (exposed,) = CONTAINER["ports"]
-    (offered,) = MANIFESTS["Service"]["spec"]["ports"]
-    assert published == f"127.0.0.1:{port}:{port}"
-    assert f":{port}/health" in " ".join(SERVER["healthcheck"]["test"])
-    assert (exposed["containerPort"], offered["port"]) == (port, port)
-    assert offered["targetPort"] == CONTAINER["readinessProbe"]["httpGet"]["port"] == "http"
+PORT = serve.make_context("svdpp serve", []).params["port"]
 
 
-def test_what_the_manifests_name_exists() -> None:
-    labels = MANIFESTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert MANIFESTS["Deployment"]["spec"]["selector"]["matchLabels"] == labels
-    assert MANIFESTS["Service"]["spec"]["selector"] == labels
-    volumes = {volume["name"]: volume for volume in POD["volumes"]}
-    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == set(volumes)
+@pytest.mark.parametrize("name", SERVERS)
+def test_compose_publishes_the_port_of_the_server_to_its_machine_only(name: str) -> None:
+    (published,) = SERVERS[name]["ports"]
+    assert published == f"127.0.0.1:{PORT + (name == 'second')}:{PORT}"
+    assert f":{PORT}/health" in " ".join(SERVERS[name]["healthcheck"]["test"])
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_what_the_manifests_name_exists(name: str) -> None:
+    manifests = KUBERNETES[name]
+    container, pod = _container(manifests), _pod(manifests)
+    (exposed,) = container["ports"]
+    (offered,) = manifests["Service"]["spec"]["ports"]
+    assert (exposed["containerPort"], offered["port"]) == (PORT, PORT)
+    assert offered["targetPort"] == container["readinessProbe"]["httpGet"]["port"] == "http"
+    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert manifests["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert manifests["Service"]["spec"]["selector"] == labels
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
     claim = volumes["data"]["persistentVolumeClaim"]["claimName"]
-    assert claim == MANIFESTS["PersistentVolumeClaim"]["metadata"]["name"]
+    assert claim == manifests["PersistentVolumeClaim"]["metadata"]["name"]
     # Kubernetes sets a variable for each service, which would be taken for an option's default.
-    assert POD["enableServiceLinks"] is False
+    assert pod["enableServiceLinks"] is False
+
+
+def test_the_servers_of_a_fleet_share_queue_and_folder() -> None:
+    first, second = FLEET["first"], FLEET["second"]
+    (queue,) = load_defaults(DEPLOY, {"SVDPP_QUEUE": first["environment"]["SVDPP_QUEUE"]}).values()
+    assert queue.option == "--queue"
+    assert str(queue.value).endswith("@database/svdpp")
+    assert first["depends_on"] == {"database": {"condition": "service_healthy"}}
+    assert first["volumes"] == second["volumes"]
+    assert "healthcheck" in FLEET["database"]
+    devices = [
+        device
+        for server in (first, second)
+        for each in server["deploy"]["resources"]["reservations"]["devices"]
+        for device in each["device_ids"]
+    ]
+    assert len(set(devices)) == len(devices)
+    fleet = KUBERNETES["kubernetes-fleet"]
+    assert fleet["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    (variable,) = (each for each in _container(fleet)["env"] if each["name"] == "SVDPP_QUEUE")
+    volumes = {volume["name"]: volume for volume in _pod(fleet)["volumes"]}
+    secret = volumes["keys"]["secret"]["secretName"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": secret, "key": "queue"}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

@@ -129,6 +129,7 @@ def _serve(
             bound,
             grace_seconds=asked.grace,
             on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
+            on_ready=lambda: console.info("ready to make clips"),
         )
         server.run()
     console.info("ended; the next start goes on with what is left")
@@ -212,7 +213,7 @@ def _announce(
 ) -> None:
     url, ranks = _url_of(bound), counted(config.world_size, "rank")
     console.info(
-        f"serving {config.model.name} at {url} with {ranks} on {config.device}; data in "
+        f"starting {config.model.name} at {url} with {ranks} on {config.device}; data in "
         f"{str(asked.data)!r}"
     )
     if sys.stderr.isatty():

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.driver.existing_outputs import clip_as_asked
-from svdpp.driver.memory_check import check_memory
+from svdpp.config.clip_identity import latents_key
+from svdpp.driver.jobs import clip_as_asked
+from svdpp.driver.memory import check_memory
 from svdpp.driver.resolve import resolved_for
 from svdpp.driver.work import ClipWork
 from svdpp.errors import InputError, OutOfMemoryError, OutputError, RequestError, SvdppError
@@ -24,7 +25,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job
 from svdpp.worker import latent_checkpoints
-from svdpp.worker.clip_metadata import clip_metadata, latents_key, weights_identity
+from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
@@ -116,7 +117,7 @@ class Admission:
 
     def _new_problem(self, sampling: SamplingConfig) -> str:
         """Why a clip does not fit on the GPUs; empty if it does."""
-        from svdpp.diagnostics.memory_estimate import memory_of_devices  # diffusers: seconds
+        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
 
         needs, has = memory_of_devices(
             self._config.model,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from svdpp.config.limits import LARGE_MEGAPIXELS
-from svdpp.errors import RequestError
+from svdpp.errors import OutputError, RequestError
 from svdpp.serve.job import JobState
 
 #: The folder for files that no job has; a disk of its own may have one before there is a queue.
@@ -28,10 +28,11 @@ _LOW_BYTES = 256 * 2**20
 # Of a disk that is smaller than eight times the above.
 _LOW_PART = 8
 
-VERSION = 6
+VERSION = 7
 
 # `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
 # its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
+# `lost` counts the claims that ended because nobody renewed them.
 _SCHEMA = f"""
 CREATE TABLE jobs (
     seq {{serial}},
@@ -92,8 +93,18 @@ ALTER TABLE jobs ADD COLUMN callback_attempts INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN callback_error TEXT;
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 CREATE TABLE servers (id TEXT PRIMARY KEY, about TEXT NOT NULL, seen_at DOUBLE PRECISION NOT NULL);
-"""
+""",
+    7: """
+ALTER TABLE jobs ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
+""",
 }
+
+
+class QueueAwayError(OutputError):
+    """The database does not answer; whether a change in progress was made is not known.
+
+    `fleet` logs it once: who tries again, or is answered, need not.
+    """
 
 
 class Rows(Protocol):
@@ -143,6 +154,10 @@ class Database(ABC):
     @abstractmethod
     def check_there(self) -> None:
         """Checks that what is written is kept."""
+
+    def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
+        """Holds a lock during the block, unless another server does; whether it is held."""
+        return nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
         """What other servers have said, as soon as one does, at most after so many seconds."""

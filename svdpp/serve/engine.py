@@ -137,14 +137,16 @@ class Engine:
         False: they have not within `timeout` seconds, or have ended, and it is cancelled later.
         True also for a job that has reached a final state, whichever it is.
         """
-        if self._queue.cancel_waiting(job_id):
-            job = self._notifier.changed(job_id)
-            if job is not None and job.held is None:
-                self._to_request.forget(job)
-            self.feeder.wake()
-            return True
-        if not self._queue.ask_to_cancel(job_id):
-            return True
+        while not self._queue.ask_to_cancel(job_id):
+            if self._queue.cancel_waiting(job_id):
+                job = self._notifier.changed(job_id)
+                if job is not None and job.held is None:
+                    self._to_request.forget(job)
+                self.feeder.wake()
+                return True
+            job = self._queue.get(job_id)
+            if job is None or job.state.is_final:
+                return True  # else it has changed from one to the other in between
         end = time.monotonic() + timeout
         self.feeder.ask_to_cancel(job_id)
         while (job := self._queue.get(job_id)) and job.state is JobState.IN_PROGRESS:
@@ -174,7 +176,7 @@ class Engine:
 
     def name_of(self, clip: int) -> str:
         """The id of the job that is a clip of the pipeline."""
-        return self.feeder.job_of(clip) or f"clip {clip}"
+        return self.feeder.job_ids.get(clip, f"clip {clip}")
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 

@@ -168,9 +168,16 @@ def estimate(clips: Sequence[ClipAhead], *, delay: float = 0.0) -> dict[str, Est
 
 
 def _way(clip: ClipAhead) -> Way:
-    """The clip's visits at ranks, without the part of the first one that is done."""
+    """The clip's visits at ranks, without the part of the first one that is done.
+
+    That is at most what its next event ends: a step, with an encode before it, or a decode.
+    """
     (rank, seconds), *others = way_of(clip.route, clip.costs)
-    passed = min(clip.begun_seconds, clip.costs.step_on(rank), seconds)
+    until_event = seconds
+    if clip.route.ranges[0].num_steps:
+        until_event = clip.costs.step_on(rank)
+        until_event += 0.0 if clip.route.start else clip.costs.encode_on(rank)
+    passed = min(clip.begun_seconds, until_event, seconds)
     return ((rank, seconds - passed), *others)
 
 
@@ -202,8 +209,12 @@ class JobEstimates:
         self._latest: dict[str, Estimate] = {}
 
     def of(self, job_id: str) -> Estimate | None:
-        """The estimate of an open job; None if it is not open."""
-        return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
+        """The estimate of an open job as of now; None if it is not open."""
+        found = self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
+        if found is None or found.eta_seconds is None:
+            return found
+        age = time.monotonic() - self._made_at
+        return replace(found, eta_seconds=max(0.0, found.eta_seconds - age))
 
     def seconds_until_room(self) -> float:
         """Seconds until the next clip is finished: when a full queue is worth another request."""
@@ -219,8 +230,9 @@ class JobEstimates:
         try:
             # Of the threads that waited here, the first computes for all.
             if self._made_at <= oldest:
-                self._made_at = time.monotonic()
+                now = time.monotonic()
                 self._latest = self._estimate()
+                self._made_at = now
             return self._latest
         finally:
             self._lock.release()

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import ClipToMake, ToRequest
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.events import Notifier
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
@@ -31,6 +32,8 @@ _T = TypeVar("_T")
 MAX_ATTEMPTS = 2
 
 _DISK_SECONDS = 1.0
+# Clips, of which the ranks have far fewer.
+_REMEMBERED = 1000
 # Of one thread, until it is measured.
 _SECONDS_PER_PIXEL = 6e-8
 # The ranks take an image that is not prepared by then as any other.
@@ -114,6 +117,8 @@ class Feeder:
         self._max_waiting = 2 * config.replicas
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
+        self.job_ids: dict[int, str] = {}
+        """Of the latest clips, by their indices: ranks also report on clips that have ended."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
@@ -121,7 +126,8 @@ class Feeder:
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
-        self._has_latents = True
+        self.has_latents = True
+        """Whether there may be latent checkpoints, perhaps of finished clips."""
         self.is_disk_low = False
         self.num_completed = 0
         """Clips that the ranks have finished."""
@@ -140,10 +146,10 @@ class Feeder:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
-    def lose(self, job_ids: list[str]) -> None:
-        """Stops the work on jobs whose claims have ended; nothing of it is kept."""
-        for id in job_ids:
-            if (clip := self.get(id)) is not None:
+    def lose(self, claims: Iterable[tuple[str, int]]) -> None:
+        """Stops the work of claims that have ended, by id and token; nothing of it is kept."""
+        for id, token in claims:
+            if (clip := self.get(id)) is not None and clip.job.token == token:
                 logger.warning("{} was not renewed in time: another server makes it", id)
                 clip.is_lost = True
                 self.ask_to_cancel(id)
@@ -219,6 +225,7 @@ class Feeder:
     def begin(self) -> None:
         """Begins with a new pipeline."""
         self._next_clip = 0
+        self.job_ids.clear()
         self._image = None
 
     def turn(self, pipeline: Pipeline) -> None:
@@ -232,15 +239,16 @@ class Feeder:
             prepared = image.job.id if image is not None and image.is_ready else None
             job = self._persist(functools.partial(self._queue.take_next, prepared))
             self._is_queue_empty = job is None
-            if job is not None:
-                self._has_latents = True
-                self._submit(pipeline, job)
-        if self._has_latents and self._is_queue_empty and not self._clips:
+            if job is None:
+                break
+            self.has_latents = True
+            self._submit(pipeline, job)
+        if self.has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
             left = self._persist(lambda: self._queue.counts(with_held=True))  # held ones may go on
             if not left[JobState.QUEUED] + left[JobState.IN_PROGRESS]:
                 self._to_request.forget_all()
-            self._has_latents = False
+            self.has_latents = False
 
     def _large_image(self, pipeline: Pipeline) -> LargeImage | None:
         """The image of the next job with a large one; the ranks are asked to prepare it."""
@@ -277,14 +285,14 @@ class Feeder:
             logger.warning("the disk of the data folder has space again: clips are made")
 
     def _submit(self, pipeline: Pipeline, job: Job) -> None:
-        if self.get(job.id) is not None:  # its claim had ended without this server's knowledge
-            self.lose([job.id])
-            self._put_back(job.id, counts=False)
+        if (old := self.get(job.id)) is not None:  # a claim that ended without being noticed
+            self.lose([(job.id, old.job.token)])
+            self._put_back(job, counts=False)
             return
         try:
             to_make = self._to_request(job)
         except Exception as error:
-            self._fail(job.id, error)
+            self._fail(job, error)
             return
         if (metadata := to_make.finished_metadata()) is not None:
             self._complete(job, metadata)
@@ -292,12 +300,14 @@ class Feeder:
         clip = RunningClip(self._next_clip, job, to_make)
         with self._changed:
             self._clips[job.id] = clip
+            self.job_ids[clip.clip] = job.id
+            self.job_ids.pop(clip.clip - _REMEMBERED, None)
         try:
             clip.handle = pipeline.submit(to_make.request, [to_make.metadata])
         except Exception as error:
             if pipeline.run_error is not None or isinstance(error, ClosedError):
                 raise
-            self._fail(job.id, error)
+            self._fail(job, error)
             self._remove(job.id)
             return
         assert clip.handle.clip == clip.clip, "only the engine submits clips"
@@ -346,7 +356,7 @@ class Feeder:
         if result is not None:
             self._complete(clip.job, result.metadata)
             self.num_completed += 1
-        elif self._persist(lambda: self._queue.cancelled(job_id)):
+        elif self._persist(lambda: self._queue.cancelled(job_id, clip.job.token)):
             self._to_request.forget(clip.job)
             self._tell(job_id)
         self._remove(job_id)
@@ -356,8 +366,8 @@ class Feeder:
             # Perhaps its latent checkpoint does not fit: without it the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)
-            self._put_back(clip.job.id, counts=False)
-        elif self._fail(clip.job.id, error):
+            self._put_back(clip.job, counts=False)
+        elif self._fail(clip.job, error):
             self._to_request.forget(clip.job)
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
@@ -366,13 +376,13 @@ class Feeder:
             job = self._persist(functools.partial(self._queue.get, clip.job.id))
             counts = clip.job.id in blamed and job is not None and not job.cancel_asked
             if counts and job is not None and job.attempts + 1 >= MAX_ATTEMPTS:
-                if self._fail(job.id, _died_again(error)):
+                if self._fail(clip.job, _died_again(error)):
                     self._to_request.forget(clip.job)
             else:
-                self._put_back(clip.job.id, counts=counts)
+                self._put_back(clip.job, counts=counts)
             self._remove(clip.job.id)
         for left in self._persist(self._queue.claimed):  # taken, but not yet given to the ranks
-            self._put_back(left.id, counts=False)
+            self._put_back(left, counts=False)
 
     def _remove(self, job_id: str) -> None:
         with self._changed:
@@ -380,20 +390,20 @@ class Feeder:
             self._changed.notify_all()
 
     def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
-        is_completed = self._persist(lambda: self._queue.complete(job.id, metadata))
+        is_completed = self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
         if job.token:
             remove_lost_clips(self._to_request.folder, job, is_lost=not is_completed)
         self._tell(job.id)
 
-    def _fail(self, job_id: str, error: BaseException) -> bool:
-        logger.warning("{} failed: {}", job_id, error)
-        is_failed = self._persist(lambda: self._queue.fail(job_id, error))
-        self._tell(job_id)
+    def _fail(self, job: Job, error: BaseException) -> bool:
+        logger.warning("{} failed: {}", job.id, error)
+        is_failed = self._persist(lambda: self._queue.fail(job.id, error, job.token))
+        self._tell(job.id)
         return is_failed
 
-    def _put_back(self, job_id: str, *, counts: bool) -> None:
-        self._persist(lambda: self._queue.put_back(job_id, counts=counts))
-        self._tell(job_id)
+    def _put_back(self, job: Job, *, counts: bool) -> None:
+        self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts))
+        self._tell(job.id)
         self._is_queue_empty = False
 
     def _tell(self, job_id: str) -> None:
@@ -407,7 +417,8 @@ class Feeder:
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                logger.error("the queue cannot be used, trying again: {}", error)
+                if not isinstance(error, QueueAwayError):
+                    logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
 

@@ -5,6 +5,7 @@ There is no coordinator. Each server renews its own claims, and puts back those 
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -24,6 +25,11 @@ _RENEWALS = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
 _RETRY_SECONDS = 1.0
+# In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
+# next turn of a free one.
+_MAX_WOKEN = 16
+# And so many look in each turn at the other servers and their claims.
+_MAX_LOOKING = 64
 
 
 class Fleet:
@@ -68,8 +74,7 @@ class Fleet:
 
     def num_like_this(self) -> int:
         """How many live servers make the same clips as this one, itself among them."""
-        own = self._own()
-        return 1 + sum(other.kind == own.kind and other.is_live for other in self._others)
+        return 1 + len(self._others_like_this())
 
     def why_waits(self, job: Job) -> str | None:
         """Why no server takes a queued job; None if one does."""
@@ -121,26 +126,41 @@ class Fleet:
 
     def _turn(self, lease: float) -> None:
         feeder = self._engine.feeder
-        feeder.lose(self._queue.renew(feeder.steps_done))
+        lost, to_cancel = self._queue.renew(feeder.steps_done)
+        feeder.lose(lost)
+        for id in to_cancel:
+            feeder.ask_to_cancel(id)
         own = asdict(self._own())
+        self._queue.register(own)
+        if random.random() * len(self._others) < _MAX_LOOKING:
+            self._look(own, lease)
+        feeder.wake()
 
+    def _look(self, own: dict[str, Any], lease: float) -> None:
         def is_live(row: dict[str, Any]) -> bool:
             return bool(row["seen_seconds"] < lease)
 
-        self._queue.register(own)
         self._others = [
             FleetServer(**{name: row[name] for name in own} | {"is_live": is_live(row)})
             for row in self._queue.servers()
             if row["id"] != own["id"] and own.keys() <= row.keys()
         ]
         for job in self._queue.recover():
-            logger.warning("{} is {} again: its server did not renew its claim", job.id, job.state)
-        feeder.wake()
+            logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
         is_queued, cancelled = self._queue.listen(seconds)
-        if is_queued:
-            self._engine.feeder.wake()
+        feeder = self._engine.feeder
+        if is_queued and (not feeder.num_free or random.random() * self._num_free() < _MAX_WOKEN):
+            feeder.wake()
         for id in cancelled:
-            if self._engine.feeder.get(id) is not None:
-                self._engine.feeder.ask_to_cancel(id)
+            if feeder.get(id) is not None:
+                feeder.ask_to_cancel(id)
+
+    def _num_free(self) -> int:
+        """How many servers could take a clip like this one, as they were seen last."""
+        return sum(other.free > 0 for other in self._others_like_this())
+
+    def _others_like_this(self) -> list[FleetServer]:
+        kind = self._own().kind
+        return [other for other in self._others if other.kind == kind and other.is_live]

@@ -29,6 +29,7 @@ from svdpp.launch.process_lifetime import (
     exit_with_signal_code,
 )
 from svdpp.redaction import without_folders
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
@@ -82,7 +83,9 @@ class Prover:
 
     def close(self) -> None:
         """Stops the verification at work, and the thread."""
-        self._is_closing = True
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -118,37 +121,52 @@ class Prover:
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                if (job := self._begin()) is not None:
-                    self._verify(job)
+                if any(self._verify(id) for id in self._to_verify()):
                     continue
+            except QueueAwayError:  # which `fleet` logs
+                pass
             except Exception:
                 logger.exception("the verification of a clip failed")
             with self._changed:
                 is_shared = self._queue.is_shared
                 self._changed.wait(_SHARED_LOOK_SECONDS if is_shared else _LOOK_SECONDS)
 
-    def _begin(self) -> Job | None:
-        """The next job to verify, whose proof is `running` from now on: a requested one first."""
-        with self._changed:
-            if not self._is_idle():
-                return None
-            for id in self._queue.to_prove() or (self._queue.unproved() if self._when_idle else ()):
-                job = self._queue.get(id)
-                if job is not None and self._queue.set_proof(id, "running"):
-                    self.running, self._is_dropped = id, False
-                    return job
-        return None
+    def _to_verify(self) -> list[str]:
+        """The clips to verify, requested ones first."""
+        if not self._is_idle():
+            return []
+        return [*self._queue.to_prove(), *(self._queue.unproved() if self._when_idle else ())]
 
-    def _verify(self, job: Job) -> None:
-        try:
-            answer = self._answer(job)
-            with self._changed:
-                if answer is not None and not self._is_dropped:
-                    self._take(job, answer)
-        finally:
-            with self._changed:
-                self.running = None
-                self._changed.notify_all()
+    def _verify(self, id: str) -> bool:
+        """Verifies a clip; False if another server does or did, or the ranks have work."""
+        if not self._is_idle():
+            return False
+        with self._queue.lock(id) as is_held:
+            job = self._begin(id) if is_held else None
+            if job is None:
+                return False
+            try:
+                answer = self._answer(job)
+                with self._changed:
+                    if answer is not None and not self._is_dropped:
+                        self._take(job, answer)
+            finally:
+                with self._changed:
+                    self.running = None
+                    self._changed.notify_all()
+        return True
+
+    def _begin(self, id: str) -> Job | None:
+        """The job of a clip that is to be verified; its proof is `running` from now on."""
+        with self._changed:
+            job = self._queue.get(id)
+            is_wanted = ("running", "none") if self._when_idle else ("running",)
+            if job is None or job.proof not in is_wanted:
+                return None
+            if not self._queue.set_proof(id, "running"):
+                return None
+            self.running, self._is_dropped = id, False
+            return job
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
         missing = self._missing(job)
@@ -255,7 +273,7 @@ def _check_gpu(config: PipelineConfig) -> None:
     """Refuses a GPU on which the ranks leave too little: they must not run out of memory."""
     if config.device == "cpu":
         return
-    from svdpp.diagnostics.memory_estimate import estimate_ranks
+    from svdpp.driver.memory import estimate_ranks
     from svdpp.launch.gpus import free_bytes
 
     (need,) = estimate_ranks(config)

@@ -12,12 +12,13 @@ fencing token, and only the server whose claim has the job's present token can e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
-from svdpp.errors import OutputError, RequestError, SvdppError, error_to_dict
+from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
 from svdpp.serve.database import Database, Statements
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_file import QueueFile
@@ -33,6 +34,9 @@ from svdpp.serve.queue_file import QueueFile
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
 AGEING_SECONDS = 600.0
+
+#: The claims of one job that may end because nobody renews them; with the last one it has failed.
+MAX_LOST = 5
 
 #: What a server says when there is a new job.
 _QUEUED = "queued"
@@ -75,21 +79,29 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
-_PUT_BACK = f"""
+_PUT_BACK = """
 UPDATE jobs SET
     state = CASE WHEN cancel_asked THEN 'cancelled' ELSE 'queued' END,
     finished_at = CASE WHEN cancel_asked THEN ? END,
     started_at = CASE WHEN cancel_asked THEN started_at END,
     attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END,
+    lost = lost + ?,
     server = NULL
-WHERE id = ? AND state = 'in_progress' AND (token = ? OR {_EXPIRED})
+WHERE id = ? AND state = 'in_progress' AND token = ? AND {}
 RETURNING cancel_asked, turn, owner
 """
-_RENEW = """
-UPDATE jobs SET lease_until = clock() + ?, step = ?
-WHERE id = ? AND state = 'in_progress' AND token = ? RETURNING cancel_asked
+_FAIL_LOST = f"""
+UPDATE jobs SET state = 'failed', finished_at = ?, error = ?, lost = lost + 1
+WHERE id = ? AND state = 'in_progress' AND token = ? AND {_EXPIRED} AND lost >= ?
+    AND NOT cancel_asked
 """
 # One statement each, because every server asks them all the time.
+_RENEW = """
+UPDATE jobs SET lease_until = clock() + ?, step = claims.step
+FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
+WHERE jobs.id = claims.id AND jobs.token = claims.token AND state = 'in_progress'
+RETURNING jobs.id, cancel_asked
+"""
 _REGISTER = """
 WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
 INSERT INTO servers VALUES (?, ?, clock())
@@ -114,12 +126,15 @@ SELECT id, sampling FROM (
 """
 # A try that ends without `set_callback`, because its server was killed, is due again later.
 _TAKE_CALLBACK = f"""
-UPDATE jobs SET callback_due = ?, callback_attempts = callback_attempts + 1
-WHERE callback_due <= ? AND id = (
-    SELECT id FROM jobs
-    WHERE callback_url IS NOT NULL AND callback_due <= ? AND state IN ('completed', 'failed')
-    ORDER BY callback_due LIMIT 1
+UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
+WHERE callback_due <= clock() AND id = (
+    SELECT id FROM jobs WHERE callback_url IS NOT NULL AND callback_due <= clock()
+        AND state IN ('completed', 'failed') ORDER BY callback_due LIMIT 1
 ) RETURNING {_COLUMNS}
+"""
+_SET_CALLBACK = """
+UPDATE jobs SET callback_due = clock() + ?, callback_error = ?
+WHERE id = ? AND callback_attempts = ?
 """
 
 
@@ -171,9 +186,10 @@ class JobQueue:
         """Why this server cannot make a job of its kind; None: it can."""
         # The tokens of what this server has claimed. They are 0 in a queue that is not shared.
         self._claims: dict[str, int] = {}
+        # What its ranks cannot make; looked at again after each renewal.
         self._passed: set[str] = set()
-        # Jobs whose end may have been stored, although the database went away before it said so.
-        self._unanswered: set[str] = set()
+        # Claims whose end may have been stored, although the database went away before it said so.
+        self._unanswered: set[tuple[str, int]] = set()
 
     def close(self) -> None:
         """Close the queue; does nothing the second time."""
@@ -195,28 +211,49 @@ class JobQueue:
         """
         return self._database.change(alone)
 
+    def lock(self, id: str) -> AbstractContextManager[bool]:
+        """Keeps other servers from verifying a clip; whether none of them does."""
+        return self._database.lock(id)
+
     def rows(self, query: str, *values: Any) -> list[Any]:
         """The rows of a query, which does not wait for changes."""
         return self._database.rows(query, *values)
 
     @property
     def _own(self) -> tuple[str, list[str]]:
-        """The condition of the jobs that this server takes, and its values."""
+        """The condition of the jobs of this server's kind, and its values."""
         return ("true", []) if self.kind is None else (f"{_KIND} = ?", [self.kind])
+
+    @property
+    def _makeable(self) -> tuple[str, list[str]]:
+        """The same without what its ranks cannot make."""
+        (own, values), passed = self._own, list(self._passed)
+        if passed:
+            own += f" AND id NOT IN ({_marks(passed)})"
+        return own, [*values, *passed]
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def add(self, job: Job, *, max_open: int | None, max_open_of_owner: int | None = None) -> Job:
+    def add(
+        self,
+        job: Job,
+        *,
+        max_open: int | None,
+        max_open_of_owner: int | None = None,
+        check: Callable[[], object] = lambda: None,
+    ) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
         That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new photograph. QueueFullError: a limit is reached.
+        removes the new photograph. QueueFullError: a limit is reached. What `check` finds, called
+        in the transaction, is raised.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
+            check()
             _insert(database, job)
             self._tell(database, _QUEUED)
         return job
@@ -227,10 +264,9 @@ class JobQueue:
         Jobs with large images are passed over, but for the one whose image is `prepared`.
         """
         while True:
-            passed = f"id NOT IN ({_marks(self._passed)})" if self._passed else "true"
-            own, kind = self._own
-            following = _NEXT.format(f"{own} AND (id = ? OR NOT {_LARGE}) AND {passed}")
-            values = *kind, prepared, *self._passed
+            makeable, known = self._makeable
+            following = _NEXT.format(f"{makeable} AND (id = ? OR NOT {_LARGE})")
+            values = *known, prepared
             if not self.rows(following, *values):
                 return None
             try:
@@ -246,37 +282,52 @@ class JobQueue:
             rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
-            job = _job_of(rows[0])
-            if self.why_not(job) is not None:
-                raise _CannotMakeError(job.id)
+            job = self._to_make(rows[0])
             database.execute(_SPEND_TURN, (job.owner,))
         self._claims[job.id] = job.token
         return job
 
-    def put_back(self, id: str, *, counts: bool) -> bool:
+    def _to_make(self, row: tuple[Any, ...]) -> Job:
+        try:
+            job = _job_of(row)
+        except RequestError as error:  # a newer svdpp has accepted it
+            raise _CannotMakeError(row[0]) from error
+        if self.why_not(job) is not None:
+            raise _CannotMakeError(job.id)
+        return job
+
+    # Each end of a claim names the claim's `token`, so that what a server does with a job that it
+    # has lost changes nothing, also if it has claimed the job again.
+
+    def put_back(self, id: str, token: int = 0, *, counts: bool) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
 
         It `counts` as an attempt if ranks died during it.
         """
-        token = self._claims.get(id, 0)
+        return self._put_back(id, token, counts=counts)
+
+    def _put_back(
+        self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
+    ) -> bool:
+        statement = _PUT_BACK.format(_EXPIRED if is_lost else "true")
         with self.change() as database:
-            values = time.time(), int(counts), id, token
-            rows = database.execute(_PUT_BACK, values).fetchall()
+            values = time.time(), int(counts), int(is_lost), id, token
+            rows = database.execute(statement, values).fetchall()
             for is_cancelled, turn, owner in rows:
                 if not is_cancelled:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
                     self._tell(database, _QUEUED)
-        self._claims.pop(id, None)
+        self._forget(id, token)
         return bool(rows)
 
-    def complete(self, id: str, metadata: dict[str, Any]) -> bool:
+    def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
-        return self._end(id, JobState.COMPLETED, metadata=_json(metadata), error=None)
+        return self._end(id, token, JobState.COMPLETED, metadata=_json(metadata), error=None)
 
-    def fail(self, id: str, error: dict[str, Any] | BaseException) -> bool:
+    def fail(self, id: str, error: dict[str, Any] | BaseException, token: int = 0) -> bool:
         """IN_PROGRESS to FAILED, with an exception or what `errors.error_to_dict` makes of it."""
         error = error_to_dict(error) if isinstance(error, BaseException) else error
-        return self._end(id, JobState.FAILED, error=_json(error))
+        return self._end(id, token, JobState.FAILED, error=_json(error))
 
     def cancel_waiting(self, id: str) -> bool:
         """QUEUED to CANCELLED."""
@@ -290,9 +341,9 @@ class JobQueue:
             self._tell(database, id)
             return _change(database, id, [JobState.IN_PROGRESS], cancel_asked=True)
 
-    def cancelled(self, id: str) -> bool:
+    def cancelled(self, id: str, token: int = 0) -> bool:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
-        return self._end(id, JobState.CANCELLED)
+        return self._end(id, token, JobState.CANCELLED)
 
     def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
         """Set the proof of a completed job, and its reason."""
@@ -304,15 +355,18 @@ class JobQueue:
 
     def take_callback(self, seconds: float) -> Job | None:
         """The next job whose webhook is due, which is not due again for so many seconds."""
-        now = time.time()
         with self.change() as database:
-            rows = database.execute(_TAKE_CALLBACK, (now + seconds, now, now)).fetchall()
+            rows = database.execute(_TAKE_CALLBACK, (seconds,)).fetchall()
         return _job_of(rows[0]) if rows else None
 
-    def set_callback(self, id: str, due: float | None, error: str | None) -> bool:
-        """Set the outcome of a try: when to try next, and what went wrong."""
-        states = [JobState.COMPLETED, JobState.FAILED]
-        return self._change(id, states, callback_due=due, callback_error=error)
+    def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
+        """Set the outcome of a try: after how long to try next, None: never, and what went wrong.
+
+        It changes nothing once a later try has begun.
+        """
+        values = seconds, error, job.id, job.callback_attempts
+        with self.change() as database:
+            return database.execute(_SET_CALLBACK, values).rowcount == 1
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
@@ -335,35 +389,57 @@ class JobQueue:
     def recover(self) -> list[Job]:
         """Put back and return every job in progress that no server has claimed, as it is now.
 
-        In a queue that is not shared, those are what an earlier server has left.
+        In a queue that is not shared, those are what an earlier server has left. In a shared one,
+        a job fails whose claims have ended like this too often.
         """
         # After an outage all leases may have ended: those who hold them are to renew them first.
         if self._database.connected_seconds < (self.lease_seconds or 0):
             return []
-        ended = self._ids(f"state = 'in_progress' AND {_EXPIRED} ORDER BY started_at, turn, seq")
-        ids = [id for id in ended if id not in self._claims]
-        for id in ids:
-            self.put_back(id, counts=False)
+        claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
+        ended = map(tuple, self.rows(f"{claims} ORDER BY started_at, turn, seq"))
+        others = [claim for claim in ended if claim not in self._claims.items()]
+        # Its server may have renewed it since.
+        ids = [id for id, token in others if self._recover(id, token)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
-    def _end(self, id: str, state: JobState, **values: Any) -> bool:
+    def _recover(self, id: str, token: int) -> bool:
+        """Puts back a job that nobody has claimed any more, or fails it; whether it was one."""
+        return (self.is_shared and self._fail_lost(id, token)) or self._put_back(
+            id, token, is_lost=True
+        )
+
+    def _fail_lost(self, id: str, token: int) -> bool:
+        """Fails a job that is lost for the last time; whether it is one."""
+        error = RankError(
+            f"{MAX_LOST} servers died, hung or lost the queue while they had this clip",
+            "their logs say why; request it again if the clip is not what ended them",
+        )
+        values = time.time(), _json(error_to_dict(error)), id, token, MAX_LOST - 1
+        with self.change() as database:
+            return database.execute(_FAIL_LOST, values).rowcount > 0
+
+    def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
-        token = self._claims.get(id, 0)
         values |= {"state": state, "finished_at": time.time()}
         try:
             with self.change() as database:
                 is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
-            is_ended |= id in self._unanswered and self._is_ended(id, state, token)
+            if not is_ended and (id, token) in self._unanswered:
+                job = self.get(id)
+                is_ended = job is not None and (job.state, job.token) == (state, token)
         except OutputError:
-            self._unanswered.add(id)
+            self._unanswered.add((id, token))
             raise
-        self._claims.pop(id, None)
-        self._unanswered.discard(id)
+        self._forget(id, token)
+        self._unanswered.discard((id, token))
         return is_ended
 
-    def _is_ended(self, id: str, state: JobState, token: int) -> bool:
-        job = self.get(id)
-        return job is not None and (job.state, job.token) == (state, token)
+    def _forget(self, id: str, token: int) -> bool:
+        """Strikes a claim off, unless the job has been claimed again; whether it had it."""
+        is_own = self._claims.get(id) == token
+        if is_own:
+            del self._claims[id]
+        return is_own
 
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
         with self.change() as database:
@@ -371,28 +447,33 @@ class JobQueue:
 
     # --- a queue that servers share ---------------------------------------------------------------
 
-    def renew(self, step_of: Callable[[str], int]) -> list[str]:
-        """Renew this server's claims; the ids of those that it has lost.
+    def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
+        """Renew this server's claims; id and token of the lost ones, and ids of those to cancel.
 
         `step_of` says how many steps of a job are done, for other servers to tell.
         """
-        self._passed.clear()
-        lost = []
-        for id, token in list(self._claims.items()):
-            with self.change() as database:
-                values = self.lease_seconds, step_of(id), id, token
-                rows = database.execute(_RENEW, values).fetchall()
-            if not rows and self._claims.get(id) == token:
-                del self._claims[id]
-                lost.append(id)
-        return lost
+        self._passed = set()
+        claims = dict(self._claims)
+        if not claims:
+            return [], []
+        columns = list(claims), list(claims.values()), [step_of(id) for id in claims]
+        renewed = dict(self.rows(_RENEW, self.lease_seconds, *columns))
+        # Only now: if the database goes away before, they are found again.
+        lost = [claim for claim in claims.items() if claim[0] not in renewed]
+        lost = [claim for claim in lost if self._forget(*claim)]
+        return lost, [id for id, is_cancelled in renewed.items() if is_cancelled]
 
     def release(self) -> None:
         """At the end of a server: put back what it has claimed, and strike it off."""
-        for id in list(self._claims):
-            self.put_back(id, counts=False)
+        for job in self.claimed():  # also claims whose answers were lost with a connection
+            self.put_back(job.id, job.token, counts=False)
         with self.change() as database:
             database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
+
+    def lives(self) -> set[str]:
+        """The ids of the servers that live, if servers share the queue."""
+        seen = "SELECT id FROM servers WHERE seen_at > clock() - ?"
+        return {id for (id,) in self.rows(seen, self.lease_seconds)} if self.is_shared else set()
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
@@ -449,10 +530,15 @@ class JobQueue:
         return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN.format(own), *kind)]
 
     def next_large(self) -> Job | None:
-        """The next of the queued jobs with large images."""
-        own, kind = self._own
-        following = _NEXT.format(f"{own} AND {_LARGE}")
-        return next(iter(self._jobs(f"WHERE id = ({following})", *kind)), None)
+        """The next of the queued jobs with large images that this server can make."""
+        while True:
+            makeable, values = self._makeable
+            following = _NEXT.format(f"{makeable} AND {_LARGE}")
+            rows = self.rows(f"SELECT {_COLUMNS} FROM jobs WHERE id = ({following})", *values)
+            try:
+                return self._to_make(rows[0]) if rows else None
+            except _CannotMakeError as passed_job:
+                self._passed.add(passed_job.args[0])
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -460,7 +546,8 @@ class JobQueue:
 
     def claimed(self) -> list[Job]:
         """Those of them that this server has taken."""
-        return [job for job in self.running() if job.server == self.server]
+        own = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
+        return self._jobs(own, self.server)
 
     def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
@@ -479,12 +566,15 @@ class JobQueue:
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        return self._ids("proof = 'running' ORDER BY seq")
+        own, kind = self._own
+        return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *kind)
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
-        return self._ids(f"state = 'completed' AND proof = 'none' AND {has_file} ORDER BY seq DESC")
+        own, kind = self._own
+        unproved = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
+        return self._ids(f"{unproved} ORDER BY seq DESC", *kind)
 
     def finished(self) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
@@ -498,8 +588,25 @@ class JobQueue:
             for id, photo, videos, token in self.rows(_FILES)
         }
 
-    def _ids(self, where: str) -> list[str]:
-        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}")]
+    def clips(self) -> dict[str, int | None]:
+        """The token of the claim that each job's clip is of, by id; None: it has no clip now."""
+        token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
+        return dict(self.rows(f"SELECT id, {token} FROM jobs"))
+
+    def claimants(self) -> set[str]:
+        """The ids of the servers that have claims."""
+        query = "SELECT DISTINCT server FROM jobs WHERE state = 'in_progress'"
+        return {id for (id,) in self.rows(query)}
+
+    @contextlib.contextmanager
+    def without(self, id: str) -> Iterator[bool]:
+        """Whether there is no job of that id, nor will be during the block."""
+        with self.change(alone="add") as database:
+            known = "SELECT 1 FROM jobs WHERE id = ?"
+            yield not database.execute(known, (id,)).fetchall()
+
+    def _ids(self, where: str, *values: Any) -> list[str]:
+        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
         return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]

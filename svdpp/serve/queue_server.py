@@ -23,6 +23,7 @@ from svdpp.redaction import redact
 from svdpp.serve.database import (
     VERSION,
     Database,
+    QueueAwayError,
     Rows,
     Statements,
     check_own,
@@ -53,10 +54,6 @@ _NETWORK: dict[str, Any] = {
 }
 
 
-class QueueAwayError(OutputError):
-    """The database does not answer; whether a change in progress was made is not known."""
-
-
 class QueueServer(Database):
     """A queue in the database of `url`, for servers that share `folder`.
 
@@ -78,8 +75,9 @@ class QueueServer(Database):
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
         self._open: dict[str, psycopg.Connection[Any]] = {}
-        self._retry_at = 0.0
+        self._retry_at, self._why_away = 0.0, ""
         self._connected_at = time.monotonic()
+        self._id = ""
         with output_files.disk_errors(f"cannot use the data folder {str(folder)!r}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.change(alone="tables") as statements:
@@ -115,6 +113,23 @@ class QueueServer(Database):
 
     def check_there(self) -> None:
         """Nothing: each commit says so itself."""
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Also whether the folder is not the queue's, because its disk is not mounted."""
+        return super().is_disk_low or not self._is_marked(self._id)
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[bool]:
+        """Holds a lock during the block; it ends with the connection."""
+        key = "hashtext(current_schema), hashtext(?)"
+        ((is_held,),) = self.rows(f"SELECT pg_try_advisory_lock({key})", name)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                with contextlib.suppress(OutputError):  # the connection has ended
+                    self.rows(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
         """What servers have said, as soon as one does, at most after so many seconds."""
@@ -153,13 +168,13 @@ class QueueServer(Database):
             statements.execute("CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)")
             id = (self.folder / _MARK).read_text()
             statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
+        self._id = id
         statements.execute("UPDATE queue SET version = ?", (VERSION,))
 
     def _check_folder(self, id: str, *, adopts: bool) -> None:
         """Marks the folder of a new queue; refuses one that other servers do not see."""
-        mark = self.folder / _MARK
         if id and not adopts:
-            if not mark.exists() or mark.read_text() != id:
+            if not self._is_marked(id):
                 raise RequestError(
                     f"the data folder {str(self.folder)!r} is not that of the queue in --queue",
                     "name the folder that all its servers share, or add --adopt to make this one "
@@ -168,7 +183,12 @@ class QueueServer(Database):
             return
         if not adopts:
             check_own(self.folder, "", "name the queue that it belongs to")
-        output_files.write_text(mark, id or secrets.token_hex(16))
+        output_files.write_text(self.folder / _MARK, id or secrets.token_hex(16))
+
+    def _is_marked(self, id: str) -> bool:
+        with contextlib.suppress(OSError):
+            return (self.folder / _MARK).read_text() == id
+        return False
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -182,11 +202,14 @@ class QueueServer(Database):
 
     def _connect(self, use: str) -> psycopg.Connection[Any]:
         if self._is_closed or time.monotonic() < self._retry_at:
-            raise psycopg.OperationalError("it did not answer a moment ago")
-        self._retry_at = time.monotonic() + _RETRY_SECONDS
-        connection = psycopg.connect(self._url, autocommit=True, **_NETWORK)
-        connection.execute(_SETTINGS)
-        self._open[use], self._retry_at = connection, 0.0
+            raise psycopg.OperationalError(self._why_away)
+        try:
+            connection = psycopg.connect(self._url, autocommit=True, **_NETWORK)
+            connection.execute(_SETTINGS)
+        except psycopg.Error as error:
+            self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
+            raise
+        self._open[use] = connection
         self._connected_at = time.monotonic()
         return connection
 
@@ -201,7 +224,9 @@ class QueueServer(Database):
         except psycopg.Error as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
+            # Indented lines guess at the reason.
+            lines = [line for line in str(error).splitlines() if line[:1].strip()]
+            lines = lines or [type(error).__name__]
             place = redact(self._url).partition("?")[0]
             if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
                 self._drop(use)

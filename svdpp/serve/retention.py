@@ -11,7 +11,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from loguru import logger
 
 from svdpp.media import output_files
 from svdpp.serve.database import LOST
-from svdpp.serve.job import CLIPS, PHOTOS, Job, clip_file, new_id
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, clip_file, new_id
 from svdpp.serve.queue import JobQueue
 
 #: The names that this server gives to files, in each folder.
@@ -27,10 +27,11 @@ _OWN = {
     PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.([a-z]{3,4}|[a-z]+_video)"),
     CLIPS: re.compile(r"(video_[0-9a-f]{32})(-\d+)?\.mp4(\.json)?"),
 }
-_UPLOAD = re.compile(r"\.upload-[0-9a-f]{16}")
+_UPLOAD = re.compile(r"\.upload-[0-9a-f]+(-video_[0-9a-f]{32}(-[0-9a-f]{8})?)?")
+_TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
 _ID_LENGTH = len(new_id())
-# A file that is younger may be of a request to another server, which has no row yet.
-_UPLOAD_SECONDS = 3600.0
+# A file that is younger may be of a request or of a rank of another host.
+_YOUNG_SECONDS = 3600.0
 
 
 def sweep(
@@ -88,18 +89,45 @@ def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Pa
     return [*clips, *jsons, *(folder / PHOTOS / name for name in uploads)]
 
 
+def remove_leftovers(queue: JobQueue, folder: Path, requests: Collection[str] = ()) -> None:
+    """Remove what servers that do not live any more have left, and claims that were lost.
+
+    That is unfinished files, clips that are not of their job's last claim, and photographs of
+    requests that have stored no job. `requests` are of this server, and go on.
+    """
+    others = queue.lives() - {queue.server}
+    with _errors(folder):
+        for name in (PHOTOS, CLIPS, LATENTS):
+            output_files.remove_abandoned(folder / name)
+            for path in _regular_files(folder / name, _TEMPORARY, time.time() - _YOUNG_SECONDS):
+                path.unlink(missing_ok=True)
+        for path in _regular_files(folder / PHOTOS, _UPLOAD, math.inf):
+            server, id = f"{path.name}-".split("-")[1:3]
+            if server in others or id in requests:
+                continue
+            with queue.without(id) as is_missing:
+                for file in path.parent.glob(f"{id}.*") if id and is_missing else ():
+                    file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        # Listed before the queue is asked: what is begun meanwhile is not among them.
+        written = _regular_files(folder / CLIPS, _OWN[CLIPS], math.inf)
+        tokens = queue.clips()
+        for path in written:
+            id, _, number = path.name.partition(".")[0].partition("-")
+            if number and id in tokens and tokens[id] != int(number):
+                path.unlink(missing_ok=True)
+
+
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     """At the start of a server, move the photographs and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files
-    with the names that a server gives are touched, and links are not followed. Unfinished uploads,
-    which no client was promised, are removed. Returns the files at their new places.
+    with the names that a server gives are touched, and links are not followed. Returns the files at
+    their new places.
     """
-    oldest = time.time() - _UPLOAD_SECONDS if queue.is_shared else math.inf
+    oldest = time.time() - _YOUNG_SECONDS if queue.is_shared else math.inf
     ids = queue.files()
     with _errors(folder):
-        for path in _regular_files(folder / PHOTOS, _UPLOAD, oldest):
-            path.unlink()
         strangers = [
             path
             for name, own in _OWN.items()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
 
@@ -171,16 +172,25 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
             return await in_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
+    except HTTPException as error:  # of the form
+        raise _malformed("invalid_form", error.detail) from None
     except OSError as error:
         text = f"cannot store the body: {output_files.reason(error)}"
         raise OutputError(text, "the disk of the server may be full") from error
 
 
+def _malformed(code: str, why: str) -> ApiError:
+    text = "the body must be a JSON object, or a form as multipart/form-data"
+    return ApiError(400, code, f"{text}: {why}")
+
+
 def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
         given = from_json(body) if isinstance(body, bytes) else dict(body)
+        if not isinstance(given, dict):
+            raise ValueError("it is JSON, but no object")
     except ValueError as error:
-        raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
+        raise _malformed("invalid_json", str(error)) from None
     form = service.capabilities.checked(given)
     try:
         return service.submit(form, owner, key)
@@ -192,9 +202,10 @@ async def _wait(request: Request, service: Service, id: str) -> None:
     """Returns once the video is final, or nobody waits for it any more."""
     with service.followers.follow() as pause:
         while not (service.followers.is_closed or await request.is_disconnected()):
-            job = await in_thread(service.queue.get, id)
-            if job is None or job.state.is_final:
-                return
+            with suppress(OutputError):  # it waits also for the queue
+                job = await in_thread(service.queue.get, id)
+                if job is None or job.state.is_final:
+                    return
             await pause()
 
 
@@ -383,9 +394,13 @@ async def follow_video(
         is_last = False
         while not is_last:
             is_last = service.followers.is_closed  # before the look, which then finds the end
-            if (job := await run_in_threadpool(service.queue.get, id)) is None:
-                return
-            event = _event(await run_in_threadpool(service.video, job))
+            try:
+                if (job := await run_in_threadpool(service.queue.get, id)) is None:
+                    return
+                event = _event(await run_in_threadpool(service.video, job))
+            except OutputError:  # the stream goes on once the queue is back
+                await pause()
+                continue
             if event.id != last_id:
                 yield event
                 last_id = event.id

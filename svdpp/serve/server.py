@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import resource
 import signal
 import socket
@@ -30,10 +31,11 @@ from svdpp.media import video
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
 from svdpp.serve.clips import Admission
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import set_strangers_aside, sweep
+from svdpp.serve.retention import remove_leftovers, set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -75,6 +77,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     try:
         service = Service(settings, queue)
         queue.recover()
+        remove_leftovers(queue, service.folder)
         set_strangers_aside(queue, service.folder)
         hold(queue, service.capabilities, service.admission)
     except BaseException:
@@ -110,7 +113,8 @@ class Server:
 
     The first SIGTERM, SIGINT or SIGHUP refuses new jobs and lets the ranks finish or checkpoint
     what they do, while clients still read. The second one ends the process at once. `service` is
-    started and closed here; `on_listening` is called once requests are accepted.
+    started and closed here; `on_listening` is called once requests are accepted, `on_ready` each
+    time that the ranks become ready.
     """
 
     def __init__(
@@ -121,12 +125,14 @@ class Server:
         *,
         grace_seconds: float,
         on_listening: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = service
         self._bound = bound
         self._grace = grace_seconds
         self._ending = threading.Event()
         self._on_listening = on_listening
+        self._on_ready = on_ready
         self._http = _Http(app)
 
     def run(self) -> None:
@@ -171,8 +177,12 @@ class Server:
 
     def _watch(self) -> None:
         """Waits for a signal or for the end of the engine, then ends what makes clips."""
+        was_ready = False
         while not self._ending.wait(0.5) and self._service.engine.fatal is None:
-            pass
+            is_ready = self._service.engine.state == "ready"
+            if is_ready and not was_ready:
+                self._on_ready()
+            was_ready = is_ready
         self._service.is_closing = True
         try:
             logger.info("ending: {:g} s for the clips in progress", self._grace)
@@ -185,18 +195,20 @@ class Server:
             self._http.should_exit = True
 
     def _keep_in_limits(self) -> None:
-        """Removes finished jobs that are too old or too large, from time to time."""
+        """Removes leftovers, and jobs that are too old or too large, from time to time."""
         service = self._service
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
-        if limits == (None, None):
-            return
+        seconds = min(_SWEEP_SECONDS, service.queue.lease_seconds or math.inf)
         is_ending = False
         while not is_ending:
             try:
-                sweep(service.queue, service.folder, time.time(), *limits)
+                service.remove_leftovers()
+                if limits != (None, None):
+                    sweep(service.queue, service.folder, time.time(), *limits)
             except OutputError as error:
-                logger.error("old clips cannot be removed: {}", error)
-            is_ending = self._ending.wait(_SWEEP_SECONDS)
+                if not isinstance(error, QueueAwayError):
+                    logger.error("old files cannot be removed: {}", error)
+            is_ending = self._ending.wait(seconds)
 
 
 def _allow_connections() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers
@@ -32,12 +33,13 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
-from svdpp.serve.retention import remove_job
+from svdpp.serve.retention import remove_job, remove_leftovers
 from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, size_of, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
+_LOOK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,13 @@ class Service:
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.photos = PhotoFolder(
-            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
+            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels), queue.server
         )
+        # Which servers live, which do not any more, and when to look for what they have left.
+        self._live: set[str] = set()
+        self._gone: set[str] = set()
+        self._is_in_doubt = False
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         self.followers = Followers()
         self.engine = Engine(
             config, queue, self.folder, on_changed=self._on_changed, costs=settings.costs
@@ -181,35 +188,22 @@ class Service:
         image = files.pop(IMAGE_FIELD, None)
         self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
         id = new_id()
-        job = Job(
-            id=id,
-            owner=owner.name,
-            model=self.capabilities.model,
-            weights=self.capabilities.weights,
-            seed=seed_of(request.seed, owner.name, idempotency_key),
-            sampling=sampling,
-            **self._keep(request, id, sampling),
-            **prompts,
-            created_at=time.time(),
-            priority=request.priority,
-            idempotency_key=idempotency_key,
-            callback_url=request.callback_url,
-        )
-        stored, is_known = None, True
-        try:
-            stored = self.queue.add(
-                job, max_open=self.settings.max_open, max_open_of_owner=owner.max_open
+        with self.photos.request(id) as check:
+            job = Job(
+                id=id,
+                owner=owner.name,
+                model=self.capabilities.model,
+                weights=self.capabilities.weights,
+                seed=seed_of(request.seed, owner.name, idempotency_key),
+                sampling=sampling,
+                **self._keep(request, id, sampling),
+                **prompts,
+                created_at=time.time(),
+                priority=request.priority,
+                idempotency_key=idempotency_key,
+                callback_url=request.callback_url,
             )
-        except QueueFullError as error:
-            raise self._full(error.details) from error
-        except OutputError:
-            is_known = not self.queue.is_shared  # the database may have the row nevertheless
-            raise
-        finally:
-            if is_known and (stored is None or stored.id != id):
-                for path in (job.photo_in(self.folder), *job.videos_in(self.folder).values()):
-                    if path is not None:
-                        output_files.remove(path)
+            stored = self._add(job, owner, check)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -217,6 +211,28 @@ class Service:
             if estimate is not None and estimate.eta_seconds is not None:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
+
+    def _add(self, job: Job, owner: Owner, check: Callable[[], None]) -> Job:
+        """Stores the job; removes its files if it is not stored."""
+        stored = None
+        try:
+            stored = self.queue.add(
+                job,
+                max_open=self.settings.max_open,
+                max_open_of_owner=owner.max_open,
+                check=check,
+            )
+        except QueueFullError as error:
+            raise self._full(error.details) from error
+        except QueueAwayError:  # the database may have the job nevertheless
+            stored, self._is_in_doubt = job, True
+            raise
+        finally:
+            if stored is None or stored.id != job.id:
+                for path in (job.photo_in(self.folder), *job.videos_in(self.folder).values()):
+                    if path is not None:
+                        output_files.remove(path)
+        return stored
 
     def _keep(self, request: VideoRequest, id: str, sampling: SamplingConfig) -> dict[str, Any]:
         """Stores the files of a request, all or none; returns what the job says of them."""
@@ -258,6 +274,23 @@ class Service:
             open=details["open"],
             limit=details["limit"],
         )
+
+    def remove_leftovers(self) -> None:
+        """Removes what other servers have left once they are gone, until none of them has a claim.
+
+        Also what requests have left whose jobs may have been stored, and all there is each hour.
+        """
+        if not self.queue.is_shared:
+            return
+        before, self._live = self._live, self.queue.lives()
+        self._gone |= before - self._live
+        if not (self._gone or self._is_in_doubt or time.monotonic() > self._look_at):
+            return
+        self._is_in_doubt, self._look_at = False, time.monotonic() + _LOOK_SECONDS
+        remove_leftovers(self.queue, self.folder, self.photos.requests)
+        self._gone &= self.queue.claimants()
+        self.engine.feeder.has_latents = True
+        self.engine.feeder.wake()
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
         """Removes a job with its files, and cancels it before if it is open."""

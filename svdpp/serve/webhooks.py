@@ -25,6 +25,7 @@ from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve.api_errors import ApiError
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -113,7 +114,9 @@ class Webhooks:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 is_last = self._is_closing  # before the look, which then finds all
-                while self._running < AT_ONCE and (job := self._take()) is not None:
+                while self._running < AT_ONCE:
+                    if (job := await asyncio.to_thread(self._take)) is None:
+                        break
                     self._running += 1
                     tasks.create_task(self._attempt(job))
                 if is_last:
@@ -126,11 +129,12 @@ class Webhooks:
         try:
             return self._queue.take_callback(_LEASE_SECONDS)
         except (OutputError, ClosedError) as error:
-            logger.error("webhooks wait: {}", error)
+            if not isinstance(error, QueueAwayError):
+                logger.error("webhooks wait: {}", error)
             return None
 
     async def _attempt(self, job: Job) -> None:
-        error = due = None
+        error = seconds = None
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 status = await self._post(job)
@@ -142,18 +146,18 @@ class Webhooks:
             error = str(fault) or type(fault).__name__
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
-            due = time.time() + min(seconds, _MAX_RETRY_SECONDS)
+            seconds = min(seconds, _MAX_RETRY_SECONDS)
         try:
-            self._queue.set_callback(job.id, due, error)
+            await asyncio.to_thread(self._queue.set_callback, job, seconds, error)
         except (OutputError, ClosedError) as fault:  # it is tried again when its lease ends
             logger.error("the outcome of a webhook is not stored: {}", fault)
         if error is None:
             logger.info("{}: its webhook is delivered", job.id)
-        elif due is None:
+        elif seconds is None:
             logger.error("{}: its webhook is given up: {}", job.id, error)
         else:
             logger.info("{}: its webhook is tried again: {}", job.id, error)
-            asyncio.get_running_loop().call_later(due - time.time(), self._news.set)
+            asyncio.get_running_loop().call_later(seconds, self._news.set)
         self._running -= 1
         self._news.set()
 

@@ -81,7 +81,7 @@ class HttpServer:
 
     @property
     def _url(self) -> str:
-        match = re.search(r"serving .* at (http://\S+) with", self.err)
+        match = re.search(r"starting .* at (http://\S+) with", self.err)
         return "" if match is None else match[1]
 
     def _said(self) -> str:
@@ -114,8 +114,9 @@ class HttpServer:
         return code
 
     def wait_ready(self) -> None:
-        """Waits until the ranks are ready."""
+        """Waits until the ranks are ready, and the server has said so."""
         wait(lambda: self.client.get("/ready").status_code == 200, HANG_SECONDS, self._said)
+        wait(lambda: "\nready to make clips\n" in self.err, HANG_SECONDS, self._said)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any

@@ -21,8 +21,9 @@ _FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: in
 class Postgres:
     """A database server; `url` is of its database `postgres`."""
 
-    def __init__(self, folder: Path, programs: Path, *, fsync: bool) -> None:
-        self._folder, self._programs, self._fsync = folder, programs, fsync
+    def __init__(self, folder: Path, programs: Path, *, fsync: bool, connections: int) -> None:
+        self._folder, self._programs = folder, programs
+        self._settings = {"max_connections": connections, "fsync": "on" if fsync else "off"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._run("initdb", "--username=svdpp", "--auth=trust", "--encoding=UTF8", "--no-sync")
@@ -38,11 +39,11 @@ class Postgres:
     def start(self) -> None:
         options = f"-p {self.port} -k {self._folder} -c listen_addresses=127.0.0.1"
         log = str(self._folder / "log")
-        options += f" -c max_connections=300 -c fsync={'on' if self._fsync else 'off'}"
+        options += "".join(f" -c {name}={value}" for name, value in self._settings.items())
         self._run("pg_ctl", "-w", "-t", "300", "-l", log, "-o", options, "start")
 
-    def stop(self) -> None:
-        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
+    def stop(self, mode: str = "immediate") -> None:
+        self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def execute(self, statement: str, database: str = "postgres") -> None:
         import psycopg
@@ -71,7 +72,7 @@ def _user() -> str | None:
 
 
 @contextlib.contextmanager
-def postgres_server(*, fsync: bool = False) -> Iterator[Postgres]:
+def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[Postgres]:
     """A new server; without `fsync`, only the end of the machine loses what it has committed."""
     pytest.importorskip("psycopg")
     found = shutil.which("initdb")
@@ -83,7 +84,7 @@ def postgres_server(*, fsync: bool = False) -> Iterator[Postgres]:
         folder = Path(name)
         if (user := _user()) is not None:
             shutil.chown(folder, user)
-        server = Postgres(folder, programs, fsync=fsync)
+        server = Postgres(folder, programs, fsync=fsync, connections=connections)
         try:
             yield server
         finally:

@@ -30,9 +30,15 @@ def add(store: JobQueue, **values: Any) -> str:
     return store.add(new_job(**values), max_open=None).id
 
 
-def take_all(store: JobQueue) -> list[str]:
+def token_of(store: JobQueue, id: str) -> int:
+    """The token of a job's latest claim; 0 if there is no job."""
+    job = store.get(id)
+    return 0 if job is None else job.token
+
+
+def take_all(store: JobQueue, prepared: str | None = None) -> list[str]:
     """The ids of all queued jobs, in the order in which they are taken."""
     taken = []
-    while (job := store.take_next()) is not None:
+    while (job := store.take_next(prepared)) is not None:
         taken.append(job.id)
     return taken

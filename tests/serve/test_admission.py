@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
-from svdpp.driver import memory_check
+from svdpp.driver import memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
@@ -62,11 +62,11 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
     )
     gate = Admission(config, checkpoint)
     large = replace(config.sampling, num_frames=1024, decode_chunk_size=1024)
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
     with pytest.raises(OutOfMemoryError, match="out of memory before the run"):
         gate.check(large)
     # The ranks hold their own size already, however little is left.
     gate.check(config.sampling)
     gate.check(replace(config.sampling, num_inference_steps=3, num_frames=2, decode_chunk_size=2))
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 2**50)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**50)
     gate.check(large)

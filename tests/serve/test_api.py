@@ -143,7 +143,8 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
     error_of(post("/v1/videos", data={"steps": 4}), 415, "unsupported_media_type")
     error_of(post("/v1/videos"), 415, "unsupported_media_type")
     form = {"content-type": "multipart/form-data; boundary=x"}
-    error_of(post("/v1/videos", content=b"--y", headers=form), 400, "bad_request")
+    error = error_of(post("/v1/videos", content=b"--y", headers=form), 400, "invalid_form")
+    assert error["message"].startswith("the body must be a JSON object, or a form as multipart")
     error = error_of(post("/v1/videos", files={"other": PHOTO}), 422, "invalid_request")
     assert {each["field"] for each in error["details"]["faults"]} == {"input_reference", "other"}
 

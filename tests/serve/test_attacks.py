@@ -23,6 +23,7 @@ FORM = b"Content-Type: multipart/form-data; boundary=x\r\n"
 @pytest.fixture(autouse=True)
 def unharmed(server: HttpServer) -> Iterator[None]:
     """Afterwards there is no new clip and no new file."""
+    server.wait_ready()
     before = state_of(server)
     log = server.err
     yield
@@ -121,6 +122,10 @@ def test_deep_json(server: HttpServer) -> None:
     kind = {"content-type": "application/json"}
     for body in (deep, b'{"prompt":' * 60_000, b'{"input_reference": "\xff"}', b""):
         error_of(server.client.post("/v1/videos", content=body, headers=kind), 400, "invalid_json")
+    for body in (b"[1]", b"7", b"null", b"{"):
+        answer = server.client.post("/v1/videos", content=body, headers=kind)
+        message = error_of(answer, 400, "invalid_json")["message"]
+        assert message.startswith("the body must be a JSON object, or a form")
     field = part("image_reference", b'{"image_url":' * 30_000) + b"--x--\r\n"
     error_of(send(server, field), 422, "invalid_request")
     path = "/v1/videos/video_0/verify"

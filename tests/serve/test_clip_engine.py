@@ -111,6 +111,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         assert service.job(ids[victim]).state is JobState.CANCELLED
         assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
         jobs = service.wait_final(ids)
+        assert [service.engine.name_of(clip) for clip in range(4)] == ids, "ranks report late"
     others = [job for job in jobs if job.id != ids[victim]]
     assert {job.state for job in others} == {JobState.COMPLETED}
     assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])

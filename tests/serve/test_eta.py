@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,9 @@ from svdpp.plan.forecast import Span, replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, build_schedule
 from svdpp.serve import eta
-from svdpp.serve.eta import ClipAhead, Estimate, MeasuredCosts, estimate
+from svdpp.serve.eta import ClipAhead, Estimate, JobEstimates, MeasuredCosts, estimate
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+from tests.serve.engines import dummy_config
 
 COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
 LAYOUTS = [
@@ -74,6 +76,32 @@ def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
     assert found["next"].place == 0
     assert found["next"].eta_seconds == pytest.approx(0.5 + 28 + 0.6 + 4)
     assert found["resumed"].place == 1
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "begun_seconds", "passed"), [(0, 1.25, 1.25), (0, 9, 1.5), (28, 3, 3), (5, 3, 1)]
+)
+def test_a_clip_at_work_counts_down_until_its_next_event(
+    steps_done: int, begun_seconds: float, passed: float
+) -> None:
+    route = _route(LAYOUTS[1], 0, 28, steps_done)
+    clip = ClipAhead(id="clip", route=route, costs=COSTS, has_begun=True)
+    later = replace(clip, begun_seconds=begun_seconds)
+    before, after = (estimate([each])["clip"].eta_seconds for each in (clip, later))
+    assert before is not None
+    assert after == pytest.approx(before - passed)
+
+
+def test_an_eta_counts_down_between_two_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(eta.time, "monotonic", lambda: now[0])
+    known: Any = MeasuredCosts(COSTS, SAMPLING)
+    nothing: Any = None
+    etas = JobEstimates(dummy_config(1), nothing, nothing, known, lambda: 0.0)
+    monkeypatch.setattr(etas, "_estimate", lambda: {"clip": Estimate(0, 10.0)})
+    assert etas.of("clip") == Estimate(0, 10.0)
+    now[0] += 0.25
+    assert etas.of("clip") == Estimate(0, 9.75)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from svdpp.serve.fleet import Fleet
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.serve.engines import demo_config, demo_job, serving
-from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, wait
+from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres
 from tests.serve.test_crashes import expected_latents
+from tests.soak.fleet_soak import soak
 
 pytest.importorskip("fastapi")
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -51,6 +58,15 @@ def _request(server: HttpServer, seed: int, **form: Any) -> str:
 def _servers(server: HttpServer) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = server.client.get("/v1/servers").json()["data"]
     return listed
+
+
+def _all_ids(server: HttpServer) -> set[str]:
+    ids: list[str] = []
+    after = ""
+    while page := server.client.get(f"/v1/videos?limit=100{after}").json()["data"]:
+        ids += [video["id"] for video in page]
+        after = f"&after={ids[-1]}"
+    return set(ids)
 
 
 def _wait_made(server: HttpServer, ids: dict[str, int]) -> None:
@@ -170,13 +186,13 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
         taken = other.take_next()
         assert taken is not None
         if is_noticed:
-            own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done))
+            own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done)[0])
         own.go_on()
         own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
         now = own.job(job.id)
         assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
         assert list((tmp_path / "clips").glob("*.mp4*")) == []
-        assert other.complete(job.id, {"own": True})
+        assert other.complete(job.id, {"own": True}, 2)
 
 
 def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: str) -> None:
@@ -202,22 +218,81 @@ def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: s
         assert done.token > 2
 
 
+@pytest.mark.parametrize(("kind", "fewest", "most"), [("demo", 1, 40), ("another", 200, 200)])
+def test_a_new_job_wakes_few_servers_of_a_large_fleet(
+    tmp_path: Path, database: str, kind: str, fewest: int, most: int
+) -> None:
+    """16 of 640 that make the same clips; others do not count."""
+    with serving(tmp_path, demo_config(), url=database) as own:
+        own.store.kind = "demo"  # so it takes none of them
+        fleet = Fleet(own.store, own.engine, model="demo", weights="", sizes=[])
+        others = [replace(fleet.servers()[0], id=str(n), model=kind, free=1) for n in range(640)]
+        fleet._others = others
+        wake, woken = own.engine.feeder.wake, []
+        own.engine.feeder.wake = lambda: woken.append(wake())  # type: ignore[func-returns-value]
+        random.seed(0)
+        with closing(JobQueue(tmp_path, url=database)) as other:
+            other.listen(0.0)
+            own.store.listen(0.0)
+            for seed in range(200):
+                other.add(replace(demo_job(tmp_path, seed), model="away"), max_open=None)
+                fleet._listen(HANG_SECONDS)
+        assert fewest <= len(woken) <= most
+
+
 def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
     """What is in progress is finished; new requests are told to come back."""
     server = start()
-    ids = {_begun(server, 8): 8, _request(server, 9): 9}
-    postgres.stop()
-    try:
-        answer = server.request(seed=1)
-        error_of(answer, 503, "storage_failed")
-        assert int(answer.headers["Retry-After"]) > 0
-        assert server.client.get("/ready").status_code == 503
-        assert server.client.get("/health").status_code == 200
-    finally:
-        postgres.start()
+    ids = {(begun := _begun(server, 8)): 8, _request(server, 9): 9}
+    with stream(server, begun) as events:
+        next(events)
+        postgres.stop()
+        try:
+            for _ in range(3):
+                answer = server.request(seed=1)
+                error_of(answer, 503, "storage_failed")
+                assert int(answer.headers["Retry-After"]) > 0
+            assert server.client.get("/ready").status_code == 503
+            assert server.client.get("/health").status_code == 200
+            wait(lambda: "does not answer" in server.err, HANG_SECONDS)
+        finally:
+            postgres.start()
+        assert [event["status"] for event in events][-1] == "completed"
     server.wait_ready()
     _wait_made(server, {**ids, _request(server, 10): 10})
     wait(lambda: "the queue is back" in server.err, HANG_SECONDS)
+    assert server.err.count("does not answer") == 1
+    assert "Traceback" not in server.err
+
+
+def test_an_upload_that_the_database_interrupts_is_answered(
+    start: Start, tmp_path: Path, postgres: Postgres
+) -> None:
+    """And leaves no file of a job that is not stored."""
+    server = start(*_SLEEPING, *_SHORT)
+    is_over, answers = threading.Event(), []
+
+    def upload() -> None:
+        while not is_over.is_set():
+            answers.append(server.request(seed=1))
+
+    with ThreadPoolExecutor(4) as clients:
+        uploads = [clients.submit(upload) for _ in range(4)]
+        try:
+            for _ in range(3):
+                made = len(answers) + 8
+                wait(lambda made=made: len(answers) > made, HANG_SECONDS)  # type: ignore[misc]
+                postgres.stop()
+                postgres.start()
+        finally:
+            is_over.set()
+        for each in uploads:
+            each.result()
+    server.wait_ready()
+    for answer in answers:
+        assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
+    photos = tmp_path / "data" / "photos"
+    wait(lambda: {path.stem for path in photos.iterdir()} <= _all_ids(server), HANG_SECONDS)
 
 
 def test_a_server_that_does_not_see_the_folder_is_refused(
@@ -226,3 +301,8 @@ def test_a_server_that_does_not_see_the_folder_is_refused(
     start()
     with pytest.raises(AssertionError, match="is not that of the queue"):
         HttpServer(tmp_path / "another", *_SLEEPING, "--queue", database)
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    summary = soak(tmp_path, argparse.Namespace(jobs=12, clients=6, faults=4, seed=1))
+    assert summary["wrong"] == {}, summary["faults"]

@@ -375,8 +375,12 @@ def test_what_is_said_of_clips_that_wait_and_run(page: Page) -> None:
 def test_on_a_narrow_window_the_queue_comes_before_the_form(page: Page) -> None:
     order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"
     assert page.run(order) == ["new", "queue"]
+    page.wait_text("#rank-list", "% busy")
     with page.of_width(400):
         page.wait(lambda: page.run(order) == ["queue", "new"])
+        page.run("document.getElementById('say').textContent = 'A message. '.repeat(9)")
+        box = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
+        assert page.run(box, "#say")["top"] >= page.run(box, ".top")["bottom"]
     page.wait(lambda: page.run(order) == ["new", "queue"])
 
 

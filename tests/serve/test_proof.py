@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +211,35 @@ def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path
         assert proving.proofs() == ["none"] * 3
 
 
+@pytest.mark.long
+def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) -> None:
+    """Each goes on with another one meanwhile, and does not verify again what is verified."""
+    with serving(tmp_path, demo_config(), url=database) as service:
+        jobs = [demo_job(tmp_path, seed) for seed in range(2)]
+        ids = [service.store.add(job, max_open=None).id for job in jobs]
+        service.engine.feeder.wake()
+        service.wait_final(ids)
+    with (
+        closing(JobQueue(tmp_path, url=database)) as own,
+        closing(JobQueue(tmp_path, url=database)) as other,
+    ):
+        verdicts: list[str] = []
+        prover = Prover(own, tmp_path, lambda: True, on_verdict=verdicts.append)
+        for id in ids:
+            assert prover.request(id)
+        proofs = Proving(own, prover, ids, tmp_path, threading.Event())
+        with closing(prover), other.lock(ids[0]) as is_held:
+            assert is_held
+            prover.start()
+            proofs.wait_for("running", "equal")
+            assert not prover._verify(ids[0])
+            assert other.set_proof(ids[0], "equal")
+        with own.lock(ids[0]) as is_held:
+            assert is_held  # nobody holds it any more
+        assert not prover._verify(ids[0])
+        assert verdicts == ["equal"]
+
+
 SERVER = """
 import sys, threading
 from pathlib import Path
@@ -264,7 +293,7 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
     need = SimpleNamespace(total_bytes=2**30)
-    monkeypatch.setattr("svdpp.diagnostics.memory_estimate.estimate_ranks", lambda _: [need])
+    monkeypatch.setattr("svdpp.driver.memory.estimate_ranks", lambda _: [need])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
         prover._check_gpu(config)
     free[1] = _gpu(1, 2**40)

@@ -17,7 +17,7 @@ import pytest
 from svdpp.errors import RankError, RequestError
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
-from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
+from tests.serve.store_jobs import SAMPLING, add, new_job, take_all, token_of
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert before <= (taken.started_at or 0) <= time.time()
     assert (store.waiting(), store.running()) == ([], [taken])
     metadata = {"file_sha256": "ab", "psnr": None}
-    assert store.complete(id, metadata)
+    assert store.complete(id, metadata, token_of(store, id))
     done = job_of(store, id)
     ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
     assert done == replace(taken, **ended)
@@ -107,18 +107,18 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
 )
 def test_a_failure_is_kept_with_its_details(store: JobQueue, error: Any, stored: Any) -> None:
     id = in_state(store, JobState.IN_PROGRESS)
-    assert store.fail(id, error)
+    assert store.fail(id, error, token_of(store, id))
     assert job_of(store, id).error == stored
 
 
 def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
     return {
-        "put_back": lambda id: store.put_back(id, counts=True),
-        "complete": lambda id: store.complete(id, {"late": True}),
-        "fail": lambda id: store.fail(id, {"message": "late"}),
+        "put_back": lambda id: store.put_back(id, token_of(store, id), counts=True),
+        "complete": lambda id: store.complete(id, {"late": True}, token_of(store, id)),
+        "fail": lambda id: store.fail(id, {"message": "late"}, token_of(store, id)),
         "cancel_waiting": store.cancel_waiting,
         "ask_to_cancel": store.ask_to_cancel,
-        "cancelled": store.cancelled,
+        "cancelled": lambda id: store.cancelled(id, token_of(store, id)),
         "set_proof": lambda id: store.set_proof(id, "equal"),
         "remove": store.remove,
     }
@@ -139,11 +139,11 @@ def in_state(store: JobQueue, state: JobState) -> str:
         store.take_next()
     match state:
         case JobState.COMPLETED:
-            store.complete(id, {})
+            store.complete(id, {}, token_of(store, id))
         case JobState.FAILED:
-            store.fail(id, {"message": "no"})
+            store.fail(id, {"message": "no"}, token_of(store, id))
         case JobState.CANCELLED:
-            store.cancelled(id)
+            store.cancelled(id, token_of(store, id))
     assert job_of(store, id).state is state
     return id
 
@@ -194,7 +194,7 @@ def test_a_restart_puts_back_what_was_running(file_store: JobQueue, tmp_path: Pa
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.take_next()
-    store.complete(ids[0], {})
+    store.complete(ids[0], {}, token_of(store, ids[0]))
     store.set_proof(ids[0], "running")
     store.ask_to_cancel(ids[1])
     store.close()
@@ -215,11 +215,11 @@ def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store
     id = add(store)
     for counts, attempts in ((True, 1), (False, 1), (True, 2)):
         store.take_next()
-        assert store.put_back(id, counts=counts)
+        assert store.put_back(id, token_of(store, id), counts=counts)
         assert job_of(store, id).attempts == attempts
     store.take_next()
     assert store.ask_to_cancel(id)
-    assert store.put_back(id, counts=True)
+    assert store.put_back(id, token_of(store, id), counts=True)
     assert job_of(store, id).state is JobState.CANCELLED
     assert job_of(store, id).finished_at is not None
     assert store.take_next() is None
@@ -238,7 +238,7 @@ def test_a_full_queue_refuses(store: JobQueue) -> None:
         store.add(new_job(owner="a"), max_open=10, max_open_of_owner=2)
     assert full.value.details == {"open": 2, "limit": 2, "owner": "a"}
     store.add(new_job(owner="b"), max_open=10, max_open_of_owner=2)
-    store.complete(ids[0], {})
+    store.complete(ids[0], {}, token_of(store, ids[0]))
     store.add(new_job(owner="a"), max_open=3)
 
 
@@ -258,7 +258,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
     assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
     store.take_next()
-    store.complete(first.id, {})
+    store.complete(first.id, {}, token_of(store, first.id))
     assert store.add(again, max_open=1).state is JobState.COMPLETED
     assert store.add(replace(again, owner="other"), max_open=1).id == again.id
     store.remove(first.id)
@@ -356,7 +356,7 @@ def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, see
     assert taken == order[:5]
     assert [job.id for job in store.running()] == taken
     for id in chance.sample(taken, len(taken)):
-        store.put_back(id, counts=False)
+        store.put_back(id, token_of(store, id), counts=False)
     assert waiting(store) == order
     store.take_next()
     add(store, owner="a", created_at=1.0, priority=chance.randint(0, 9))

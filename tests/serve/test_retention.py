@@ -16,7 +16,7 @@ import pytest
 from svdpp.errors import OutputError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_job, set_strangers_aside, sweep
+from svdpp.serve.retention import remove_job, remove_leftovers, set_strangers_aside, sweep
 from tests.serve.store_jobs import add
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
@@ -117,6 +117,7 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     assert sweep(store, folder, 2.0, None, 10**6) == []
     assert ids_of_files(folder) == {id, waiting, newer, ""}
 
+    remove_leftovers(store, folder)
     moved = set_strangers_aside(store, folder)
 
     assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
@@ -149,6 +150,7 @@ def test_what_a_server_did_not_make_is_left_alone(
     (clips / "folder").symlink_to(outside)
     before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
 
+    remove_leftovers(store, folder)
     assert set_strangers_aside(store, folder) == []
     assert sweep(store, folder, 1e9, 1.0, 1) == []
     assert {path: _untouched(path) for path in before} == before

@@ -269,9 +269,11 @@ def test_a_second_server_on_the_same_folder(server: HttpServer) -> None:
 
 
 @pytest.mark.processes
-def test_it_says_where_it_is(server: HttpServer) -> None:
+def test_it_says_where_it_is_and_when_it_is_ready(server: HttpServer) -> None:
+    server.wait_ready()
+    assert server.err.splitlines()[1] == "ready to make clips"
     assert re.fullmatch(
-        r"serving dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'",
+        r"starting dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'",
         server.err.splitlines()[0],
     )
 
@@ -311,7 +313,7 @@ def _ends_without_grace(folder: Path) -> list[str]:
             assert server.stop() == 0
         waiting.join(HANG_SECONDS)
         assert error_of(answers[0], 503, "closing")["details"] == {"id": ids[-1]}
-        assert server.err.splitlines()[1:] == ["ended; the next start goes on with what is left"]
+        assert server.err.splitlines()[2:] == ["ended; the next start goes on with what is left"]
     return ids
 
 
@@ -340,7 +342,7 @@ def _finishes_what_runs_and_lets_clients_read(folder: Path, ids: list[str]) -> N
         assert int(answer.headers["retry-after"]) > 0
         assert server.video(last)["status"] in ("in_progress", "completed")
         assert server.wait() == 0
-        assert server.err.count("\n") == 2, server.err  # no rank was restarted
+        assert server.err.count("\n") == 3, server.err  # no rank was restarted
     assert not list((folder / "latents").iterdir())
 
 
@@ -354,7 +356,7 @@ def _removes_old_clips_and_ends_at_once_at_the_second_signal(folder: Path, old: 
         os.killpg(server.process.pid, signal.SIGHUP)
         wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
-        assert server.err.count("\n") == 1, server.err
+        assert server.err.count("\n") == 2, server.err
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,14 @@ import pytest
 
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import OutputError, RequestError
-from svdpp.serve.job import Job, JobState
-from svdpp.serve.queue import JobQueue
+from svdpp.serve.database import QueueAwayError
+from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.photos import PhotoFolder
+from svdpp.serve.queue import MAX_LOST, JobQueue
+from svdpp.serve.retention import remove_leftovers
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
-from tests.serve.store_jobs import add, take_all
+from tests.serve.store_jobs import add, new_job, take_all
 
 pytestmark = pytest.mark.long
 
@@ -35,6 +39,28 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
             return queues.enter_context(contextlib.closing(queue))
 
         yield another
+
+
+def away(*_: object) -> list[Any]:
+    raise OutputError("the database is away")
+
+
+@contextlib.contextmanager
+def lost_answers(queue: JobQueue) -> Iterator[None]:
+    """Each change is made, and then the connection ends before the answer."""
+    change = queue.change
+
+    @contextlib.contextmanager
+    def lost(alone: str = "") -> Iterator[object]:
+        with change(alone) as database:
+            yield database
+        raise OutputError("the connection has ended")
+
+    queue.change = lost  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        queue.change = change  # type: ignore[method-assign]
 
 
 def taken(queue: JobQueue) -> Job:
@@ -75,24 +101,119 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     assert [(job.id, job.state, job.token) for job in recovered(other)] == [
         (id, JobState.QUEUED, 1)
     ]
-    for end in (slow.cancelled, lambda id: slow.complete(id, {"stale": True})):
-        slow._claims[id] = 1
-        assert not end(id)
+
+    def ends_nothing() -> None:
+        assert not slow.cancelled(id, 1)
+        assert not slow.complete(id, {"stale": True}, 1)
+        assert not slow.fail(id, {"message": "stale"}, 1)
+
+    ends_nothing()
     now = taken(other)
     assert (now.id, now.token, now.server) == (id, 2, other.server)
-    slow._claims[id] = 1
-    assert slow.renew(lambda _: 0) == [id]
-    slow._claims[id] = 1
-    assert not slow.complete(id, {"stale": True})
-    slow._claims[id] = 1
-    assert not slow.fail(id, {"message": "stale"})
-    assert other.renew(lambda _: 3) == []
+    ends_nothing()
+    assert other.renew(lambda _: 3) == ([], [])
+    assert not slow.put_back(id, 1, counts=True)
     assert [job.step for job in slow.running()] == [3]
-    assert other.complete(id, {"own": True})
+    assert other.complete(id, {"own": True}, 2)
     done = slow.get(id)
     assert done is not None
     assert (done.state, done.metadata, done.token) == (JobState.COMPLETED, {"own": True}, 2)
     assert done.clip_in(Path("data")) == Path(f"data/clips/{id}-2.mp4")
+
+
+def test_a_job_that_a_server_claims_again_is_safe_from_its_first_claim(opened: Open) -> None:
+    """A server that was away may take the same job a second time, with its old clip at work."""
+    queue, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    id = add(queue)
+    taken(queue)
+    recovered(other)
+    assert queue.renew(lambda _: 0) == ([(id, 1)], [])
+    queue.lease_seconds = 30.0
+    assert taken(queue).token == 2
+    assert not queue.complete(id, {"stale": True}, 1)
+    assert not queue.put_back(id, 1, counts=True)
+    assert queue.renew(lambda _: 0) == ([], [])
+    assert queue.complete(id, {"own": True}, 2)
+    assert queue.renew(lambda _: 0) == ([], [])
+
+
+def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
+    """What a server hands back does not count."""
+    dying, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    id = add(other)
+    for _ in range(MAX_LOST):
+        taken(other)
+        other.release()
+    for _ in range(MAX_LOST - 1):
+        taken(dying)
+        assert [job.state for job in recovered(other)] == [JobState.QUEUED]
+    assert taken(dying).id == id
+    (failed,) = recovered(other)
+    assert failed.state is JobState.FAILED
+    assert failed.error is not None
+    assert f"{MAX_LOST} servers died" in failed.error["message"]
+    assert take_all(other) == []
+    cancelled = add(other)
+    for _ in range(MAX_LOST - 1):
+        taken(dying)
+        recovered(other)
+    taken(dying)
+    other.ask_to_cancel(cancelled)
+    assert [job.state for job in recovered(other)] == [JobState.CANCELLED]
+
+
+def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(opened: Open) -> None:
+    running = opened()
+    with running.change() as database:
+        database.execute("ALTER TABLE jobs DROP COLUMN lost")
+        database.execute("UPDATE queue SET version = 6")
+    id = add(running)
+    assert opened().rows("SELECT id, lost FROM jobs") == [(id, 0)]
+    assert taken(running).id == id
+
+
+def test_a_renewal_that_fails_forgets_no_lost_claim(opened: Open) -> None:
+    queue, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    ids = [add(queue, created_at=float(age)) for age in range(2)]
+    assert take_all(queue) == ids
+    lost: list[Job] = []
+    wait_until(lambda: lost.extend(other.recover()) or len(lost) == 2, 30, lambda: "no lease ends")
+    rows, queue.rows = queue.rows, away  # type: ignore[method-assign]
+    with pytest.raises(OutputError):
+        queue.renew(lambda _: 0)
+    queue.rows = rows  # type: ignore[method-assign]
+    assert queue.renew(lambda _: 0) == ([(id, 1) for id in ids], [])
+
+
+def test_a_cancellation_arrives_with_the_next_renewal(opened: Open) -> None:
+    """Also if its notification was lost with a connection."""
+    maker, other = opened(), opened()
+    id = add(maker)
+    taken(maker)
+    other.ask_to_cancel(id)
+    assert maker.renew(lambda _: 0) == ([], [id])
+
+
+def test_all_claims_are_renewed_by_one_statement(opened: Open) -> None:
+    maker, other = opened(lease_seconds=3000.0), opened()
+    ids = [add(maker, created_at=float(age)) for age in range(4)]
+    assert take_all(maker) == ids
+    with other.change() as database:  # as if another server had claimed it in the meantime
+        database.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
+    other.ask_to_cancel(ids[2])
+    asked: list[str] = []
+    rows = maker.rows
+
+    def note(query: str, *values: Any) -> list[Any]:
+        asked.append(query)
+        return rows(query, *values)
+
+    maker.rows = note  # type: ignore[method-assign]
+    assert maker.renew(ids.index) == ([(ids[1], 1)], [ids[2]])
+    assert len(asked) == 1
+    steps = {job.id: job.step for job in other.running()}
+    assert steps == {ids[0]: 0, ids[1]: 0, ids[2]: 2, ids[3]: 3}
+    assert maker.renew(ids.index) == ([], [ids[2]])
 
 
 def test_a_renewed_claim_is_not_lost(opened: Open) -> None:
@@ -101,7 +222,7 @@ def test_a_renewed_claim_is_not_lost(opened: Open) -> None:
     taken(holder)
     end = time.monotonic() + 4 * _LEASE
     while time.monotonic() < end:
-        assert holder.renew(lambda _: 0) == []
+        assert holder.renew(lambda _: 0) == ([], [])
         if holder.rows("SELECT lease_until > clock() FROM jobs") == [(True,)]:
             assert other.recover() == []
 
@@ -117,7 +238,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
         lambda: "no lease ends",
     )
     assert other.recover() == []
-    assert holder.renew(lambda _: 0) == []
+    assert holder.renew(lambda _: 0) == ([], [])
 
 
 def test_what_a_server_hands_back_is_taken_at_once(opened: Open) -> None:
@@ -129,6 +250,105 @@ def test_what_a_server_hands_back_is_taken_at_once(opened: Open) -> None:
     leaving.release()
     assert other.servers() == []
     assert take_all(other) == ids
+
+
+def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Open) -> None:
+    """Their transaction was made, and the connection ended before the answer."""
+    leaving, other = opened(), opened()
+    id = add(leaving)
+    with lost_answers(leaving), pytest.raises(OutputError):
+        leaving.take_next()
+    assert leaving.renew(lambda _: 0) == ([], [])
+    leaving.release()
+    assert take_all(other) == [id]
+
+
+def test_what_ends_a_lost_claim_leaves_that_of_another_server(opened: Open) -> None:
+    """Also if the other one is late with its renewal, and can still make it."""
+    slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    id = add(slow)
+    taken(slow)
+    recovered(other)
+    assert taken(other).token == 2
+    ended = "SELECT lease_until < clock() FROM jobs"
+    wait_until(lambda: slow.rows(ended) == [(True,)], 30, lambda: "no lease ends")
+    assert not slow.put_back(id, 1, counts=False)
+    assert other.renew(lambda _: 0) == ([], [])
+    assert [(job.token, job.server) for job in slow.running()] == [(2, other.server)]
+
+
+def test_a_cancelled_clip_ends_although_its_claim_is_lost(opened: Open) -> None:
+    """Whether another server has it by then, or none."""
+    slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    ids = [add(slow, created_at=float(age)) for age in range(2)]
+    assert take_all(slow) == ids
+    assert slow.ask_to_cancel(ids[0])
+    lost: list[Job] = []
+    wait_until(lambda: lost.extend(other.recover()) or len(lost) == 2, 30, lambda: "no lease ends")
+    assert {job.id: job.state for job in lost} == dict(
+        zip(ids, [JobState.CANCELLED, JobState.QUEUED], strict=True)
+    )
+    now = taken(other)
+    assert slow.ask_to_cancel(now.id)
+    assert not slow.cancelled(now.id, 1)
+    assert other.renew(lambda _: 0) == ([], [now.id])
+    assert other.cancelled(now.id, now.token)
+
+
+def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) -> None:
+    """Its uploads, and files of its claims; nothing of a server that lives."""
+    killed, other = opened(), opened()
+    folder = tmp_path / "data"
+    photos, clips = folder / "photos", folder / "clips"
+    clips.mkdir()
+    asked, stored, upload, own, doubtful = (new_id() for _ in range(5))
+    for queue, *left_by in ((killed, asked, stored, upload), (other, own, doubtful)):
+        uploads = PhotoFolder(photos, server=queue.server)
+        for id in left_by:
+            with contextlib.suppress(QueueAwayError), uploads.request(id):
+                (photos / f"{id}.png").touch()
+                raise QueueAwayError("away")
+    (photos / f".upload-{killed.server}-{upload}-{'0' * 8}").touch()
+    (photos / f"{upload}.png").unlink()
+    killed.add(new_job(id=stored), max_open=None)
+    for number in (1, 2):
+        token = taken(killed).token
+        for path in (f"{stored}-{number}.mp4", f"{stored}-{number}.mp4.json"):
+            (clips / path).touch()
+        assert token == number
+        if number == 1:
+            killed.put_back(stored, token, counts=False)
+    killed.complete(stored, {}, 2)
+    for queue in (killed, other):
+        queue.register({})
+
+    def left() -> set[str]:
+        return {path.name for path in (*photos.iterdir(), *clips.iterdir())}
+
+    before = left()
+    kept = {f"{stored}.png", f"{stored}-2.mp4", f"{stored}-2.mp4.json"}
+    remove_leftovers(other, folder, {own})
+    of_killed = {name for name in before if any(id in name for id in (asked, stored, upload))}
+    of_own = {name for name in before if own in name}
+    assert len(of_own) == 2
+    assert left() == of_killed - {f"{stored}-1.mp4", f"{stored}-1.mp4.json"} | of_own
+    killed.release()
+    remove_leftovers(other, folder, {own})
+    assert left() == kept | of_own
+
+
+def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
+    opened: Open, tmp_path: Path
+) -> None:
+    stopped, other = opened(), opened()
+    job, folder = new_job(), tmp_path / "data"
+    uploads = PhotoFolder(folder / "photos", server=stopped.server)
+    with pytest.raises(OutputError, match="stopped"), uploads.request(job.id) as check:
+        (folder / "photos" / job.photo).touch()
+        remove_leftovers(other, folder)
+        stopped.add(job, max_open=None, check=check)
+    assert list((folder / "photos").iterdir()) == []
+    assert other.get(job.id) is None
 
 
 def test_a_server_takes_only_what_it_can_make(opened: Open) -> None:
@@ -145,9 +365,55 @@ def test_a_server_takes_only_what_it_can_make(opened: Open) -> None:
     assert taken(wan).id == second
     assert take_all(svd) == [first]
     wan.why_not = lambda _: None
-    assert wan.renew(lambda _: 0) == []  # and looks again at what it has passed over
+    assert wan.renew(lambda _: 0) == ([], [])  # and looks again at what it has passed over
     assert taken(wan).id == text
     assert [job.id for job in svd.page(owner=None, limit=9, states=[JobState.QUEUED])] == [other]
+
+
+def test_a_large_image_that_the_ranks_cannot_take_stops_nothing(opened: Open) -> None:
+    queue = opened()
+    too_large = add(queue, photo_pixels=40_000_000, created_at=1.0)
+    large = add(queue, photo_pixels=40_000_000, created_at=2.0)
+    queue.why_not = lambda job: "too few steps" if job.id == too_large else None
+    following = queue.next_large()
+    assert following is not None
+    assert following.id == large
+    assert take_all(queue, prepared=large) == [large]
+
+
+@pytest.mark.parametrize(
+    "newer", [{"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}], ids=str
+)
+def test_what_only_a_newer_svdpp_can_make_is_passed_over(
+    opened: Open, newer: dict[str, Any]
+) -> None:
+    queue = opened()
+    of_tomorrow, own = add(queue, created_at=1.0), add(queue, created_at=2.0)
+    with queue.change() as database:
+        values = json.dumps(newer), of_tomorrow
+        database.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
+    assert take_all(queue) == [own]
+
+
+def test_nothing_is_begun_while_the_shared_folder_is_away(opened: Open, tmp_path: Path) -> None:
+    queue = opened()
+    assert not queue.is_disk_low
+    (tmp_path / "data").rename(tmp_path / "away")
+    (tmp_path / "data").mkdir()  # an empty mount point
+    assert queue.is_disk_low
+
+
+def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
+    svd, wan = opened(), opened()
+    svd.kind, wan.kind = "svd", "wan"
+    ids = {queue: add(queue, model=str(queue.kind)) for queue in (svd, wan)}
+    for queue, id in ids.items():
+        queue.complete(id, {"file_sha256": "0"}, taken(queue).token)
+    for queue, id in ids.items():
+        assert queue.unproved() == [id]
+        queue.set_proof(id, "running")
+    for queue, id in ids.items():
+        assert queue.to_prove() == [id]
 
 
 def test_servers_say_what_is_new(opened: Open) -> None:
@@ -178,27 +444,20 @@ def test_a_queue_goes_on_once_its_database_is_back(opened: Open, postgres: Postg
 
     wait_until(is_back, 60, lambda: "the queue stays away")
     assert taken(queue).id == id
-    assert queue.complete(id, {})
+    assert queue.complete(id, {}, 1)
 
 
 def test_an_answer_that_is_lost_loses_no_clip(opened: Open) -> None:
-    """The transaction has completed the job, and the connection ends before the answer."""
+    """The transaction has completed the job, the connection ends before the answer, and then the
+    claim is renewed.
+    """
     queue = opened()
     id = add(queue)
     taken(queue)
-    change = queue.change
-
-    @contextlib.contextmanager
-    def lost(alone: str = "") -> Iterator[object]:
-        with change(alone) as database:
-            yield database
-        raise OutputError("the connection has ended")
-
-    queue.change = lost  # type: ignore[method-assign, assignment]
-    with pytest.raises(OutputError):
-        queue.complete(id, {"a": 1})
-    queue.change = change  # type: ignore[method-assign]
-    assert queue.complete(id, {"a": 1})
+    with lost_answers(queue), pytest.raises(OutputError):
+        queue.complete(id, {"a": 1}, 1)
+    assert queue.renew(lambda _: 0) == ([(id, 1)], [])
+    assert queue.complete(id, {"a": 1}, 1)
 
 
 def test_what_does_not_belong_together_is_refused(

@@ -167,15 +167,15 @@ def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
 
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
     """The id of a job in a final state."""
-    id = add(store, callback_url=url)
+    id, token = add(store, callback_url=url), int(store.is_shared)
     assert store.take_next() is not None
     match state:
         case JobState.COMPLETED:
-            store.complete(id, {})
+            store.complete(id, {}, token)
         case JobState.FAILED:
-            store.fail(id, RequestError("no"))
+            store.fail(id, RequestError("no"), token)
         case _:
-            store.cancelled(id)
+            store.cancelled(id, token)
     return id
 
 
@@ -246,7 +246,7 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         add(store)
         job = store.take_next()
         assert job is not None
-        store.complete(job.id, {})
+        store.complete(job.id, {}, job.token)
         last = made(store, receiver.url)
         sender.wake()
         after_tries(store, last)
@@ -298,36 +298,31 @@ def test_a_webhook_that_is_given_up_is_shown_and_logged(
 
 
 def test_the_retries_take_twenty_hours(monkeypatch: pytest.MonkeyPatch, store: JobQueue) -> None:
-    """Each wait is four times that before, up to six hours."""
-    now, waits = [time.time()], []
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    """Each wait is four times that before, up to six hours, by the clock of the database."""
     monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
+    expected = [5, 20, 80, 320, 1280, 5120, 20480, 21600, 21600]
     id = add(store, callback_url="http://other.example/")
     store.take_next()
-    store.complete(id, {})
+    store.complete(id, {}, int(store.is_shared))
+
+    def clock() -> float:
+        return float(store.rows("SELECT clock()")[0][0])
+
+    def due() -> list[float]:
+        return [due for (due,) in store.rows(f"SELECT callback_due FROM jobs WHERE {has_failed}")]
+
+    has_failed = "callback_error IS NOT NULL"
+    before = clock()
     with sending(store, "127.0.0.1:1"):  # refuses that host, without a connection
-        for number in range(1, webhooks.MAX_ATTEMPTS):
-            retry = _retry_of(store, id, number, after=now[0])
-            waits.append(round(retry - now[0]))
-            now[0] = retry
+        for seconds in expected:
+            wait(due, HANG_SECONDS, lambda: str(callback(store, id)))
+            assert before + seconds <= due()[0] <= clock() + seconds
+            before = clock()
+            with store.change() as database:
+                database.execute("UPDATE jobs SET callback_due = 0, callback_error = NULL")
         wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
-    assert waits == [5, 20, 80, 320, 1280, 5120, 20480, 21600, 21600]
-    assert round(sum(waits) / 3600) == 20
-
-
-def _retry_of(store: JobQueue, id: str, number: int, after: float) -> float:
-    """When a webhook is tried again after so many tries, of which the last one has ended."""
-    found: list[float] = []
-
-    def is_noted() -> bool:
-        job = store.get(id)
-        assert job is not None
-        found.append(job.callback_due or 0.0)
-        has_lease = found[-1] == after + webhooks._LEASE_SECONDS
-        return job.callback_attempts == number and not has_lease
-
-    wait(is_noted, HANG_SECONDS, lambda: str(callback(store, id)))
-    return found[-1]
+    assert len(expected) == webhooks.MAX_ATTEMPTS - 1
+    assert round(sum(expected) / 3600) == 20
 
 
 def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(store: JobQueue) -> None:
@@ -336,7 +331,7 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(store: JobQ
     job = store.take_next()
     assert job is not None
     assert store.take_callback(60) is None, "it is in progress"
-    store.complete(job.id, {})
+    store.complete(job.id, {}, job.token)
     taken = store.take_callback(0.01)
     assert taken is not None
     assert (taken.id, taken.callback_attempts) == (job.id, 1)
@@ -344,7 +339,8 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(store: JobQ
     wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None, HANG_SECONDS)
     assert again[-1].callback_attempts == 2
     assert store.take_callback(60) is None
-    assert store.set_callback(job.id, None, None)
+    assert not store.set_callback(taken, None, None), "its second try has begun"
+    assert store.set_callback(again[-1], None, None)
     assert store.take_callback(0) is None
 
 

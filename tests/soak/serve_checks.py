@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import tempfile
 from collections import Counter
 from contextlib import closing
@@ -15,7 +14,6 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
-from svdpp.serve.database import RESERVE
 from tests.soak.serve_clients import Request, photos
 
 
@@ -29,17 +27,23 @@ class Row:
     photo: str
     finished_at: float | None
     attempts: int
+    token: int
     error: dict[str, Any] | None
     metadata: dict[str, Any]
 
+    @property
+    def clip(self) -> str:
+        """The name of its file."""
+        return f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4"
 
-def rows_of(data: Path) -> list[Row]:
-    """All jobs, read without the server's code."""
-    names = "id, idempotency_key, state, photo, finished_at, attempts, error, metadata"
-    with closing(sqlite3.connect(data / "queue.sqlite3")) as database:
+
+def rows_of(database: Any) -> list[Row]:
+    """All jobs of a connection to a database, which is closed; read without the server's code."""
+    names = "id, idempotency_key, state, photo, finished_at, attempts, token, error, metadata"
+    with closing(database):
         found = database.execute(f"SELECT {names} FROM jobs").fetchall()
     return [
-        Row(*row[:6], json.loads(row[6] or "null"), json.loads(row[7] or "{}")) for row in found
+        Row(*row[:7], json.loads(row[7] or "null"), json.loads(row[8] or "{}")) for row in found
     ]
 
 
@@ -76,16 +80,16 @@ def unexplained_failures(rows: list[Row]) -> list[str]:
     ]
 
 
-def wrong_files(data: Path, temporary: Path, rows: list[Row]) -> list[str]:
-    """Files without a job, and jobs without their files."""
-    expected = {"queue.sqlite3", "lock", RESERVE, *(f"photos/{row.photo}" for row in rows)}
+def wrong_files(data: Path, rows: list[Row], own: set[str], *temporary: Path) -> list[str]:
+    """Files without a job, and jobs without their files; `own` are those of the queue."""
+    expected = own | {f"photos/{row.photo}" for row in rows}
     for row in rows:
         if row.state == "completed":
-            expected |= {f"clips/{row.id}.mp4", f"clips/{row.id}.mp4.json"}
+            expected |= {f"clips/{row.clip}", f"clips/{row.clip}.json"}
     found = {str(path.relative_to(data)) for path in data.rglob("*") if not path.is_dir()}
     left = [f"left: {name}" for name in sorted(found - expected)]
     left += [f"missing: {name}" for name in sorted(expected - found)]
-    return left + [f"temporary: {path.name}" for path in sorted(temporary.iterdir())]
+    return left + [f"temporary: {path}" for folder in temporary for path in folder.iterdir()]
 
 
 def wrong_clips(asked: list[Request], data: Path, rows: list[Row]) -> tuple[list[str], int]:
@@ -95,7 +99,7 @@ def wrong_clips(asked: list[Request], data: Path, rows: list[Row]) -> tuple[list
     expected = _reference([by_id[row.id] for row in done])
     wrong = []
     for row in done:
-        request, path = by_id[row.id], data / "clips" / f"{row.id}.mp4"
+        request, path = by_id[row.id], data / "clips" / row.clip
         if row.metadata["latents_sha256"] != expected[_kind(request)]:
             wrong.append(f"{request.key}: wrong latents")
         if row.metadata["file_sha256"] != file_sha256(path):

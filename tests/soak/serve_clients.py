@@ -100,11 +100,13 @@ class Clients:
         at_once: int,
         seconds: float,
         chance: random.Random,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._client = httpx.Client(
             base_url=url,
             timeout=httpx.Timeout(20.0),
             limits=httpx.Limits(max_connections=2 * at_once),
+            transport=transport,
         )
         self._photos = photos()
         self._chance = chance

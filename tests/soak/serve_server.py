@@ -51,9 +51,17 @@ class Tally:
 class FaultyServer:
     """`svdpp serve`, always at the same port, and what is done to it until `is_over`."""
 
-    def __init__(self, folder: Path, chance: random.Random, is_over: Callable[[], bool]) -> None:
-        self.data, self.temporary = folder / "data", folder / "tmp"
-        self.temporary.mkdir()
+    def __init__(
+        self,
+        folder: Path,
+        chance: random.Random,
+        is_over: Callable[[], bool],
+        *options: str,
+        data: Path | None = None,
+    ) -> None:
+        self.data, self.temporary = data or folder / "data", folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._folder, self._options = folder, options
         self.log = folder / "server.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -62,7 +70,7 @@ class FaultyServer:
         self.tally = Tally()
         self._chance = chance
         self._is_over = is_over
-        self._mark = folder.name
+        self._mark = "-".join(folder.parts[-2:])
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
 
@@ -74,11 +82,33 @@ class FaultyServer:
             log.write(b"--- start\n")
             log.flush()
             return subprocess.Popen(
-                [*command, "--port", str(self.port), *_OPTIONS],
+                [*command, "--port", str(self.port), *_OPTIONS, *self._options],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=environment,
             )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the server alone."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills the server, and starts it again."""
+        self._process.kill()
+        self._end("kill the server")
+        self._process = self._start()
+
+    def replace(self) -> None:
+        """Has the server finish or hand back what it has; another one takes its port."""
+        if code := self._drained():
+            self.tally.unasked.append(f"exit code {code} after SIGTERM")
+        self._end("a drain")
+        self._process = self._start()
 
     @property
     def restarts(self) -> int | None:
@@ -100,19 +130,18 @@ class FaultyServer:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._is_over():
             time.sleep(0.05)
-        if self._is_over() or not self._inflict(what):
+        if self._is_over() or not self.inflict(what):
             return
         self.tally.faults[what] += 1
         begun = time.monotonic()
         if what == FAULTS[0]:
-            self._end(what)
-            self._process = self._start()
+            self.kill()
         elif before is not None:
             self._wait_restarted(what, before)
         print(f"{what}{' at a start' if at_start else ''}: {time.monotonic() - begun:.1f} s")
         sys.stdout.flush()
 
-    def _inflict(self, what: str) -> bool:
+    def inflict(self, what: str) -> bool:
         """Whether there was a process to do it to."""
         pid = self._process.pid
         ranks, fork_server = ranks_of(pid), fork_server_of(pid)
@@ -174,7 +203,7 @@ class FaultyServer:
         """Waits for the end of the server, and then of all that it started."""
         self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
-        while (left := belonging(self._mark, self.data)) and time.monotonic() < end:
+        while (left := belonging(self._mark, self._folder)) and time.monotonic() < end:
             time.sleep(0.05)
         self.tally.orphans += [f"after {what}: {command_line(pid)[:200]}" for pid in left]
         for pid in left:
@@ -182,11 +211,15 @@ class FaultyServer:
 
     def stop(self) -> int:
         """Ends the server as an administrator does; returns its exit code."""
-        self._process.terminate()
-        try:
-            self._process.wait(90)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        code = self._drained()
         self._end("the last end")
         self._client.close()
-        return self._process.returncode
+        return code
+
+    def _drained(self) -> int:
+        self._process.terminate()
+        try:
+            return self._process.wait(90)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

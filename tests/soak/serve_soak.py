@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from svdpp.serve.database import RESERVE
 from tests.soak.serve_checks import (
     rows_of,
     unexplained_failures,
@@ -33,6 +35,7 @@ from tests.soak.serve_checks import (
 from tests.soak.serve_clients import Clients, Request, arguments, requests
 from tests.soak.serve_server import FaultyServer
 
+_OWN = {"queue.sqlite3", "lock", RESERVE}
 _SHOWN = 20
 
 
@@ -89,13 +92,13 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
 def _summary(
     server: FaultyServer, wanted: list[Request], exit_code: int, served: float, begun: float
 ) -> dict[str, Any]:
-    rows, tally = rows_of(server.data), server.tally
+    rows, tally = rows_of(sqlite3.connect(server.data / "queue.sqlite3")), server.tally
     clips, num_compared = wrong_clips(wanted, server.data, rows)
     wrong = {
         "jobs": wrong_rows(wanted, rows),
         "failures": unexplained_failures(rows),
         "clips": clips,
-        "files": wrong_files(server.data, server.temporary, rows),
+        "files": wrong_files(server.data, rows, _OWN, server.temporary),
         "orphans": tally.orphans,
         "not_ready": tally.unready,
         "ends": [*tally.unasked, *([f"exit code {exit_code}"] if exit_code else [])],

@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 from svdpp.config import ClipRequest, LatentSpec
-from svdpp.models import determinism
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
+from svdpp.worker import determinism
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK, marked
 from tests.soak.worker import CONFIG, missing

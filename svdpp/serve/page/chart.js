@@ -40,7 +40,7 @@ function updateRank(node, rank) {
   const worked = Math.min(WINDOW_SECONDS, seconds.encode + seconds.denoise + seconds.decode);
   setText(device, rank.device);
   setText(doing, rankNow(rank));
-  setText(busy, `${Math.round(percent(worked))}%`);
+  setText(busy, `${Math.round(percent(worked))}% busy`);
   setAttribute(strip, "aria-label", `Last minute of rank ${rank.rank}: ${said(seconds)}`);
   const works = (time) => spans.some((span) => span.start < time && time < span.end);
   const waits = (state.waits.get(rank.rank) ?? []).filter((time) => !works(time));
