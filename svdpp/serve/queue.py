@@ -29,7 +29,7 @@ from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
 from svdpp.serve.database import Database, Statements
 from svdpp.serve.job import Job, JobState, Proof
-from svdpp.serve.queue_file import QueueFile
+from svdpp.serve.queue_sqlite import QueueFile
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -172,7 +172,7 @@ class JobQueue:
         if url is None:
             self._database: Database = QueueFile(folder, adopts=adopts)
         else:
-            from svdpp.serve.queue_server import QueueServer  # needs the extra
+            from svdpp.serve.queue_postgres import QueueServer  # needs the extra
 
             self._database = QueueServer(url, folder, adopts=adopts)
         self.is_shared = self._database.is_shared

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
-from svdpp.serve import queue_file
+from svdpp.serve import queue_sqlite
 from svdpp.serve.database import _SCHEMA
 from svdpp.serve.queue import JobQueue
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -233,7 +233,7 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
 def test_a_queue_that_another_program_locks_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_file, "_BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(queue_sqlite, "_BUSY_SECONDS", 0.1)
     store = JobQueue(tmp_path)
     other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
