@@ -184,6 +184,11 @@ class Checkpoint:
         for name in own_params(kind).keys() & {*self.unused_parameters}:
             is_default = getattr(sampling, name) == getattr(kind, name)
             require(is_default, f"--param {name} has no effect on {self.label}")
+        fewest, most, why = self.row.frames
+        require(
+            fewest <= sampling.frames <= most,
+            f"--frames must be {fewest} to {most}, {why}, got {sampling.frames}",
+        )
         self.row.check(self, sampling)
         return sampling
 
@@ -282,17 +287,14 @@ def _local_folder(name: str) -> Path | None:
     """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
-    path, shown, hint = os.path.expanduser(name), hub.show_name(name), hub.MODEL_HINT
-    if name.lower() in (DEMO_MODEL, DUMMY_MODEL) and not os.path.exists(path):
-        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
+    path, shown = os.path.expanduser(name), hub.show_name(name)
     if os.path.isdir(path):
         return Path(path).resolve()
-    if os.path.isfile(path):
-        raise ModelError(f"{shown} is a file, not a diffusers folder", hint)
-    if "://" in name:
-        raise ModelError(f"{shown} is a URL, not a hub id", hint)
-    if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
-        raise ModelError(f"there is no folder {shown}", hint)
+    if name.lower() in (DEMO_MODEL, DUMMY_MODEL):
+        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
+    is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
+    if is_path or name.count("/") > 1:
+        raise ModelError(f"there is no folder {shown}", hub.MODEL_HINT)
     return None
 
 

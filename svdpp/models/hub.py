@@ -7,13 +7,13 @@ adds the model's name to the errors.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import tqdm
@@ -55,35 +55,26 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
         # Shown by the command line too, which otherwise shows only the log that a user asks for.
         logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
-        # The library reads the variable only when it is imported.
-        is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
         with typed_errors(model, absent):
             revision = commit_of(folder) or model.revision
-            _fetch(model.name, revision, model.local_files_only, patterns, is_quiet=is_quiet)
+            _fetch(model.name, revision, model.local_files_only, patterns)
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
     """A process keeps to the commit that it finds first, and asks the hub for it only once."""
-    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, is_quiet=True)
+    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, tqdm_class=_Silent)
 
 
 def _fetch(
-    name: str, revision: str | None, local_files_only: bool, patterns: list[str], *, is_quiet: bool
+    name: str, revision: str | None, local_files_only: bool, patterns: list[str], **more: Any
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            name,
-            revision=revision,
-            local_files_only=local_files_only,
-            allow_patterns=patterns,
-            tqdm_class=_Silent if is_quiet else None,
-        )
-    )
+    options = {"revision": revision, "local_files_only": local_files_only, **more}
+    return Path(snapshot_download(name, allow_patterns=patterns, **options))
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]

@@ -25,18 +25,8 @@ from svdpp.errors import RequestError
 from svdpp.models.base import DTYPES, Prepared, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.dummy import DummyUNet
+from svdpp.models.engine import load
 from svdpp.models.engine.configs import first_line
-from svdpp.models.engine.load import (
-    apply_memory_options,
-    component_class,
-    dtype_of,
-    fp32_parameters,
-    load_processor,
-    new_module,
-    new_pipeline,
-    silence_libraries,
-    unused_parts,
-)
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.patches import component_methods, replaced
 from svdpp.models.engine.values import tensors_in
@@ -107,7 +97,7 @@ class _HollowModel:
     def __init__(
         self, checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, on_cpu: bool
     ) -> None:
-        silence_libraries()
+        load.silence_libraries()
         self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = LiveBytes((), count_workspace=on_cpu)
@@ -116,14 +106,14 @@ class _HollowModel:
         self._known: dict[Any, tuple[int, Any]] = {}
         parts = {}
         for part, name in checkpoint.classes:
-            cls = component_class(part, name)
+            cls = load.component_class(part, name)
             if has_weights(part):
-                parts[part] = self._module(cls, part, dtype_of(checkpoint, part, model.dtype))
-                apply_memory_options(checkpoint, part, parts[part], model)
+                parts[part] = self._module(cls, part, load.dtype_of(checkpoint, part, model.dtype))
+                load.apply_memory_options(checkpoint, part, parts[part], model)
             else:
-                parts[part] = load_processor(checkpoint, part, cls)
+                parts[part] = load.load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
-        self._pipe = new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
+        self._pipe = load.new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
         self._model = EngineModel(self._pipe, checkpoint, sampling)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
@@ -150,8 +140,8 @@ class _HollowModel:
         torch.set_default_dtype(dtype)
         try:
             with self._fake:
-                module = new_module(cls, self._checkpoint.folder / part)
-                kept = set(fp32_parameters(module))
+                module = load.new_module(cls, self._checkpoint.folder / part)
+                kept = set(load.fp32_parameters(module))
                 for name, parameter in module.named_parameters():  # some are made in float32
                     parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         finally:
@@ -163,7 +153,7 @@ class _HollowModel:
     ) -> tuple[Any, PartMemory]:
         """The result and the memory of `work` on what a rank with these roles has received."""
         held = {
-            part: _weights(module, unused_parts(self._checkpoint, part, roles, self._sampling))
+            part: _weights(module, load.unused_parts(self._checkpoint, part, roles, self._sampling))
             for part, module in self._modules.items()
         }
         loaded = self._checkpoint.components_of(roles, self._sampling)

@@ -15,13 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError
-from svdpp.models.engine.configs import (
-    CHECKED_BYTES,
-    JsonFile,
-    check_start,
-    read_json,
-    short_repr,
-)
+from svdpp.models.engine.configs import JsonFile, check_not_pointer, read_json, short_repr
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
@@ -109,7 +103,7 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             start = file.read(8)
-            check_start(start + file.read(CHECKED_BYTES), label)
+            check_not_pointer(start + file.read(64), label)
             # The library checks that the tensors fill the file without gaps.
             with safe_open(path, framework="np"):
                 file.seek(8)

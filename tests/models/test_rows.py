@@ -283,7 +283,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("framepack", {"num_frames": 1}, "--frames must be 37 or more"),
     ("framepack", {"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
     ("kandinsky5-image", {"num_frames": 13}, "--frames must be at least 17"),
-    ("skyreels-v2-df", {"num_frames": 101}, "--frames must be at most 97"),
+    ("skyreels-v2-df", {"num_frames": 101}, "--frames must be 1 to 97"),
     ("wan", {"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80"),
     ("wan", {"num_frames": 80}, "--frames 77"),
     ("wan", {"num_frames": 0}, "--frames must be 1 to 1024, got 0"),

@@ -17,7 +17,7 @@ from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.engine import load
-from svdpp.models.engine.others import ltx_generator_device
+from svdpp.models.engine.families import ltx_generator_device
 from tests.models.builders import edit_json
 from tests.models.conftest import Save
 from tests.models.range_checks import loaded, nothing, ranks, read_folder, request_of

@@ -21,30 +21,11 @@ from diffusers.image_processor import VaeImageProcessor
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE, AfterStep, Tensors
+from svdpp.models.engine import patches, values
 from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.patches import (
-    component_methods,
-    own_methods,
-    range_class,
-    refuse_caches,
-    replaced,
-    step_callback,
-)
 from svdpp.models.engine.records import Records
 from svdpp.models.engine.rows import Row
-from svdpp.models.engine.values import (
-    Node,
-    NotPackableError,
-    Packer,
-    changed_state,
-    copied,
-    describe,
-    differ,
-    snapshot,
-    tensors_in,
-    unpack,
-    zeros,
-)
+from svdpp.models.engine.values import Node
 
 
 class _Stop(Exception):
@@ -76,7 +57,9 @@ class RangeCall:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
         # No method of this object, which would keep the packet after the call.
-        self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
+        self._unpacked = functools.partial(
+            values.unpack, tensors=self.received, device=self._device
+        )
         given = self.given["records"] if self.given else None
         self._records = Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
@@ -90,7 +73,7 @@ class RangeCall:
         self._zeros: dict[int, Any] = {}
         # For each chunk that is finished: of each scheduler, what `step` returned last.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
-        self._packer = Packer()
+        self._packer = values.Packer()
 
     def packet(self, inputs: Node | None = None) -> Tensors:
         """After the last step of the range, or before the first one; `inputs` are the clip's."""
@@ -103,12 +86,12 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        refuse_caches(self.pipe)
-        callback = step_callback(self.pipe, self._on_step_end)
+        patches.refuse_caches(self.pipe)
+        callback = patches.step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if differ(before, _global_states(self._device)):
+        if values.differ(before, _global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
@@ -166,7 +149,7 @@ class RangeCall:
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
-            self._zeros[place] = zeros(known[place], self._device)
+            self._zeros[place] = values.zeros(known[place], self._device)
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -174,7 +157,7 @@ class RangeCall:
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
-            self._schedulers.append((scheduler, snapshot(scheduler)))
+            self._schedulers.append((scheduler, values.snapshot(scheduler)))
         self._stepped = True
         if self._index < self.start:
             result = self._phantom_step(scheduler, place)
@@ -184,7 +167,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.row.results_in_latents
-        self._results.append((place, result, copied(result) if travels else None))
+        self._results.append((place, result, values.copied(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -211,11 +194,11 @@ class RangeCall:
     def _reached(self) -> torch.Tensor:
         """The latent after the step that ran: of the callback, if the pipeline has one."""
         latents = self._latents
-        return tensors_in(self._results[0][1])[0] if latents is None else latents
+        return values.tensors_in(self._results[0][1])[0] if latents is None else latents
 
-    def _on_step_end(self, _: Any, __: int, ___: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
-        self._latents = values[LATENTS]
+        self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
         return {LATENTS: self._unpacked(self._step["latents"])}
@@ -249,7 +232,7 @@ class RangeCall:
                 latents = self._packer.pack(self._reached(), LATENTS)
                 step = {"latents": latents, **self._packed_step()}
                 records = self._records.passed_on(self.received, self._packer.tensors)
-        except NotPackableError as error:
+        except values.NotPackableError as error:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} has state that no packet carries: {error}") from error
         self._structure = {"records": records, "step": step}
@@ -259,9 +242,9 @@ class RangeCall:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
-                results[place].append(describe(result))
+                results[place].append(values.describe(result))
                 continue
-            is_changed = differ(tensors_in(before), tensors_in(result))
+            is_changed = values.differ(values.tensors_in(before), values.tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -271,11 +254,11 @@ class RangeCall:
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             name = f"{STATE}.{place}" if place else STATE
-            states.append(self._packer.pack(changed_state(before, scheduler), name))
+            states.append(self._packer.pack(values.changed_state(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
-            "outputs": [describe(each) for each in self._outputs],
+            "outputs": [values.describe(each) for each in self._outputs],
             "generators": self._records.packed_state(self._packer, GENERATOR),
         }
 
@@ -284,35 +267,36 @@ class RangeCall:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         pipe = self.pipe
-        with ExitStack() as patches:
-            patches.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in own_methods(pipe.__class__):
+        with ExitStack() as stack:
+            stack.enter_context(patches.replaced(pipe, progress_bar=self.progress_bar))
+            for name in patches.own_methods(pipe.__class__):
                 method = self._records.wrapped(name, getattr(pipe, name))
-                patches.enter_context(replaced(pipe, **{name: method}))
+                stack.enter_context(patches.replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
                 if part in self.row.denoisers and component is not None:
                     forward = self._denoiser(part, component)
-                    patches.enter_context(replaced(component, forward=forward))
+                    stack.enter_context(patches.replaced(component, forward=forward))
                 elif isinstance(component, torch.nn.Module):
-                    patches.enter_context(self._recording(part, component))
+                    stack.enter_context(self._recording(part, component))
             for part, value in list(vars(pipe).items()):
                 if isinstance(value, VaeImageProcessor):
-                    patches.enter_context(self._recording(part, value))
+                    stack.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__, scheduler._range_call = range_class(scheduler.__class__), self
+            scheduler.__class__ = patches.range_class(scheduler.__class__)
+            scheduler._range_call = self
             try:
                 yield
             finally:
                 del scheduler._range_call  # and with it the packet
 
     def _recording(self, part: str, component: Any) -> Any:
-        methods = component_methods(component).items()
+        methods = patches.component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
         if self.given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
-        return replaced(component, **recorded)
+        return patches.replaced(component, **recorded)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:

@@ -43,11 +43,11 @@ class JsonFile:
         if (value := self.values.get(key)) != expected:
             raise self.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
 
-    def refuse(self, options: Mapping[str, str]) -> None:
-        """ModelError if one of `options` is set; their values are the reasons."""
-        for key, reason in options.items():
-            if self.values.get(key):
-                raise self.error(f"{key} is not supported: it {reason}")
+    def refuse(self, key: str, reason: str) -> None:
+        """ModelError if `key` is set, or one of a list."""
+        value = self.values.get(key)
+        if any(value) if isinstance(value, list) else value:
+            raise self.error(f"{key} is not supported: it {reason}")
 
 
 def read_json(folder: Path, name: str) -> JsonFile:
@@ -61,7 +61,7 @@ def read_json(folder: Path, name: str) -> JsonFile:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
     if len(text) > _MAX_CONFIG_BYTES:
         raise ModelError(f"{name} is too long for a config file")
-    check_start(text, name)
+    check_not_pointer(text, name)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -71,15 +71,10 @@ def read_json(folder: Path, name: str) -> JsonFile:
     return JsonFile(name, values)
 
 
-def check_start(data: bytes, label: str) -> None:
-    """Detects what a failed download or clone leaves in place of a file."""
-    start = data[:CHECKED_BYTES].lstrip().lower()
-    if not data:
-        raise ModelError(f"{label} is empty (0 bytes)")
-    if start.startswith(b"version https://git-lfs"):
+def check_not_pointer(data: bytes, label: str) -> None:
+    """Detects what a clone without git-lfs has in place of a file."""
+    if data.startswith(b"version https://git-lfs"):
         raise ModelError(f"{label} is a git-lfs pointer, not the file itself", "git lfs pull")
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise ModelError(f"{label} is a web page, not the file itself")
 
 
 def short_repr(value: object) -> str:
@@ -103,11 +98,10 @@ class Configs:
         self.index = index
         name, values = _entry(index, "scheduler")[1], read_json(folder, _SCHEDULER)
         if name not in schedulers:
-            raise index.error(
-                f"the scheduler {short_repr(name)} is not supported: this family's steps are "
-                f"proven with {' and '.join(schedulers)}"
-            )
-        values.refuse(_REFUSED_OF_SCHEDULERS)
+            proven = f"this family's steps are proven with {' and '.join(schedulers)}"
+            raise index.error(f"the scheduler {short_repr(name)} is not supported: {proven}")
+        for key, reason in _REFUSED_OF_SCHEDULERS.items():
+            values.refuse(key, reason)
         if "num_train_timesteps" in values.values:
             values.count("num_train_timesteps", _MAX_TRAIN_TIMESTEPS)
         self.scheduler = SchedulerConfig(name=name, values=values.values)
@@ -154,13 +148,10 @@ def _check_value(config: JsonFile, key: str, value: object) -> None:
     """Refuses a key that loads code, and sizes that no memory holds."""
     if _CODE_KEYS.search(key):
         raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
-    limits = (limit for names, limit in _LIMITS if names.fullmatch(key))
-    if (limit := next(limits, None)) is None:
-        return
-    if type(value) is int:
-        config.count(key, limit)
-    elif isinstance(value, list) and any(type(each) is int and each > limit for each in value):
-        raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+    sizes = value if isinstance(value, list) else [value]
+    for names, limit in _LIMITS:
+        if names.fullmatch(key) and any(type(size) is int and size > limit for size in sizes):
+            raise config.error(f"{key} is {short_repr(value)}: above {limit}")
 
 
 def check_no_code(folder: Path) -> None:
@@ -197,7 +188,6 @@ def first_line(error: BaseException) -> str:
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
-CHECKED_BYTES = 512
 _MAX_CONFIG_BYTES = 16 * 2**20
 _SCHEDULER = "scheduler/scheduler_config.json"
 _REFUSED_OF_SCHEDULERS = {
@@ -233,8 +223,5 @@ _CODE_KEYS = re.compile(
 # 3840.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks"), 1024),
-    (
-        re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"),
-        2**18,
-    ),
+    (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"), 2**18),
 )

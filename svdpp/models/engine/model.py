@@ -21,6 +21,7 @@ from svdpp.models.engine.branches import Branches
 from svdpp.models.engine.call import RangeCall
 from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
 from svdpp.models.engine.patches import own_methods, replaced
+from svdpp.models.engine.resize import resized, resized_before
 from svdpp.models.engine.values import Node, structure_of
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
@@ -58,8 +59,10 @@ class EngineModel:
 
     def prepare(self, source: Source) -> Prepared:
         """Does what an encode needs no device for; it may run in a thread beside the steps."""
-        row = self._row
-        return source if row.prepare is None else row.prepare(self._pipe, source, self._sampling)
+        if not self._row.resizes_early:
+            return source
+        assert isinstance(source, Image.Image)
+        return resized(self._pipe, source, self._sampling)
 
     def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:
         """The packet before the first step: what later steps and the decode need.
@@ -69,8 +72,8 @@ class EngineModel:
         assert bool(prepared) == self._sampling.from_image
         source: Any = prepared or None
         with ExitStack() as patches:
-            if self._row.prepared is not None:
-                patches.enter_context(self._row.prepared(self._pipe, prepared))
+            if self._row.resizes_early:
+                patches.enter_context(resized_before(self._pipe, source))
                 source = blank_source(self._sampling)
             for name in own_methods(self._pipe.__class__):
                 if _OF_TEXT.fullmatch(name):

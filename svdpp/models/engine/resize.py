@@ -1,4 +1,4 @@
-"""The resize of an image for CLIP, with the bits of diffusers' `_resize_with_antialiasing`.
+"""An image of SVD, resized before the encode, with the bits of `_resize_with_antialiasing`.
 
 diffusers blurs the whole image, which takes 9 GiB for 50 megapixels, and then interpolates it. The
 interpolation reads four rows and columns for each of the 224 of its result. This module blurs only
@@ -7,6 +7,10 @@ whichever others they compute.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
@@ -17,6 +21,10 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 from PIL import Image
 from torch.nn import functional
 
+from svdpp.models.base import Tensors
+from svdpp.models.engine.patches import replaced
+
+_CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
 _CHANNELS = 3
 _BAND_ROWS = 256
@@ -24,6 +32,33 @@ _HEIGHT, _WIDTH = -2, -1
 # Bicubic interpolation reads from one position before to two after the one below its own. One more
 # on both sides, because torch computes its own in single precision.
 _BEFORE, _AFTER = 2, 3
+
+
+def resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
+    """The pixels of an image of any size for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
+    processor = pipe.video_processor
+    # A call of the pipeline, perhaps in another thread, replaces the processor's own method.
+    preprocess = type(processor).preprocess
+    return {
+        # As in `_encode_image`: from [-1, 1], in which it is resized, to [0, 1].
+        _CLIP_PIXELS: (resize_for_clip(image) + 1.0) / 2.0,
+        _VAE_PIXELS: preprocess(processor, image, height=sampling.height, width=sampling.width),
+    }
+
+
+@contextmanager
+def resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
+    """While it lasts, the pipeline encodes `pixels`, of `resized`, in place of its image."""
+    encode = pipe._encode_image
+
+    def encode_image(_: Image.Image, *args: Any) -> Any:
+        return encode(pixels[_CLIP_PIXELS], *args)
+
+    with (
+        replaced(pipe, _encode_image=encode_image),
+        replaced(pipe.video_processor, preprocess=lambda *_, **__: pixels[_VAE_PIXELS]),
+    ):
+        yield
 
 
 def resize_for_clip(image: Image.Image) -> torch.Tensor:

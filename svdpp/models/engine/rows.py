@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
-from svdpp.models.engine import others, svd, wan
+from svdpp.config.limits import MAX_FRAMES
+from svdpp.models.engine import families
 from svdpp.models.engine.configs import Configs, Facts
 
 #: What an encode of an image uses, as far as a checkpoint has it.
@@ -70,6 +70,8 @@ class Row:
     """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
+    frames: tuple[int, int, str] = (1, MAX_FRAMES, "all that svdpp makes")
+    """The fewest and most of a clip, and why."""
     facts: Callable[[Configs], Facts] = lambda _: {}
     """What the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = lambda *_: None
@@ -78,10 +80,8 @@ class Row:
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
-    prepare: Callable[[Any, Any, Any], Any] | None = None
-    """Does what needs no device of an image's encode: of pipeline, image, sampling parameters."""
-    prepared: Callable[[Any, Any], AbstractContextManager[None]] | None = None
-    """While it lasts, the pipeline uses what `prepare` has made."""
+    resizes_early: bool = False
+    """Whether an image is resized before the encode: see `resize`."""
 
     @property
     def parts(self) -> frozenset[str]:
@@ -106,9 +106,9 @@ _LTX = Row(
     both=True,
     noise="latents",
     results_in_latents=1,
-    facts=others.ltx,
-    check=others.check_ltx,
-    generator_device=others.ltx_generator_device,
+    facts=families.ltx,
+    check=families.check_ltx,
+    generator_device=families.ltx_generator_device,
 )
 
 _WAN = Row(
@@ -117,8 +117,8 @@ _WAN = Row(
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     fp32=frozenset({"vae", "image_encoder"}),
-    facts=wan.facts,
-    check=wan.check,
+    facts=families.wan,
+    check=families.check_wan,
 )
 
 _VACE = replace(
@@ -155,7 +155,7 @@ _ANIMATE = replace(
     denoiser="WanAnimateTransformer3DModel",
     unsent=("video_processor_for_mask.preprocess_video", "vae_image_processor.preprocess"),
     sent_calls={"video_processor.preprocess_video": 1},  # of the face, which steps encode
-    check=wan.check_animate,
+    frames=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
 )
 
 ROWS: Mapping[str, Row] = {
@@ -170,9 +170,8 @@ ROWS: Mapping[str, Row] = {
         results_in_latents=1,
         decodes_in_chunks=True,
         memory_options=True,
-        facts=svd.facts,
-        prepare=svd.prepare,
-        prepared=svd.prepared,
+        facts=families.svd,
+        resizes_early=True,
         loras=False,
     ),
     "wan": _WAN,
@@ -192,9 +191,9 @@ ROWS: Mapping[str, Row] = {
         image="WanVideoToVideoPipeline",
         image_argument="video",
         also=("WanPipeline",),
-        facts=wan.video_facts,
-        check=wan.check_video,
-        arguments=others.all_steps,
+        facts=families.wan_from_video,
+        check=families.check_wan_video,
+        arguments=families.all_steps,
     ),
     "wan_animate": _ANIMATE,
     "wan_replace": replace(
@@ -222,22 +221,22 @@ ROWS: Mapping[str, Row] = {
         only_first_step=("prepare_audio_latents",),
         noise="latents",
         results_in_latents=1,
-        arguments=others.ltx2_arguments,
-        facts=others.ltx2,
+        arguments=families.ltx2_arguments,
+        facts=families.ltx2,
     ),
     "hunyuan_video": Row(
         *("HunyuanVideo", "HunyuanVideoTransformer3DModel"),
         *("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
         encode=_TWO_ENCODERS,
         results_in_latents=1,
-        facts=others.hunyuan_video,
+        facts=families.hunyuan_video,
     ),
     "framepack": Row(
         *("FramePack", "HunyuanVideoFramepackTransformer3DModel"),
         *(None, "HunyuanVideoFramepackPipeline"),
         encode=_TWO_ENCODERS,
-        check=others.check_framepack,
-        arguments=others.framepack_arguments,
+        check=families.check_framepack,
+        arguments=families.framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         *("HunyuanVideo-1.5", "HunyuanVideo15Transformer3DModel"),
@@ -247,8 +246,8 @@ ROWS: Mapping[str, Row] = {
         everywhere=("guider",),
         loras=False,
         size_from_image=True,
-        facts=others.hunyuan_video_15,
-        check=others.check_hunyuan_video_15,
+        facts=families.hunyuan_video_15,
+        check=families.check_hunyuan_video_15,
     ),
     "cogvideox": _COGVIDEOX,
     "cogvideox_v2v": replace(
@@ -258,8 +257,8 @@ ROWS: Mapping[str, Row] = {
         image="CogVideoXVideoToVideoPipeline",
         image_argument="video",
         also=("CogVideoXPipeline",),
-        check=others.check_strength,
-        arguments=others.all_steps,
+        check=families.check_strength,
+        arguments=families.all_steps,
     ),
     "skyreels_v2": _SKYREELS,
     "skyreels_v2_df": replace(
@@ -269,7 +268,7 @@ ROWS: Mapping[str, Row] = {
         image=None,
         noise="latents",
         results_in_latents=1_000,  # all
-        check=others.one_window,
+        frames=(1, 97, "the model makes more in several loops"),
     ),
     "kandinsky5": Row(
         *("Kandinsky 5", "Kandinsky5Transformer3DModel"),
@@ -279,8 +278,8 @@ ROWS: Mapping[str, Row] = {
         encode=_TWO_ENCODERS,
         noise="latents",
         results_in_latents=1,
-        facts=others.kandinsky5,
-        check=others.kandinsky5_frames,
+        facts=families.kandinsky5,
+        check=families.kandinsky5_frames,
     ),
     "mochi": Row("Mochi 1", "MochiTransformer3DModel", "MochiPipeline", branches="batch"),
     "latte": Row(
@@ -289,7 +288,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         loras=False,
         results_in_latents=1,
-        facts=others.latte,
+        facts=families.latte,
     ),
 }
 

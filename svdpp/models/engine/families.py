@@ -1,4 +1,4 @@
-"""What is special about families that have no file of their own, and about those from a video."""
+"""What is special about each family beyond the fields of its row; knows no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,75 @@ import itertools
 from contextlib import suppress
 from typing import Any
 
-from svdpp.config import LtxSampling
+from svdpp.config import LtxSampling, WanSampling
 from svdpp.config.limits import MAX_STEPS, require
-from svdpp.models.engine.configs import Configs, Facts
+from svdpp.models.engine.configs import Configs, Facts, short_repr
+
+
+def svd(configs: Configs) -> Facts:
+    """What the configs of a checkpoint say of its frames; refuses other sizes of its inputs."""
+    unet, channels = configs.of("unet"), configs.of("vae").count("latent_channels", 64)
+    unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
+    reason = "the size of diffusers' CLIP input"
+    configs.of("image_encoder").require("image_size", 224, reason)
+    return {"model_frames": unet.count("num_frames", 1024)}
+
+
+def wan(configs: Configs) -> Facts:
+    """What the configs of a checkpoint say of its inputs, sizes and experts."""
+    configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
+    unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
+    index, has_second = configs.index, configs.has("transformer_2")
+    ratio = index.values.get("boundary_ratio")
+    is_ratio = isinstance(ratio, float) and 0 < ratio < 1
+    if not (is_ratio if has_second else ratio is None):
+        state = "there" if has_second else "missing"
+        message = f"boundary_ratio is {short_repr(ratio)}, and the expert transformer_2 is {state}"
+        raise index.error(message)
+    return {
+        "boundary_ratio": ratio,
+        "size_multiple": (unit, unit),
+        "unused_parameters": () if has_second else ("guidance_scale_2",),
+        **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
+    }
+
+
+def wan_from_video(configs: Configs) -> Facts:
+    """As `wan`, of a model that the pipeline for videos can run."""
+    found = wan(configs)
+    if "image_use" in found or found["boundary_ratio"] is not None:
+        raise configs.index.error("only Wan 2.1 for text makes clips from a video")
+    return found
+
+
+def check_wan_video(checkpoint: Any, sampling: Any) -> None:
+    """As `check_wan`, of the steps that run."""
+    check_strength(checkpoint, sampling)
+    check_wan(checkpoint, sampling)
+
+
+def check_wan(checkpoint: Any, sampling: WanSampling) -> None:
+    """Refuses a scale without effect, and timesteps that diffusers cannot run."""
+    require(
+        sampling.guidance_scale_2 is None or sampling.guided,
+        "--param guidance_scale_2 has no effect: --guidance-scale of 1 or less turns it off",
+    )
+    if not sampling.from_image:
+        return
+    # Some are whole numbers: of two equal ones, the pipeline takes the second for the first.
+    timesteps = checkpoint.timesteps(sampling).tolist()
+    require(
+        len(timesteps) == 1 or timesteps[0] != timesteps[1],
+        f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
+        "diffusers cannot run that",
+        "use fewer --steps or a lower --param flow_shift",
+    )
 
 
 def ltx(configs: Configs) -> Facts:
     """Whether the VAE takes a timestep; refuses one whose decoder draws noise by itself."""
     vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
-    layers = vae.values["decoder_inject_noise"]
-    if isinstance(layers, list) and any(layers):
-        raise vae.error(
-            "decoder_inject_noise is not supported: the decoder would draw noise from torch's "
-            "global generator, so that no two runs are equal"
-        )
+    vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
     has_timestep = bool(vae.values["timestep_conditioning"])
     return {
         "decode_draws": has_timestep,
@@ -100,9 +155,8 @@ def check_hunyuan_video_15(checkpoint: Any, sampling: Any) -> None:
             return bool(processor.calculate_default_height_width(*size, target) == size)
         return False
 
-    sizes = image_processor.generate_crop_size_list(target, unit)  # each ratio once
-    sizes.sort(key=lambda size: abs(size[0] / size[1] - height / width))
-    nearest = next(filter(is_kept, sizes))
+    sizes = filter(is_kept, image_processor.generate_crop_size_list(target, unit))
+    nearest = min(sizes, key=lambda size: abs(size[0] / size[1] - height / width))
     require(
         nearest == (height, width),
         f"from an image the model makes no clips of --height {height} --width {width}",
@@ -149,12 +203,6 @@ def kandinsky5_frames(_: Any, sampling: Any) -> None:
     """Refuses few frames: the pipeline adapts the first four latent frames to those that follow."""
     enough = not sampling.from_image or sampling.num_frames >= 17
     require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
-
-
-def one_window(_: Any, sampling: Any) -> None:
-    """Refuses more frames, which are made in several loops."""
-    frames = sampling.num_frames
-    require(frames <= 97, f"--frames must be at most 97 for diffusion forcing, got {frames}")
 
 
 def all_steps(sampling: Any) -> dict[str, int]:
