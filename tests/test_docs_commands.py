@@ -16,7 +16,7 @@ import click
 import pytest
 
 from svdpp.cli.app import COMMANDS, App
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
 #: docs/cli.md is generated from the commands.

@@ -152,8 +152,7 @@ def _requests(
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
-    from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
-    from svdpp.media.inputs import ClipInput, check_inputs, in_turn
+    from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
     model, seed = options.model, parse_seeds(options.sampling.seed)[0]
     if model.is_dummy and inputs:

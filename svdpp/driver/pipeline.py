@@ -12,10 +12,9 @@ from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
 from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import PipelineRanks
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import ClipWork, check_metadata, resolve
 from svdpp.driver.supervisor import RankSession, Supervisor
 from svdpp.driver.trace import Trace
-from svdpp.driver.work import ClipWork, check_metadata
 from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world

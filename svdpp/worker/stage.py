@@ -18,7 +18,7 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Prepared, Source, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import out_of_memory_named
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, upgraded
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
@@ -28,11 +28,14 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
-from svdpp.worker.old_checkpoints import upgraded
-from svdpp.worker.prefetch import PhotoReader
-from svdpp.worker.profiler import ClipProfiler
+from svdpp.worker.reporter import ClipProfiler
+from svdpp.worker.side_threads import (
+    ClipWriter,
+    FinishedClip,
+    LatentCheckpointWriter,
+    PhotoReader,
+)
 from svdpp.worker.steps import Denoising, NotWantedError, RankTools
-from svdpp.worker.writer_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.

@@ -15,7 +15,7 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, svdpp_here

@@ -20,7 +20,7 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
 from svdpp.worker.fault_injection import InjectedFault
 from tests.driver.dummies import clips
