@@ -28,7 +28,6 @@ from svdpp.worker.device import (
     peak_bytes,
     take_device,
 )
-from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     Cancel,
@@ -56,12 +55,14 @@ class RankSetup:
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
-    fault: InjectedFault = NO_FAULT
+    fault: Callable[[int], object] | None = None
+    """What a test does first in each rank, to damage it."""
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
     """Runs a rank to its end. Reports every error to the parent before it raises it."""
-    setup.fault.reach(context.world.rank, -1, "start")
+    if setup.fault is not None:
+        setup.fault(context.world.rank)
     reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
     reporter.start()
     sampler = None
@@ -105,11 +106,9 @@ class _Preparation:
         reporter.measure_memory(name)
         reporter.phase("loading the model")
         begun = time.monotonic()
-        setup.fault.reach(rank, -1, "load")
         with out_of_memory_named(None):
             model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
             load_seconds = time.monotonic() - begun
-            setup.fault.reach(rank, -1, "join")
             reporter.phase("joining the other ranks")
             self.context.join()
             transport = self._connected()
@@ -123,7 +122,6 @@ class _Preparation:
             reporter=reporter,
             is_cancelled=inbox.is_cancelled,
             tensor_store=self._tensor_store(),
-            fault=setup.fault,
         )
         writer = ClipWriter(
             *(reporter, conditions, self.device, tools.tensor_store),
@@ -148,7 +146,6 @@ class _Preparation:
             self.context.backend,
             self.reporter.transfer,
             checksum=config.checksum,
-            tamper=self.setup.fault.tamper(rank),
             wall_ahead=self.context.clock.wall_ahead,
         )
         layout = config.layout

@@ -117,7 +117,6 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        self._tools.fault.reach(self._tools.rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:

@@ -105,7 +105,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Path) -> None:
     config = replace(DUMMY, world_size=3)
     requests = [ClipRequest(seed=seed) for seed in range(3)]
-    fault = Damage(kind, 1, 1)  # type: ignore[arg-type]
+    fault = Damage(kind, 1, 1)
     run_pipelined(config, requests, tmp_path, fault=fault)
     run_sequential(config, requests, tmp_path)
     verdict = compare(config, 3, tmp_path)
