@@ -16,7 +16,7 @@ import click
 import pytest
 
 from svdpp.cli.app import COMMANDS, App
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
 #: docs/cli.md is generated from the commands.
@@ -41,8 +41,6 @@ NOT_RUN = {
     "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",
     "svdpp plan --world 4096": "takes seconds; tests/cli/test_cli_plan.py",
 }
-#: The exit codes of commands that do not end with 0.
-CODES = {"svdpp verify --model dummy --inject-fault ulp@rank1.clip0": 3}
 #: What a command gets by variables, so that it needs no GPU, no download and little time.
 _SIZE = {"SVDPP_FRAMES": "2", "SVDPP_HEIGHT": "32", "SVDPP_WIDTH": "32", "SVDPP_THREADS": "1"}
 _DEMO = {"SVDPP_MODEL": "demo", "SVDPP_DEVICE": "cpu", "SVDPP_OVERWRITE": "1"}
@@ -126,4 +124,4 @@ def test_commands_run(
             name, *arguments = shlex.split(command)[1:]
             answer = svdpp_here(name, *arguments, env=SETTINGS.get(name))
             print(command, answer.out, answer.err, sep="\n")
-            assert answer.code == CODES.get(command, 0), command
+            assert answer.code == 0, command

@@ -19,7 +19,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model, to_bytes
 from svdpp.plan.layout import Roles
 from svdpp.verification.whole_call import stack_frames
-from svdpp.worker.old_checkpoints import upgraded
+from svdpp.worker.latent_checkpoints import upgraded
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import check_every_cut, nothing, ranks

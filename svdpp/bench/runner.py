@@ -19,9 +19,15 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.media.examples import EXAMPLE_PROMPT, example_photos, numbered_prompt
 from svdpp.media.image import Photo
-from svdpp.media.inputs import ClipInput, check_inputs, in_turn
+from svdpp.media.inputs import (
+    EXAMPLE_PROMPT,
+    ClipInput,
+    check_inputs,
+    example_photos,
+    in_turn,
+    numbered_prompt,
+)
 from svdpp.verification.reference import run_reference
 
 

@@ -91,7 +91,7 @@ def simulate(
     """
     from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.examples import example_requests
+    from svdpp.media.inputs import example_requests
 
     traces.check()
     model, sampling = options.model, options.sampling

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from svdpp.plan.layout import Layout
     from svdpp.verification.clip_proof import ClipProof
     from svdpp.verification.result import VerificationResult
-    from svdpp.worker.fault_injection import InjectedFault
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
@@ -56,12 +55,6 @@ class ProofOptions(ClipOptions):
     )
     tolerance: float = DIAGNOSTICS.setting(
         "ATOL", "Largest difference that counts as equal; 0 requires equal bits.", default=0.0
-    )
-    inject_fault: str | None = DIAGNOSTICS.setting(
-        "FAULT",
-        "Damage the pipelined run on purpose, to see that verify notices: ulp@rank1.clip0 changes "
-        "one number by one ULP (the next float), skip@rank1.clip0 skips a step. The first rank and "
-        "clip are 0.",
     )
     image: Path | None = DIAGNOSTICS.setting(
         "PATH",
@@ -108,7 +101,6 @@ def verify(
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.verification.clip_files import are_clips
-    from svdpp.worker.fault_injection import InjectedFault
 
     log.open(console, launched)
     inputs = proof.inputs or []
@@ -132,16 +124,15 @@ def verify(
         device=options.ranks.device_for(DEMO_MODEL),
         from_image=from_image,
     ).resolve()
-    fault = None if proof.inject_fault is None else InjectedFault.parse(proof.inject_fault)
     if is_member(launched):  # only rank 0 compares
         from svdpp.cli.log import serve_member
 
-        pipeline = Pipeline(config, tensor_folder="sent to rank 0", fault=fault)
+        pipeline = Pipeline(config, tensor_folder="sent to rank 0")
         serve_member(pipeline, launched, console)
         return
     if why:
         console.info(why)
-    _compare(console, fit_chunk(console, options.sampling, config), requests, proof, fault)
+    _compare(console, fit_chunk(console, options.sampling, config), requests, proof)
 
 
 def _requests(
@@ -152,8 +143,7 @@ def _requests(
     *,
     from_image: bool,
 ) -> list[ClipRequest]:
-    from svdpp.media.examples import EXAMPLE_PROMPT, example_photos
-    from svdpp.media.inputs import ClipInput, check_inputs, in_turn
+    from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
     model, seed = options.model, parse_seeds(options.sampling.seed)[0]
     if model.is_dummy and inputs:
@@ -180,20 +170,15 @@ def _compare(
     config: PipelineConfig,
     requests: list[ClipRequest],
     asked: ProofOptions,
-    fault: InjectedFault | None,
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.verification import verify as proof
 
-    if fault is not None:
-        fault.check(world_size=config.world_size, num_clips=len(requests))
     names = labels(requests)
     with temp_folder("svdpp-verify-") as folder:
         with _progress(console, "pipelined", names, config.layout) as progress:
             observers = (progress, EventLog(config.layout))
-            conditions = proof.run_pipelined(
-                config, requests, folder, fault=fault, observers=observers
-            )
+            conditions = proof.run_pipelined(config, requests, folder, observers=observers)
         with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)

@@ -72,7 +72,6 @@ class Transport:
     Args:
         on_transfer: called from the links' threads after each transfer.
         checksum: whether payloads carry a crc32, computed by the sender, compared by the receiver.
-        tamper: changes headers before they are sent, to test that receivers notice.
         wall_ahead: seconds by which this host's clock is ahead of rank 0's; times in headers are
             by rank 0's clock.
     """
@@ -85,7 +84,6 @@ class Transport:
         on_transfer: Callable[[Transfer], None],
         *,
         checksum: bool = False,
-        tamper: Callable[[int, bytes], bytes] | None = None,
         wall_ahead: float = 0.0,
     ) -> None:
         self._rank = rank
@@ -93,7 +91,6 @@ class Transport:
         self._direct = backend == "nccl"
         self._on_transfer = on_transfer
         self._checksum = checksum
-        self._tamper = tamper
         self._wall_ahead = wall_ahead
         self._links: dict[tuple[str, int, Channel], _Link] = {}
         # Of other channels than `clips`, also by whether they go to a higher rank.
@@ -200,7 +197,7 @@ class Transport:
             description = describe(packet, self._device, link.next_sequence(), crc)
             header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
             begun = time.monotonic()
-            for message in (self._tamper(clip, header) if self._tamper else header, description):
+            for message in (header, description):
                 content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
                 dist.send(content, link.peer, group=link.group)
             reached = time.monotonic()

@@ -17,7 +17,7 @@ from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.world import World
-from svdpp.media.examples import example_requests
+from svdpp.media.inputs import example_requests
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 

@@ -28,7 +28,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
 from svdpp.media import disk_space, output_files, video
-from svdpp.media.examples import example_requests
+from svdpp.media.inputs import example_requests
 from svdpp.models.checkpoint import Checkpoint
 
 _GIB = 2**30

@@ -17,7 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import svdpp
 from svdpp.errors import OutputError
 from svdpp.launch import gpus
-from svdpp.launch.host_memory import available_bytes
+from svdpp.launch.gpus import available_bytes
 from svdpp.media.video import find_ffmpeg
 from svdpp.redaction import redact_all
 

@@ -12,8 +12,7 @@ from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.resolve import Weights, resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment, process_group
-from svdpp.launch.gpus import free_bytes
-from svdpp.launch.host_memory import available_bytes, gib_text
+from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.layout import Roles
 from svdpp.plan.memory import MemoryEstimate

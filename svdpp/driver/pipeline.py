@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
@@ -12,10 +12,9 @@ from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
 from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import PipelineRanks
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import ClipWork, check_metadata, resolve
 from svdpp.driver.supervisor import RankSession, Supervisor
 from svdpp.driver.trace import Trace
-from svdpp.driver.work import ClipWork, check_metadata
 from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
@@ -23,7 +22,6 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
-from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.messages import ClipJob, Event, Work
 from svdpp.worker.rank import RankSetup
 
@@ -58,7 +56,7 @@ class Pipeline(PipelineRanks):
         trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
         ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
-        fault: the fault to inject, to test that it is detected.
+        fault: called with its number in each rank before all else, by tests that damage it.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
@@ -84,7 +82,7 @@ class Pipeline(PipelineRanks):
         history_clips: int | None = None,
         trace_clips: int | None = None,
         ranks_ignore_signals: bool = False,
-        fault: InjectedFault | None = None,
+        fault: Callable[[int], object] | None = None,
     ) -> None:
         kind = type(config).__name__
         require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
@@ -101,7 +99,7 @@ class Pipeline(PipelineRanks):
             tensor_folder=tensor_folder,
             latents_folder=latents_folder,
             profile_path=profile_path,
-            fault=fault or NO_FAULT,
+            fault=fault,
         )
         super().__init__(
             *(setup, backend, world),

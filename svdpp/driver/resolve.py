@@ -1,15 +1,22 @@
-"""The resolution of a request against its model: defaults become numbers."""
+"""From requests to work: the model's defaults, each clip's route, each rank's actions and jobs."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
-from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
-from svdpp.plan.layout import Roles, check_chunks
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.layout import Layout, Roles, check_chunks
+from svdpp.plan.schedule import Route, Schedule, build_schedule
+from svdpp.worker.messages import ClipJob, Work
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]
@@ -110,3 +117,185 @@ def _resolved(
             "use more --steps, or another --param flow_shift",
         )
     return sampling, boundary
+
+
+_CONFIGS_KEPT = 64
+_LATENTS_KEY = re.compile("[0-9a-f]{64}")
+
+
+class ClipWork:
+    """Turns requests into the work of the ranks of one pipeline, whose `config` is resolved.
+
+    The ranks hold their parts of the model and their links from the start, so a clip can take only
+    routes that these allow.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, checkpoint: Checkpoint | None, *, keeps_latents: bool = False
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._keeps_latents = keeps_latents
+        self._links = frozenset(config.layout.links)
+        self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
+
+    def resolved(self, request: ClipRequest) -> ClipRequest:
+        """`request` with numbers for its frame count and the pipeline's decode chunk."""
+        own = request.sampling
+        if own is None:
+            return request
+        sampling = self._with(own).sampling
+        chunk = self._config.sampling.decode_chunk_size
+        if chunk is not None and own.decode_chunk_size is None:
+            sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
+        if sampling == self._config.sampling:
+            return replace(request, sampling=None)
+        self._with(sampling)
+        return replace(request, sampling=sampling)
+
+    def config_of(self, request: ClipRequest) -> PipelineConfig:
+        """The configuration of a resolved request's clip."""
+        return self._config if request.sampling is None else self._with(request.sampling)
+
+    def num_steps(self, request: ClipRequest) -> int:
+        """The number of steps of a resolved request's clip."""
+        return self.config_of(request).sampling.num_inference_steps
+
+    def route(self, clip: int, request: ClipRequest) -> Route:
+        """The route of a resolved request's clip; it starts after the steps that are done."""
+        layout = self.config_of(request).layout
+        route = layout.route(clip)
+        if request.sampling is not None and not self._can_take(layout, route):
+            route = layout.route(clip, all_stages=True)
+            if not self._can_take(layout, route):
+                own = self._config.sampling.num_inference_steps
+                if layout.num_steps == own:
+                    raise RequestError(
+                        "with these parameters the model changes its expert at another step, and "
+                        "some ranks have not loaded the expert that they would need",
+                        "use the pipeline's --param flow_shift",
+                    )
+                raise RequestError(
+                    f"the ranks were started for clips of {own} steps, and some have not loaded "
+                    f"what clips of {layout.num_steps} steps need",
+                    f"use {own} steps, or start svdpp for such clips (--steps {layout.num_steps})",
+                )
+        return route.resumed(request.done_steps) if request.done_steps else route
+
+    def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
+        config = resolved_for(sampling, self._config, self._checkpoint)
+        if _starts_from_image(config.sampling) and not _starts_from_image(self._config.sampling):
+            raise RequestError(
+                "the ranks were started for clips from text alone",
+                "set from_image in the pipeline's sampling parameters: such ranks make both",
+            )
+        return config
+
+    def _can_take(self, layout: Layout, route: Route) -> bool:
+        roles = self._config.layout.roles
+        return route.links <= self._links and all(
+            layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
+        )
+
+    def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
+        """`requests` as a list, resolved: the ranks can make every clip."""
+        one = isinstance(requests, ClipRequest)
+        checked = []
+        for index, request in enumerate([requests] if one else _as_list(requests, "requests")):
+            name = "the clip" if one else f"clip {index} of the list"
+            if not isinstance(request, ClipRequest):
+                raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
+            checked.append(self.resolved(request))
+            self._check(name, checked[-1])
+        return checked
+
+    def _check(self, name: str, request: ClipRequest) -> None:
+        sampling = self.config_of(request).sampling
+        if self._checkpoint is not None and not request.done_steps:
+            try:
+                self._checkpoint.check_requests(sampling, [request])
+            except RequestError as error:
+                raise RequestError(
+                    f"{name}: {error.message}",
+                    "give its ClipRequest image=... or prompt=..., as the model needs",
+                ) from error
+        if request.done_steps:
+            self._check_resumed(name, request, sampling.num_inference_steps)
+        if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
+            raise RequestError(
+                f"{name}: latents_key must be 64 hex digits, got {request.latents_key}"
+            )
+
+    def _check_resumed(self, name: str, request: ClipRequest, num_steps: int) -> None:
+        done = request.done_steps
+        if not self._keeps_latents:
+            raise RequestError(
+                f"{name} has done_steps={done}, but there are no latent checkpoints",
+                "give the Pipeline the folder of the earlier run, as latents_folder=...",
+            )
+        if not 0 < done <= num_steps:
+            raise RequestError(f"{name}: done_steps must be 0 to {num_steps}, got {done}")
+
+    def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
+        """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""
+        routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
+        return build_schedule(routes, self._config.world_size)
+
+    def messages(
+        self, requests: Sequence[ClipRequest], metadata: Sequence[dict[str, Any]], first: int
+    ) -> dict[int, bytes]:
+        """The message for each rank that has actions, by rank.
+
+        `requests` are checked, each with its metadata; `first` is the index of the first clip.
+        """
+        jobs = {
+            first + index: ClipJob(clip=first + index, request=request, metadata=metadata[index])
+            for index, request in enumerate(requests)
+        }
+        for clip, job in jobs.items():
+            try:
+                job.to_bytes()
+            except (TypeError, ValueError) as error:
+                name, reason = f"clip {clip - first} of the list", str(error).splitlines()[0]
+                raise RequestError(f"{name} cannot be sent to the ranks: {reason}") from error
+        return {
+            rank: self._work(actions, jobs).to_bytes()
+            for rank, actions in enumerate(self.schedule(requests, first))
+            if actions
+        }
+
+    def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
+        finished = {action.clip for action in actions if action.kind is Kind.FINISH}
+        own = [
+            # The metadata of many clips would slow the start of ranks that do not write them.
+            jobs[clip] if clip in finished else jobs[clip].model_copy(update={"metadata": {}})
+            for clip in sorted({action.clip for action in actions})
+        ]
+        return Work(actions=tuple(actions), jobs=tuple(own))
+
+
+def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones."""
+    dictionaries = _as_list(metadata, "metadata")
+    for index, values in enumerate(dictionaries):
+        if not isinstance(values, Mapping):
+            raise TypeError(f"metadata {index} of the list is {_kind(values)}, not a dictionary")
+    if dictionaries and len(dictionaries) != count:
+        raise RequestError(
+            f"got {len(dictionaries)} metadata for {count} clips: give one for each clip"
+        )
+    return [dict(values) for values in dictionaries] or [{} for _ in range(count)]
+
+
+def _starts_from_image(sampling: SamplingConfig) -> bool:
+    return not isinstance(sampling, PromptedSampling) or sampling.from_image
+
+
+def _as_list(values: object, name: str) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {_kind(values)}")
+    return list(values)
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"

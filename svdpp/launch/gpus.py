@@ -1,4 +1,4 @@
-"""The list of NVIDIA GPUs that this process may use, read through NVML without CUDA.
+"""The GPUs that this process may use, read through NVML without CUDA, and the free host memory.
 
 The parent reads it here because `torch.cuda` would create a context of about 0.5 GB on every GPU,
 and processes that are forked afterwards could not use CUDA.
@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from svdpp.errors import RequestError
 
@@ -141,3 +143,13 @@ def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
         return int(entry) if int(entry) < len(uuids) else None
     matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
+
+
+def available_bytes() -> int:
+    """Host memory in bytes that a new process can use without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
+def gib_text(num_bytes: int) -> str:
+    """An amount of memory for messages, such as `1.5 GiB`."""
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -15,8 +15,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConf
 from svdpp.config.clip_identity import latents_key
 from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.memory import check_memory
-from svdpp.driver.resolve import resolved_for
-from svdpp.driver.work import ClipWork
+from svdpp.driver.resolve import ClipWork, resolved_for
 from svdpp.errors import InputError, OutOfMemoryError, OutputError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.image import Photo

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
-from svdpp.driver.work import ClipWork
+from svdpp.driver.resolve import ClipWork
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from svdpp.verification.result import (
     compare_levels,
 )
 from svdpp.worker.device import reset_peak
-from svdpp.worker.fault_injection import InjectedFault
 from svdpp.worker.tensor_store import TensorStore
 
 _PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
@@ -59,7 +58,7 @@ def run_pipelined(
     requests: Sequence[ClipRequest],
     folder: Path,
     *,
-    fault: InjectedFault | None = None,
+    fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
     """Runs `requests` through the ranks and keeps the latent after each range under `folder`.

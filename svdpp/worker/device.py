@@ -1,9 +1,10 @@
-"""A rank's device: taking it, its identity, and what its bits depend on."""
+"""A rank's device: taking it, its memory, and the torch settings on which its bits depend."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,10 @@ from svdpp.comm import streams
 from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.launch import gpus, process_group
-from svdpp.launch.host_memory import available_bytes, gib_text
+from svdpp.launch.gpus import available_bytes, gib_text
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker import determinism
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
@@ -39,9 +39,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         raise RequestError(
             f"{name} cannot be used: {reason}", "svdpp doctor shows which devices work"
         ) from error
-    determinism.apply_settings(
-        num_threads=config.num_threads, device=name, deterministic=config.deterministic
-    )
+    apply_settings(num_threads=config.num_threads, device=name, deterministic=config.deterministic)
     return device
 
 
@@ -49,7 +47,7 @@ def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
     """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
-    known = determinism.conditions(device, channels_last=config.model.channels_last)
+    known = conditions(device, channels_last=config.model.channels_last)
     if device.startswith("cuda"):
         known["driver"] = gpus.driver_version()
     part = "feature_extractor"  # of SVD, whose class is that of the installed library
@@ -189,3 +187,61 @@ def _asked_and_free(text: str) -> dict[str, str]:
         return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
     requested, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
     return {"asked": requested[1], "free": free[1]} if requested and free else {}
+
+
+def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
+    """Sets what the bits depend on in this process. Call it before any work on the device.
+
+    By default torch keeps its own settings, so that a clip equals the one of a plain diffusers
+    script on that device. With these settings a forward pass repeats its bits; `svdpp verify`
+    proves it.
+
+    Args:
+        num_threads: intra-op threads. The number determines the order in which sums are rounded. A
+            script gets the same bits with `torch.set_num_threads(num_threads)`.
+        device: `cpu` or a CUDA device.
+        deterministic: torch's strict mode. Operations without a deterministic kernel raise an error
+            (https://docs.pytorch.org/docs/stable/notes/randomness.html), and TF32 is off.
+    """
+    torch.set_num_threads(num_threads)
+    if not deterministic:
+        return
+    # As `use_deterministic_algorithms(True)`, which also imports Inductor: seconds in each rank,
+    # and a folder among the temporary files.
+    torch.set_deterministic_debug_mode("error")
+    # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.startswith("cuda"):
+        # One of the two values that NVIDIA documents as reproducible; cuBLAS reads it at first use.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
+    """What the bits depend on besides the request; recorded with every hash, equal on all ranks."""
+    record: dict[str, Any] = {
+        "memory_format": "channels_last" if channels_last else "contiguous",
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    return {**record, **_gpu_conditions(device)} if device.startswith("cuda") else record
+
+
+def _gpu_conditions(device: str) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_properties(torch.device(device))
+    return {
+        "gpu": gpu.name,
+        "gpu_multiprocessors": gpu.multi_processor_count,
+        "gpu_capability": f"{gpu.major}.{gpu.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }

@@ -18,7 +18,7 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Prepared, Source, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import out_of_memory_named
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker.latent_checkpoints import LatentCheckpoints, upgraded
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
@@ -28,11 +28,14 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
-from svdpp.worker.old_checkpoints import upgraded
-from svdpp.worker.prefetch import PhotoReader
-from svdpp.worker.profiler import ClipProfiler
+from svdpp.worker.reporter import ClipProfiler
+from svdpp.worker.side_threads import (
+    ClipWriter,
+    FinishedClip,
+    LatentCheckpointWriter,
+    PhotoReader,
+)
 from svdpp.worker.steps import Denoising, NotWantedError, RankTools
-from svdpp.worker.writer_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
@@ -114,7 +117,6 @@ class PipelineStage:
             SvdppError: an error that concerns the rank, which cannot go on afterwards.
         """
         self._reporter.at(action)
-        self._tools.fault.reach(self._tools.rank, action.clip, action.kind.lower())
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
         chunk = self._sampling_of(action.clip).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:

@@ -16,7 +16,6 @@ from svdpp.errors import NotFiniteError
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker.device import MemoryPressure
-from svdpp.worker.fault_injection import NO_FAULT, InjectedFault
 from svdpp.worker.messages import StepDone
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import TensorStore, solver_history
@@ -35,7 +34,6 @@ class RankTools:
         reporter: sends events to the parent.
         is_cancelled: whether the parent needs nothing more of a clip; called between steps.
         tensor_store: keeps latents and predictions for verification; None keeps none.
-        fault: the fault to inject.
     """
 
     rank: int
@@ -44,7 +42,6 @@ class RankTools:
     reporter: Reporter
     is_cancelled: Callable[[int], bool] = lambda _: False
     tensor_store: TensorStore | None = None
-    fault: InjectedFault = NO_FAULT
     memory_pressure: MemoryPressure = field(init=False)
     _copies: streams.SideStream = field(init=False)
 
@@ -80,22 +77,18 @@ class Denoising:
         """Does the steps, each of them checked; the packet then has the result."""
         tools, action, packet = self._tools, self._action, self._packet
         tools.reporter.at(action, action.start)
-        skipped = tools.fault.skipped_steps(tools.rank, action.clip, action.peer)
-        # An encoded packet must be stepped from its first step on.
-        at_start, at_end = (skipped, 0) if action.start else (0, skipped)
-        start, end = action.start + at_start, action.end - at_end
-        tensors = tools.fault.received(tools.rank, action.clip, packet.tensors)
         checks = StepChecks(tools.device, tools.rank, self._report_step)
 
         def after_step(step: int, latent: torch.Tensor) -> None:
             checks.add(step, latent)
             self._before_step(step + 1)
 
-        self._before_step(start)
+        self._before_step(action.start)
         partner = self if self._is_paired else None
-        tensors = model.denoise(tensors, start, end, after_step, partner)
+        packet.tensors = model.denoise(
+            packet.tensors, action.start, action.end, after_step, partner
+        )
         checks.finish()
-        packet.tensors = tools.fault.sent(tools.rank, action.clip, tensors, action.peer)
         packet.memory_pressure |= tools.memory_pressure.rose()
         if self.branch == 0:  # both ranks of a pair have the same latent
             self._keep_latent()
@@ -110,8 +103,6 @@ class Denoising:
         pending = self._expected(step)  # before this rank's own evaluation
         tensors = evaluate()
         self._packet.memory_pressure |= tools.memory_pressure.rose()
-        if step == self._action.start:
-            tensors = tools.fault.predicted(tools.rank, clip, tensors)
         self._send(step, tensors)
         packet = self._arrived(step, pending)
         self._packet.memory_pressure |= packet.memory_pressure
@@ -157,7 +148,6 @@ class Denoising:
         tools, action = self._tools, self._action
         tools.check_wanted(action.clip)
         tools.reporter.at(action, step)
-        tools.fault.reach(tools.rank, action.clip, f"step{step}")
 
     def _report_step(self, step: int, seconds: float) -> None:
         event = StepDone(clip=self._action.clip, step=step, seconds=seconds)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import svdpp
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
 
 _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"

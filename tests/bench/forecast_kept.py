@@ -19,7 +19,7 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import replay, summarise
 

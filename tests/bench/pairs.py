@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig, SvdSampling, WanSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.examples import example_requests
+from svdpp.media.inputs import example_requests
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, measured_costs
 from svdpp.plan.forecast import Forecast, Span, summarise

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
+from svdpp.verification.verify import run_pipelined
 from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, svdpp_here
+from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = pytest.mark.processes
@@ -143,12 +146,11 @@ def test_run_writes_other_formats(tiny: Path, tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.promise
-def test_verify_catches_a_planted_fault_with_exit_code_3() -> None:
+def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = partial(run_pipelined, fault=Damage("ulp", 1, 1))
+    monkeypatch.setattr("svdpp.verification.verify.run_pipelined", damaged)
     shape = ("--latent-shape", "1", "4", "2", "8", "8")
-    done = svdpp_here(
-        *("verify", "--model", "dummy", *shape, "--steps", "4"),
-        *("--inject-fault", "ulp@rank1.clip1", "--json"),
-    )
+    done = svdpp_here("verify", "--model", "dummy", *shape, "--steps", "4", "--json")
     assert done.code == 3
     report = json.loads(done.out)
     assert (report["equal"], report["bitwise"]) == (False, False)

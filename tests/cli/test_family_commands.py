@@ -28,7 +28,7 @@ from svdpp.diagnostics.cost_profile import measured_config
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.media.examples import EXAMPLE_PROMPT, example_requests
+from svdpp.media.inputs import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_frames, read_sound, write_clip
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.cli.test_help import parsed

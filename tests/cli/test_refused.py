@@ -95,12 +95,8 @@ VERIFY = [
     ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
     ("--tolerance -1", "--tolerance must be 0 or more, got -1.0"),
     ("--tolerance nan", "--tolerance must be 0 or more, got nan"),
-    ("--inject-fault melt@rank0.clip0", "'melt@rank0.clip0' is not a fault"),
-    ("--world 2 --inject-fault ulp@rank9.clip0", "ulp@rank9.clip0"),  # strikes nowhere
-    ("--world 2 --inject-fault ulp@rank1.clip9", "ulp@rank1.clip9"),
     (f"--model dummy {shlex.quote(PHOTO)}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
-    ("a.json --inject-fault ulp@rank1.clip0", "no effect on a finished clip: --inject-fault;"),
     ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
     ("a.json --share-experts", "finished clip: --share-experts;"),
 ]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
 from tests.cli.shell import PYTHONPATH, Answer, assert_error, svdpp_here
 from tests.driver.dummies import HANG_SECONDS

@@ -23,7 +23,7 @@ ALLOWED = {
     "models/engine/values.py": {"numpy"},  # structure: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_store.py": {"numpy"},
-    "worker/writer_threads.py": {"numpy"},
+    "worker/side_threads.py": {"numpy"},
     "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},

@@ -11,7 +11,7 @@ import torch
 from svdpp import __version__
 from svdpp.diagnostics import environment as module
 from svdpp.diagnostics.environment import cpu_model, environment
-from svdpp.launch.host_memory import available_bytes
+from svdpp.launch.gpus import available_bytes
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.clips import ClipProgress
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.worker import latent_checkpoints
 from tests.driver.dummies import HANG_SECONDS, clips, config

@@ -10,11 +10,10 @@ import pytest
 
 from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
-from svdpp.driver.work import ClipWork
+from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import RequestError
-from svdpp.media.examples import example_photos
 from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.reference import run_reference
 from svdpp.worker.tensor_store import tensor_sha256

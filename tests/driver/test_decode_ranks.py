@@ -13,7 +13,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RankError, RequestError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.verification.verify import verify

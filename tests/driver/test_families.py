@@ -15,8 +15,7 @@ from svdpp.config import (
     WanSampling,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
-from svdpp.driver.work import ClipWork
+from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import RequestError
 from svdpp.media.video import frames_sha256
 from svdpp.verification.verify import compare, run_pipelined, run_sequential

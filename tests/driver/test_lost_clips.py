@@ -14,7 +14,7 @@ from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig,
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Failed, Heartbeat
 from tests.driver.dummies import clips

@@ -20,9 +20,8 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker.fault_injection import InjectedFault
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -129,7 +128,7 @@ def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> N
 def test_a_fault_at_one_rank_is_one_of_the_pair(tmp_path: Path, kind: str, rank: int) -> None:
     config = dummy(world_size=4, cfg_parallel=2)
     requests = [ClipRequest(seed=0)]
-    run_pipelined(config, requests, tmp_path, fault=InjectedFault(kind, rank, 0))
+    run_pipelined(config, requests, tmp_path, fault=Damage(kind, rank, 0))
     run_sequential(config, requests, tmp_path)
     first = compare(config, 1, tmp_path).first_difference
     assert first is not None

@@ -13,7 +13,7 @@ from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig,
 from svdpp.driver import supervisor
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
 from tests.faults.damage import Damage

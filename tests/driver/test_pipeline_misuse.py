@@ -12,7 +12,7 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage

@@ -23,7 +23,7 @@ from svdpp.errors import InputError, RankError
 from svdpp.launch import fork_server
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
-from svdpp.worker import determinism
+from svdpp.worker import device
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
 from tests.driver.dummies import HANG_SECONDS, config, pids
@@ -154,7 +154,7 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
 
 
 def _here() -> dict[str, Any]:
-    return determinism.conditions("cpu")
+    return device.conditions("cpu")
 
 
 def _latent_after(steps: int, seed: int) -> torch.Tensor:

@@ -1,62 +1,148 @@
-"""Faults that only tests inject into a rank's work on a clip."""
+"""Faults that tests inject: each replaces, in the process of a rank, what it damages."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from svdpp.comm.packet import FIELDS
-from svdpp.models.base import LATENTS, Tensors
-from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
+from svdpp.comm.packet import FIELDS, Header, Packet
+from svdpp.comm.transport import Transport
+from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.plan.actions import Action
+from svdpp.worker.reporter import Reporter
+from svdpp.worker.stage import PipelineStage
+from svdpp.worker.steps import Denoising
 from svdpp.worker.tensor_store import solver_history
 
 
-@dataclass(frozen=True)
-class Damage(InjectedFault):
-    """One fault, at one rank and clip.
+def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
+    """A copy of `latent` whose middle element is the next larger number of its dtype."""
+    changed = latent.clone().contiguous()
+    middle = changed.view(-1)[changed.numel() // 2]
+    middle.copy_(torch.nextafter(middle, torch.full_like(middle, torch.inf)))
+    return changed
 
-    Beside `InjectedFault`'s kinds: `state` changes the history of a multistep solver that leaves
-    the rank by one ULP, `prediction` the first prediction that a rank of a pair sends; `raise`
-    raises before the rank's first step of the clip; `hang` hangs there; `nan` fills the latent that
-    enters the rank with NaN; `header` changes `field` of the header that the rank sends.
+
+@dataclass(frozen=True)
+class Damage:
+    """One fault, at one rank and clip; pickled to every rank, which calls it first.
+
+    Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
+    floating-point number, `state` one of the history of a multistep solver, `prediction` one of the
+    first prediction that a rank of a pair sends; `skip` omits the rank's first step of the clip;
+    `raise` raises before that step, `hang` hangs there; `nan` fills the latent that enters the rank
+    with NaN; `header` changes `field` of the header that the rank sends. A fault at one rank of a
+    pair is one of the pair, whose ranks do the same steps.
     """
 
+    kind: str
+    rank: int
+    clip: int
     field: str = ""
 
-    def skipped_steps(self, rank: int, clip: int, partner: int) -> int:
-        if self.strikes("raise", rank, clip):
+    def __call__(self, rank: int) -> None:
+        self.reach(rank, -1, "start")
+        self._watch_places(rank)
+        self._damage_steps(rank)
+        if self.kind == "header" and rank == self.rank:
+            self._damage_headers()
+
+    def strikes(self, kind: str, rank: int, clip: int) -> bool:
+        """Whether this fault is of `kind`, at `rank` and `clip`."""
+        return (self.kind, self.rank, self.clip) == (kind, rank, clip)
+
+    def reach(self, rank: int, clip: int, place: str) -> None:
+        """Called when `rank` reaches `place`; see `InjectedStop`."""
+
+    def _watch_places(self, rank: int) -> None:
+        phase, perform, before = Reporter.phase, PipelineStage.perform, Denoising._before_step
+
+        def phase_watched(reporter: Reporter, name: str, peer: int = -1) -> None:
+            if name == "joining the other ranks":
+                self.reach(rank, -1, "join")
+            phase(reporter, name, peer)
+            if name == "loading the model":
+                self.reach(rank, -1, "load")
+
+        def perform_watched(stage: PipelineStage, action: Action) -> None:
+            stage._reporter.at(action)
+            self.reach(rank, action.clip, action.kind.lower())
+            perform(stage, action)
+
+        def before_step_watched(denoising: Denoising, step: int) -> None:
+            before(denoising, step)
+            if step != denoising._action.end:
+                self.reach(rank, denoising._action.clip, f"step{step}")
+
+        Reporter.phase = phase_watched  # type: ignore[method-assign]
+        PipelineStage.perform = perform_watched  # type: ignore[method-assign]
+        Denoising._before_step = before_step_watched  # type: ignore[method-assign]
+
+    def _damage_steps(self, rank: int) -> None:
+        run, exchange = Denoising.run, Denoising.exchange
+
+        def damaged_run(denoising: Denoising, model: VideoModel) -> None:
+            denoise = partial(self._denoise, model, rank, denoising._action)
+            run(denoising, SimpleNamespace(denoise=denoise))  # type: ignore[arg-type]
+
+        def damaged_exchange(
+            denoising: Denoising, step: int, evaluate: Callable[[], Tensors]
+        ) -> Tensors:
+            is_struck = self.strikes("prediction", rank, denoising._action.clip)
+            if not is_struck or step != denoising._action.start:
+                return exchange(denoising, step, evaluate)
+            return exchange(
+                denoising, step, lambda: {name: one_ulp_off(t) for name, t in evaluate().items()}
+            )
+
+        Denoising.run = damaged_run  # type: ignore[method-assign]
+        Denoising.exchange = damaged_exchange  # type: ignore[method-assign]
+
+    def _denoise(
+        self,
+        model: VideoModel,
+        rank: int,
+        action: Action,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        *rest: Any,
+    ) -> Tensors:
+        if self.strikes("raise", rank, action.clip):
             raise RuntimeError("an injected fault")
-        while self.strikes("hang", rank, clip):
+        while self.strikes("hang", rank, action.clip):
             time.sleep(1)
-        return super().skipped_steps(rank, clip, partner)
-
-    def received(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
-        if self.strikes("nan", rank, clip):
-            return {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
-        return tensors
-
-    def sent(self, rank: int, clip: int, tensors: Tensors, partner: int) -> Tensors:
-        if self.strikes("state", rank, clip):
+        if self.strikes("nan", rank, action.clip):
+            tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
+        if any(self.strikes("skip", each, action.clip) for each in (rank, action.peer)):
+            # An encoded packet must be stepped from its first step on.
+            start, end = (start + 1, end) if start else (start, end - 1)
+        tensors = model.denoise(tensors, start, end, *rest)
+        name = LATENTS
+        if self.strikes("state", rank, action.clip):
             name = next(iter(solver_history(tensors)))
-            return {**tensors, name: one_ulp_off(tensors[name])}
-        return super().sent(rank, clip, tensors, partner)
-
-    def predicted(self, rank: int, clip: int, tensors: Tensors) -> Tensors:
-        if not self.strikes("prediction", rank, clip):
+        elif not any(self.strikes("ulp", each, action.clip) for each in (rank, action.peer)):
             return tensors
-        return {name: one_ulp_off(tensor) for name, tensor in tensors.items()}
+        return {**tensors, name: one_ulp_off(tensors[name])}
 
-    def tamper(self, rank: int) -> Callable[[int, bytes], bytes] | None:
-        if self.kind != "header" or rank != self.rank:
-            return None
-        position = FIELDS[self.field]
+    def _damage_headers(self) -> None:
+        send, pack, now = Transport._send, Header.pack, threading.local()
 
-        def change(clip: int, header: bytes) -> bytes:
-            changed = bytearray(header)
-            changed[position] ^= 8 if clip == self.clip else 0
-            return bytes(changed)
+        def noting(transport: Transport, link: Any, packet: Packet, *rest: Any) -> None:
+            now.clip = packet.clip
+            send(transport, link, packet, *rest)
 
-        return change
+        def damaged(header: Header) -> bytes:
+            data = bytearray(pack(header))
+            data[FIELDS[self.field]] ^= 8 if now.clip == self.clip else 0
+            return bytes(data)
+
+        Transport._send = noting  # type: ignore[method-assign]
+        Header.pack = damaged  # type: ignore[method-assign]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from svdpp.worker.fault_injection import InjectedFault
+from tests.faults.damage import Damage
 
 
 @dataclass(frozen=True)
-class InjectedStop(InjectedFault):
+class InjectedStop(Damage):
     """A rank that hangs at a place but goes on sending heartbeats.
 
     Args:
@@ -37,7 +37,6 @@ class InjectedStop(InjectedFault):
         return (rank, clip, place) == (self.rank, own_clip, self.place)
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """See `InjectedFault.reach`."""
         if not self.is_at(rank, clip, place):
             return
         while not (self.until and Path(self.until).exists()):

@@ -42,7 +42,6 @@ class FullDevice(InjectedStop):
     caching: bool = True
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """See `InjectedFault.reach`."""
         if self.is_at(rank, clip, place):
             torch.cuda.caching_allocator_enable(self.caching)
             _take_what_is_free()
@@ -53,7 +52,6 @@ class Fragmented(InjectedStop):
     """At its place, the allocator has to give back what it keeps to fulfil a request."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """See `InjectedFault.reach`."""
         if self.is_at(rank, clip, place):
             pieces = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
             _take_what_is_free()
@@ -74,7 +72,6 @@ class Watched(InjectedStop):
     planted: bool = False
 
     def reach(self, rank: int, clip: int, place: str) -> None:  # noqa: ARG002
-        """See `InjectedFault.reach`."""
         if place == "start":
             _watch(Path(self.folder) / f"rank{rank}")
             if self.planted:
@@ -183,7 +180,6 @@ class Counted(InjectedStop):
     """Writes `STEP FOR_QUEUE FOR_EVENTS` to the file `until` before each step of the clip."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """See `InjectedFault.reach`."""
         if place == "load":
             _counters.append(HostWaits())
             _counters[0].__enter__()

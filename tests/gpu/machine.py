@@ -20,7 +20,7 @@ from svdpp.diagnostics.environment import environment
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import gpus
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, StepDone
 

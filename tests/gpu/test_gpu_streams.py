@@ -18,8 +18,8 @@ from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
+from svdpp.worker.side_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 from svdpp.worker.tensor_store import TensorStore
-from svdpp.worker.writer_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
 from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.launch import fork_server
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 
 FAKE_GPU_BOX = Path(__file__).parent / "fake_gpu_box"
 PHOTO = str(example_photos()[0])

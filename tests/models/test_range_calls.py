@@ -18,7 +18,7 @@ from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
 from svdpp.plan.layout import Roles
-from svdpp.worker.old_checkpoints import upgraded
+from svdpp.worker.latent_checkpoints import upgraded
 from tests.models.range_checks import model_of, nothing, photograph, read_folder, request_of
 from tests.models.tiny_families import save_tiny_wan
 

@@ -17,7 +17,7 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id

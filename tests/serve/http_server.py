@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from tests.cli.shell import PYTHONPATH
 
 #: A model that only sleeps, so that tests do not wait for the machine.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from svdpp.config import OutputConfig
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import write_clip
 from tests.cli.shell import ROOT
 from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait

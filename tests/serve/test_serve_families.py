@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.clips import Admission

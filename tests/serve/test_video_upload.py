@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from svdpp.errors import InputError
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.serve.job import new_id
 from svdpp.serve.photos import PhotoFolder
 from tests.cli.test_video_input import save_video

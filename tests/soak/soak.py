@@ -28,7 +28,7 @@ import torch
 from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
-from svdpp.worker import determinism
+from svdpp.worker import device
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK, marked
 from tests.soak.worker import CONFIG, missing
@@ -162,7 +162,7 @@ def _growth(results: list[Path]) -> list[float]:
 
 def wrong_clips(folder: Path) -> list[int]:
     """Finished clips whose latent is not that of a plain loop in this process."""
-    determinism.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
+    device.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
     wrong = []

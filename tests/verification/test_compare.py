@@ -19,8 +19,8 @@ from svdpp.verification.result import (
     compare_latents,
     compare_levels,
 )
-from svdpp.worker.fault_injection import InjectedFault, one_ulp_off
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from tests.faults.damage import one_ulp_off
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -139,10 +139,3 @@ def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
     assert np.array_equal(tensor_store.frames(3), frames)
     with pytest.raises(FileNotFoundError):
         tensor_store.latent(3, 8)
-
-
-def test_faults_are_read_from_text() -> None:
-    assert InjectedFault.parse("ulp@rank1.clip0") == InjectedFault("ulp", 1, 0)
-    for text in ("ulp@1.0", "melt@rank1.clip0", "ulp@rank1.clip0 ", ""):
-        with pytest.raises(ValueError, match="is not a fault"):
-            InjectedFault.parse(text)

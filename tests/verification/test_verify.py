@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.media.examples import example_photos
+from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import Check
 from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
-from svdpp.worker import determinism
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 
@@ -94,7 +93,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (launcher | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(determinism, "apply_settings", lambda **_: None)  # of this process
+    monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)  # of this process
     monkeypatch.setattr("svdpp.worker.rank.load_model", load_model)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(models[0]() is None))
@@ -106,7 +105,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Path) -> None:
     config = replace(DUMMY, world_size=3)
     requests = [ClipRequest(seed=seed) for seed in range(3)]
-    fault = Damage(kind, 1, 1)  # type: ignore[arg-type]
+    fault = Damage(kind, 1, 1)
     run_pipelined(config, requests, tmp_path, fault=fault)
     run_sequential(config, requests, tmp_path)
     verdict = compare(config, 3, tmp_path)

@@ -10,7 +10,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Schedule, build_schedule
-from svdpp.worker.inbox import ActionQueue
+from svdpp.worker.rank import ActionQueue
 from tests.plan.schedule_check import check_schedule
 
 

@@ -12,9 +12,9 @@ from svdpp.comm import streams
 from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World
-from svdpp.worker import writer_threads
+from svdpp.worker import side_threads
 from svdpp.worker.device import MemoryPressure, take_device
-from svdpp.worker.writer_threads import BoundedExecutor
+from svdpp.worker.side_threads import BoundedExecutor
 
 GPU = torch.device("cuda:1")
 WORLD = World(rank=1, local_rank=1, size=2, local_size=2)
@@ -26,7 +26,7 @@ def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: took.update({threading.current_thread().name: d})
     )
-    monkeypatch.setattr(writer_threads, "SideStream", Mock())
+    monkeypatch.setattr(side_threads, "SideStream", Mock())
     executor, names = BoundedExecutor("writer", GPU, Mock()), list[str]()
     executor.submit(lambda: names.append(threading.current_thread().name))
     executor.finish()

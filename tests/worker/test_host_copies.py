@@ -23,12 +23,12 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
-from svdpp.worker import latent_checkpoints, stage, tensor_store, writer_threads
+from svdpp.worker import latent_checkpoints, side_threads, stage, tensor_store
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.side_threads import ClipWriter
 from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
-from svdpp.worker.writer_threads import ClipWriter
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)
@@ -85,7 +85,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "beside", beside)
-    for module in (streams, reference, writer_threads):
+    for module in (streams, reference, side_threads):
         monkeypatch.setattr(module, "mark", lambda _: marked)
     yield
     assert all(after is marked for after in waited)

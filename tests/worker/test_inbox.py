@@ -8,8 +8,8 @@ import pytest
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, own_params
 from svdpp.launch.group import PipeChannel
-from svdpp.worker.inbox import Inbox
 from svdpp.worker.messages import Cancel, ClipJob, Stop, Work, parse_command
+from svdpp.worker.rank import Inbox
 
 
 def _work(clip: int) -> Work:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from svdpp.errors import OutOfMemoryError
-from svdpp.launch import host_memory
+from svdpp.launch import gpus
 from svdpp.plan.actions import Action
 from svdpp.worker.device import out_of_memory_named
 
@@ -67,7 +67,7 @@ def test_the_host_allocators_refusal_tells_what_doctor_and_auto_call_free(
     others = ("Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
     (tmp_path / "meminfo").write_text(told + "".join(f"{name}: 0 kB\n" for name in others))
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    assert host_memory.available_bytes() == 3 * 2**30
+    assert gpus.available_bytes() == 3 * 2**30
     words = rf"while decoding the frames: {2**28:.1f} GiB asked for, 3\.0 GiB free"
     with pytest.raises(OutOfMemoryError, match=words), out_of_memory_named(DECODE):
         torch.empty(2**58, dtype=torch.uint8)

@@ -13,7 +13,7 @@ from PIL import Image
 from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
 from svdpp.media import source as files
-from svdpp.worker.prefetch import PhotoReader
+from svdpp.worker.side_threads import PhotoReader
 
 SAMPLING = SvdSampling(height=16, width=24, num_frames=2)
 CPU = torch.device("cpu")
