@@ -23,7 +23,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
+.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak-serve soak-fleet \
   lint format types imports docs check-docs files clean
 
 help: ## Show these targets
@@ -66,9 +66,6 @@ offline-bundle: $(STAMP) ## Collect wheels of constraints.txt, without torch: FO
 	$(BIN)/python -m pip download $(QUIET) --no-deps --only-binary=:all: --python-version $(FOR) \
 	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 --dest bundle -r bundle/wheels.txt
-
-soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
-	$(BIN)/python -m tests.soak.soak $(ARGS)
 
 soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients use it
 	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
