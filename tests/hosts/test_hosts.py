@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 _SMALL = ("--frames", "4", "--height", "64", "--width", "64", "--threads", "1")
 _CLIPS = (PHOTO, *DEMO, "--steps", "24", "--seeds", "1-4", *_SMALL)
 _TORCHRUNS_OWN = {"pt_elastic"}
+FULL = pytest.mark.full
 
 
 Bits = dict[str, tuple[str, str]]
@@ -89,7 +90,9 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     assert _ranks_in_log(hosts[1]) == {2, 3}, "the others log their own ranks"
 
 
-@pytest.mark.parametrize("private", ["images", "--out", "--latents-dir"])
+@pytest.mark.parametrize(
+    "private", ["--out", *(pytest.param(n, marks=FULL) for n in ("images", "--latents-dir"))]
+)
 def test_a_folder_of_one_host_alone_is_refused_by_name(
     make_hosts: MakeHosts, tmp_path: Path, private: str
 ) -> None:
@@ -158,7 +161,7 @@ def test_a_slow_wire_that_loses_packets_changes_no_bit(far_apart: Hosts) -> None
     assert {check["what"] for check in verdict["checks"]} == {"latent", "final_latent", "frames"}
 
 
-@pytest.mark.full
+@FULL
 def test_torchrun_starts_again_and_nothing_is_done_twice(
     make_hosts: MakeHosts, tmp_path: Path, bits_of_one_host: Bits
 ) -> None:

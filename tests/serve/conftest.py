@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,16 @@ def queue_url(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JobQueue]:
-    store = JobQueue(tmp_path / "data")
-    yield store
-    store.close()
+    """A queue in a file."""
+    with contextlib.closing(JobQueue(tmp_path / "data")) as store:
+        yield store
+
+
+@pytest.fixture
+def each_store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
+    """A queue in each database: the same promises hold."""
+    with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as store:
+        yield store
 
 
 def _started(folder: Path, *options: str, key: str | None = None) -> Iterator[HttpServer]:

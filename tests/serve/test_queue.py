@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +21,8 @@ from tests.serve.store_jobs import SAMPLING, add, new_job, take_all, token_of
 
 
 @pytest.fixture
-def store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
-    """The same promises hold in both databases."""
-    store = JobQueue(tmp_path / "data", url=queue_url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def file_store(tmp_path: Path) -> Iterator[JobQueue]:
-    store = JobQueue(tmp_path / "data")
-    yield store
-    store.close()
+def store(each_store: JobQueue) -> JobQueue:
+    return each_store
 
 
 def job_of(store: JobQueue, id: str) -> Job:
@@ -189,8 +179,8 @@ def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(begin, range(count)))
 
 
-def test_a_restart_puts_back_what_was_running(file_store: JobQueue, tmp_path: Path) -> None:
-    store = file_store
+def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
+    store = JobQueue(tmp_path / "data")
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.take_next()
@@ -398,16 +388,3 @@ def test_pages_go_through_all_jobs_of_an_owner(store: JobQueue) -> None:
     assert pages(owner=None, states=[JobState.QUEUED], order="asc") == ids[:4] + ids[5:]
     assert pages(owner="c") == []
     assert store.page(owner="a", limit=3, after=new_id()) == []
-
-
-def test_no_query_of_a_request_reads_all_jobs(file_store: JobQueue) -> None:
-    for query in (
-        "SELECT * FROM jobs WHERE id = 'a'",
-        "SELECT * FROM jobs WHERE owner = 'a' AND seq < 9 ORDER BY seq DESC LIMIT 5",
-        "SELECT * FROM jobs WHERE state = 'queued' AND seq < 9 ORDER BY seq DESC LIMIT 5",
-        "SELECT * FROM jobs WHERE owner = 'a' AND state = 'queued' ORDER BY seq DESC LIMIT 5",
-        "SELECT state, count(*) FROM jobs GROUP BY state",
-    ):
-        plan = " ".join(row[3] for row in file_store.rows(f"EXPLAIN QUERY PLAN {query}"))
-        assert "INDEX" in plan, query
-        assert "TEMP B-TREE" not in plan, query

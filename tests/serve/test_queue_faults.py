@@ -246,24 +246,6 @@ def test_a_queue_that_another_program_locks_is_an_error(
     store.close()
 
 
-def fill(folder: Path) -> None:
-    """Add jobs until the disk is full; what was acknowledged is there, and the rest is not."""
-    store = JobQueue(folder)
-    ids: list[str] = []
-    with pytest.raises(OutputError, match="queue"):
-        while len(ids) < 10_000:
-            ids.append(add(store, photo_name="x" * 1000))
-    assert {id for id, _ in store.waiting()} == set(ids)
-    store.close()
-    # A full disk may refuse the second opening, but what is acknowledged is on it.
-    assert ids
-
-
-def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "size=400k") as disk:
-        fill(disk)
-
-
 def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk", "size=1m") as disk,
