@@ -12,20 +12,10 @@ if TYPE_CHECKING:
     from svdpp.models.dummy import DummyModel
     from svdpp.models.engine.model import EngineModel
 
-#: Name of the latent in a packet.
-LATENTS = "latents"
-
-#: Beginning of the names of the tensors that hold the scheduler's state in a packet.
-STATE = "scheduler"
-
-#: Beginning of the names of the tensors that a denoiser's call returns, before the call's number.
-PREDICTION = "prediction"
-
-#: Name of the state of a random generator in a packet.
-GENERATOR = "generator"
-
-#: Name of the tensor that holds a packet's structure: JSON, in host memory.
-STRUCTURE = "structure"
+#: Names of a packet's tensors, or their beginnings: the latent, the scheduler's state, what a
+#: denoiser's call returns, the random generator's state, and the structure, JSON in host memory.
+LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
+GENERATOR, STRUCTURE = "generator", "structure"
 
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]

@@ -31,8 +31,7 @@ from svdpp.models.engine.configs import (
     Configs,
     JsonFile,
     SchedulerConfig,
-    check_no_code,
-    classes_of,
+    has_weights,
     library_errors,
     read_json,
     short_repr,
@@ -224,11 +223,6 @@ class Checkpoint:
         return int((self.timesteps(sampling) >= boundary).sum())  # as in `WanPipeline.__call__`
 
 
-def has_weights(part: str) -> bool:
-    """Whether a component has weights; tokenizers, processors and guiders have none."""
-    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
-
-
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
@@ -319,13 +313,7 @@ def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
     row, kind = ROWS[family], SAMPLING_CLASSES[family]
-    check_no_code(folder)
-    classes = classes_of(index, row.parts, row.denoiser)
-    for part in sorted(row.required - classes.keys()):
-        raise index.error(f"the component {part} is missing")
-    configs = Configs(folder, index, row.schedulers)
-    for part in filter(has_weights, classes):
-        configs.of(part)
+    configs = Configs(folder, index, row)
     from_image = index.values["_class_name"] in (row.image, *row.also)
     facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
@@ -338,7 +326,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         revision=None if local else hub.commit_of(folder),
         variant=model.variant,
         family=family,
-        classes=tuple(classes.items()),
+        classes=tuple(configs.classes.items()),
         scheduler=configs.scheduler,
         **facts,
     )
@@ -370,4 +358,3 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")

@@ -7,6 +7,7 @@ adds the model's name to the errors.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
@@ -55,25 +56,28 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
         # Shown by the command line too, which otherwise shows only the log that a user asks for.
         logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
+        # The library reads the variable only when it is imported.
+        is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
         with typed_errors(model, absent):
             revision = commit_of(folder) or model.revision
-            _fetch(model.name, revision, model.local_files_only, patterns)
+            _fetch(model.name, revision, model.local_files_only, patterns, is_quiet=is_quiet)
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
     """A process keeps to the commit that it finds first, and asks the hub for it only once."""
-    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, tqdm_class=_Silent)
+    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, is_quiet=True)
 
 
 def _fetch(
-    name: str, revision: str | None, local_files_only: bool, patterns: list[str], **more: Any
+    name: str, revision: str | None, local_files_only: bool, patterns: list[str], *, is_quiet: bool
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    options = {"revision": revision, "local_files_only": local_files_only, **more}
+    options: Any = {"revision": revision, "local_files_only": local_files_only}
+    options["tqdm_class"] = _Silent if is_quiet else None
     return Path(snapshot_download(name, allow_patterns=patterns, **options))
 
 
@@ -126,40 +130,29 @@ def _message_and_hint(
 ) -> tuple[str, str]:
     from huggingface_hub import errors
 
-    name, answer = redact_tokens(model.name), _status(error) or _status(error.__cause__)
+    name = redact_tokens(model.name)
+    responses = (getattr(each, "response", None) for each in (error, error.__cause__))
+    answer = next((each.status_code for each in responses if each is not None), None)
     match error:
-        case errors.HFValidationError():
-            return "neither a folder nor a valid hub id", MODEL_HINT
         case errors.GatedRepoError():
             page = f"https://huggingface.co/{name}"
             hint = f"accept the licence at {page}, then: hf auth login"
             return "the hub requires you to accept its licence", hint
-        case errors.RepositoryNotFoundError():
-            hint = "check the spelling; for a private model: hf auth login"
+        case errors.HFValidationError() | errors.RepositoryNotFoundError():
+            hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
             return "neither a local folder nor a model on the hub", hint
-        case errors.RemoteEntryNotFoundError():
-            return "the hub has no such file", ""
-        case errors.RevisionNotFoundError():
-            hint = "omit --revision to use the newest one"
-            return f"there is no revision {short_repr(model.revision)}", hint
-    if answer in (401, 403):
-        return f"cannot be downloaded (the hub answered {answer})", "hf auth login"
-    if isinstance(error, (errors.LocalEntryNotFoundError, errors.DryRunError)):
-        missing = f" ({', '.join(components)} missing)" if components else ""
-        only = "".join(f" --include '{part}/*'" for part in components)
-        return (
-            f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
-            f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
-            "--model demo",
-        )
-    cause = getattr(error, "strerror", None) or type(error).__name__
+        case errors.LocalEntryNotFoundError() if answer not in (401, 403):
+            missing = f" ({', '.join(components)} missing)" if components else ""
+            only = "".join(f" --include '{part}/*'" for part in components)
+            return (
+                f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
+                f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
+                "--model demo",
+            )
+    cause = f"the hub answered {answer}" if answer else type(error).__name__
+    cause = getattr(error, "strerror", None) or cause
     return (
-        f"cannot be downloaded ({f'the hub answered {answer}' if answer else cause})",
-        "check the network and the disk (HF_HOME names another one), and run the command again: "
-        "complete files stay in the cache",
+        f"cannot be downloaded ({cause})",
+        "check --revision, the network and the disk (HF_HOME names another one), and run the "
+        "command again: complete files stay in the cache; for a private model: hf auth login",
     )
-
-
-def _status(error: BaseException | None) -> int | None:
-    """The status of the hub's answer, if `error` is about one."""
-    return getattr(getattr(error, "response", None), "status_code", None)

@@ -51,12 +51,10 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
         raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
     for lora in model.loras:
         name = hub.show_name(lora.name)
-        if two_experts and lora.expert is None:
-            message = f"{label} has two experts, and --lora {name} does not say which"
-            raise RequestError(message, "end it with :high or :low; each has its own file")
-        if lora.expert and not two_experts:
-            message = f"{label} has one expert, and --lora {name} is for {lora.expert} noise"
-            raise RequestError(message, f"leave out :{lora.expert}")
+        if two_experts == (lora.expert is None):
+            experts = "two experts: say which" if two_experts else "one expert: say none"
+            hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
+            raise RequestError(f"{label} has {experts} in --lora {name}", hint)
 
 
 def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
@@ -65,15 +63,14 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
     try:
         if path.exists():
             path = (path / _DEFAULT_FILE if path.is_dir() else path).resolve()
-            where: dict[str, Any] = {"name": str(path)}
+            found = replace(lora, name=str(path))
         else:
             path = _download(lora, local_files_only)
             commits = filter(None, map(hub.commit_of, path.parents))
-            where = {"revision": next(commits, lora.revision)}
+            found = replace(lora, revision=next(commits, lora.revision))
         if path.suffix != ".safetensors":
             raise ModelError("only safetensors files are read", "convert it")
-        if not any("lora" in key for key in read_safetensors_header(path)):
-            raise ModelError("its tensors are not those of a LoRA")
+        read_safetensors_header(path)  # finds a damaged file before any rank starts
         status = path.stat()
         sha256 = _sha256(path, status.st_size, status.st_mtime_ns)
     except ModelError as error:
@@ -85,7 +82,7 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
             f"the LoRA {name} has changed since the clip was made",
             "restore it, or make the clip again: svdpp run --overwrite",
         )
-    return LoraFile(lora=replace(lora, sha256=sha256, **where), path=path)
+    return LoraFile(lora=replace(found, sha256=sha256), path=path)
 
 
 def lora_bytes(model: ModelConfig) -> int:
@@ -112,9 +109,8 @@ def _download(lora: Lora, local_files_only: bool) -> Path:
     owner, _, rest = lora.name.partition("/")
     repository, _, file = rest.partition("/")
     if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
-        raise ModelError(
-            "there is no such file", "name a safetensors file, or OWNER/NAME/FILE on the hub"
-        )
+        hint = "name a safetensors file, or OWNER/NAME/FILE on the hub"
+        raise ModelError("there is no such file", hint)
     given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
     source = ModelConfig(name=f"{owner}/{repository}", **given)
     with hub.typed_errors(source):

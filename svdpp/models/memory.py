@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.models.base import DTYPES, Prepared, Tensors
-from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine import load
-from svdpp.models.engine.configs import first_line
+from svdpp.models.engine.configs import first_line, has_weights
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.patches import component_methods, replaced
 from svdpp.models.engine.values import tensors_in

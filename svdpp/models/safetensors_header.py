@@ -22,6 +22,10 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
+_HINT = (
+    "--variant fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
+    "convert them with save_pretrained(..., safe_serialization=True)"
+)
 
 
 def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
@@ -49,24 +53,18 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
         return _shards(read_json(folder, index), component, shard, names)
     if single in names:
         return [single]
-    others = ", ".join(name for name in names if not name.endswith(".json"))
-    if not others:
-        raise ModelError(f"{single} is missing")
-    raise ModelError(
-        f"{single} is missing; there are {short_repr(others)}",
-        "--variant fp16 reads names with .fp16; svdpp reads safetensors only, no pickles (.bin), "
-        "which can run code: convert them with save_pretrained(..., safe_serialization=True)",
-    )
+    if others := ", ".join(name for name in names if not name.endswith(".json")):
+        raise ModelError(f"{single} is missing; there are {short_repr(others)}", _HINT)
+    raise ModelError(f"{single} is missing")
 
 
 def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> list[str]:
     listed = index.values.get("weight_map")
-    if not isinstance(listed, dict):
-        raise index.error("not an index of shards (weight_map is missing)")
-    for name in listed.values():  # a pickle, or a file outside the folder
+    files = listed.values() if isinstance(listed, dict) else [listed]
+    for name in files:  # a pickle, or a file outside the folder
         if not fnmatch.fnmatchcase(f"{component}/{name}", pattern):
             raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
-    shards = sorted({f"{component}/{name}" for name in listed.values()})
+    shards = sorted({f"{component}/{name}" for name in files})
     if missing := {*shards} - {*names}:  # an interrupted download
         raise index.error(f"{len(missing)} of {len(shards)} shards miss")
     return shards

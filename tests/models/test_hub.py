@@ -125,7 +125,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     [
         (403, "GatedRepo", "accept its licence", "https://huggingface.co/org/tiny, then: hf auth"),
         (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
-        (404, "RevisionNotFound", "there is no revision 'v9'", "omit --revision"),
+        (404, "RevisionNotFound", "the hub answered 404", "check --revision"),
         (401, "", "the hub answered 401", "hf auth login"),
         (400, "", "the hub is unreachable", "hf download org/tiny"),
     ],
@@ -308,11 +308,15 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
     assert not _weights(wan.requested)
 
 
-def test_a_download_is_announced(wan: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_download_is_announced(
+    wan: type[Hub], monkeypatch: pytest.MonkeyPatch, is_quiet: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", str(int(is_quiet)))
     passed, download = [], huggingface_hub.snapshot_download
 
     def spy(*args: Any, **options: Any) -> Any:
-        passed.append(options.get("tqdm_class"))
+        passed.append(options["tqdm_class"])
         return download(*args, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", spy)
@@ -325,7 +329,7 @@ def test_a_download_is_announced(wan: type[Hub], monkeypatch: pytest.MonkeyPatch
     assert told == [f"fetching {parts} of 'org/tiny' from 127.0.0.1"]
     assert wan.requested
     silent = hub_downloads._Silent  # for configs
-    assert passed == [silent, silent, None]
+    assert passed == [silent, silent, silent if is_quiet else None]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.errors import ModelError, is_out_of_memory
+
+if TYPE_CHECKING:
+    from svdpp.models.engine.rows import Row
 
 #: What a family's configs say of a checkpoint: fields of `Checkpoint`.
 Facts = dict[str, Any]
@@ -56,14 +59,11 @@ def read_json(folder: Path, name: str) -> JsonFile:
         raise ModelError(f"{name} is missing")
     try:
         with (folder / name).open("rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
+            text = file.read(_MAX_CONFIG_BYTES)  # the rest of a longer one is missed as JSON
+        check_not_pointer(text, name)
+        values = json.loads(text)
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise ModelError(f"{name} is too long for a config file")
-    check_not_pointer(text, name)
-    try:
-        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} does not hold valid JSON") from error
     if not isinstance(values, dict):
@@ -91,38 +91,45 @@ class SchedulerConfig:
 
 
 class Configs:
-    """The configs of one checkpoint's components, each read once."""
+    """The configs of one checkpoint's components, checked for a family's row."""
 
-    def __init__(self, folder: Path, index: JsonFile, schedulers: tuple[str, ...]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, index: JsonFile, row: Row) -> None:
         self.index = index
-        name, values = _entry(index, "scheduler")[1], read_json(folder, _SCHEDULER)
-        if name not in schedulers:
-            proven = f"this family's steps are proven with {' and '.join(schedulers)}"
-            raise index.error(f"the scheduler {short_repr(name)} is not supported: {proven}")
+        self._folder, self._read = folder, dict[str, JsonFile]()
+        _refuse_code(folder)
+        #: The class of each component.
+        self.classes = _classes_of(index, row.parts, row.denoiser)
+        for part in sorted(row.required - self.classes.keys()):
+            raise index.error(f"the component {part} is missing")
+        self.scheduler = self._scheduler(row.schedulers)
+        for part in filter(has_weights, self.classes):
+            self.of(part)
+
+    def _scheduler(self, known: tuple[str, ...]) -> SchedulerConfig:
+        name, config = _entry(self.index, "scheduler")[1], read_json(self._folder, _SCHEDULER)
+        if name not in known:
+            proven = f"this family's steps are proven with {' and '.join(known)}"
+            raise self.index.error(f"the scheduler {short_repr(name)} is not supported: {proven}")
         for key, reason in _REFUSED_OF_SCHEDULERS.items():
-            values.refuse(key, reason)
-        if "num_train_timesteps" in values.values:
-            values.count("num_train_timesteps", _MAX_TRAIN_TIMESTEPS)
-        self.scheduler = SchedulerConfig(name=name, values=values.values)
-        self._read: dict[str, JsonFile] = {}
+            config.refuse(key, reason)
+        _check_values(config)
+        return SchedulerConfig(name=name, values=config.values)
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
         """The config of one component, with its class's defaults for keys that it lacks."""
         if part not in self._read:
-            config = self._read[part] = read_json(self.folder, f"{part}/config.json")
-            for key, value in config.values.items():
-                _check_value(config, key, value)
+            self._read[part] = read_json(self._folder, f"{part}/config.json")
+            _check_values(self._read[part])
         config = self._read[part]
         return JsonFile(config.label, {**defaults, **config.values})
 
-    def has(self, part: str) -> bool:
-        """Whether the checkpoint has this component."""
-        return _entry(self.index, part)[1] is not None
+
+def has_weights(part: str) -> bool:
+    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
-def classes_of(index: JsonFile, parts: frozenset[str], denoiser: str) -> dict[str, str]:
-    """The class of each of `parts` that the checkpoint has."""
+def _classes_of(index: JsonFile, parts: frozenset[str], denoiser: str) -> dict[str, str]:
     classes = {}
     for part in sorted(parts):
         library, name = _entry(index, part)
@@ -144,17 +151,18 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     return _LIBRARIES[0], entry
 
 
-def _check_value(config: JsonFile, key: str, value: object) -> None:
-    """Refuses a key that loads code, and sizes that no memory holds."""
-    if _CODE_KEYS.search(key):
-        raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
-    sizes = value if isinstance(value, list) else [value]
-    for names, limit in _LIMITS:
-        if names.fullmatch(key) and any(type(size) is int and size > limit for size in sizes):
-            raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+def _check_values(config: JsonFile) -> None:
+    """Refuses keys that load code, and sizes that no memory holds."""
+    for key, value in config.values.items():
+        if _CODE_KEYS.search(key):
+            raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
+        sizes = value if isinstance(value, list) else [value]
+        for names, limit in _LIMITS:
+            if names.fullmatch(key) and any(type(size) is int and size > limit for size in sizes):
+                raise config.error(f"{key} is {short_repr(value)}: above {limit}")
 
 
-def check_no_code(folder: Path) -> None:
+def _refuse_code(folder: Path) -> None:
     """ModelError if a folder has Python files, or adapters, which name other repositories."""
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
@@ -188,6 +196,7 @@ def first_line(error: BaseException) -> str:
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 _REPR.maxlevel = 2
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
 _MAX_CONFIG_BYTES = 16 * 2**20
 _SCHEDULER = "scheduler/scheduler_config.json"
 _REFUSED_OF_SCHEDULERS = {
@@ -195,7 +204,6 @@ _REFUSED_OF_SCHEDULERS = {
     "use_beta_sigmas": "needs scipy",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
-_MAX_TRAIN_TIMESTEPS = 100_000
 #: The last one is a folder of pipelines of diffusers, with classes of its own.
 _LIBRARIES = ("diffusers", "transformers", "ltx2")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
@@ -223,5 +231,6 @@ _CODE_KEYS = re.compile(
 # 3840.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks"), 1024),
+    (re.compile(r"num_train_timesteps"), 100_000),
     (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"), 2**18),
 )

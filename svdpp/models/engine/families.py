@@ -24,7 +24,7 @@ def wan(configs: Configs) -> Facts:
     """What the configs of a checkpoint say of its inputs, sizes and experts."""
     configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
     unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
-    index, has_second = configs.index, configs.has("transformer_2")
+    index, has_second = configs.index, "transformer_2" in configs.classes
     ratio = index.values.get("boundary_ratio")
     is_ratio = isinstance(ratio, float) and 0 < ratio < 1
     if not (is_ratio if has_second else ratio is None):
@@ -127,7 +127,7 @@ FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
 
 def hunyuan_video(configs: Configs) -> Facts:
     """Refuses an image to video checkpoint that removes frames of the clip."""
-    if configs.has("image_processor"):
+    if "image_processor" in configs.classes:
         transformer = configs.of("transformer", image_condition_type=None)
         reason = "as for others the clip lacks its first four frames"
         transformer.require("image_condition_type", "token_replace", reason)

@@ -21,8 +21,8 @@ from transformers.utils import is_protobuf_available, is_sentencepiece_available
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
 from svdpp.models.base import DTYPES
-from svdpp.models.checkpoint import Checkpoint, has_weights
-from svdpp.models.engine.configs import first_line, library_errors, short_repr
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.configs import first_line, has_weights, library_errors, short_repr
 from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.hub import show_name
@@ -190,11 +190,8 @@ def _load_module(
     except (AssertionError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
-        free = ", more than is free"
-        if device.type == "cuda":
-            free = f", where {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         raise OutOfMemoryError(
-            f"{part} needs {size / 1e9:.2f} GB on {device}{free}",
+            f"{part} needs {size / 1e9:.2f} GB on {device}, more than is free",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
         ) from error
 

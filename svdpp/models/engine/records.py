@@ -17,7 +17,7 @@ from svdpp.models.engine.values import Node, Packer, copied, describe, leaves, t
 # The record whose first tensor is the latent before the first step.
 _NOISE_RECORD = "prepare_latents"
 # Images before they are encoded.
-_UNSENT = (
+_UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
     "preprocess_conditions",  # of VACE
 )
@@ -89,9 +89,9 @@ class Records:
                 packer.pack(tensors_in(result)[0], LATENTS)
         records, calls = [], Counter[str]()
         for place, (name, result, drew) in enumerate(self._made):
-            is_read = self._row.sent_calls.get(name) == calls[name]
+            use = self._row.records.get(name, "unused" if name in _UNUSED else None)
+            is_sent = use == calls[name] if isinstance(use, int) else use != "unused"
             calls[name] += 1
-            is_sent = is_read or name not in (*_UNSENT, *self._row.unsent)
             node = packer.pack(result, f"record.{place}") if is_sent else describe(result)
             state = None if drew is None else packer.pack([drew], f"drew.{place}")
             records.append({"name": name, "result": node, "drew": state})
@@ -106,7 +106,7 @@ class Records:
                 name = leaf["name"]
                 if name == LATENTS:
                     leaf["name"] = self._row.noise
-                elif record["name"] in self._row.only_first_step:
+                elif self._row.records.get(record["name"]) == "first step":
                     leaf["name"] = None
                 if leaf["name"] not in (None, LATENTS):
                     tensors[leaf["name"]] = received[name]

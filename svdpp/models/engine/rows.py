@@ -51,15 +51,12 @@ class Row:
     """Components in float32, whatever the model's dtype is."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    unsent: tuple[str, ...] = ()
-    """Records that steps and decode do not use, besides those of images before they are encoded."""
-    sent_calls: Mapping[str, int] = field(default_factory=dict)
-    """Of a record among these that is made several times, the one, from 0, that they use."""
+    records: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
+    """Who uses a record but not all steps and the decode: none, as of images before they are
+    encoded, or the first step alone; of several with one name, the number of the one in use."""
     noise: str | None = None
     """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
     which no step changes; None: only the first step uses it."""
-    only_first_step: tuple[str, ...] = ()
-    """Further records that only the first step uses."""
     results_in_latents: int = 0
     """Of how many schedulers, by their first steps, the results are part of the latent; these do
     not travel."""
@@ -153,8 +150,11 @@ _ANIMATE = replace(
     text=None,
     image="WanAnimatePipeline",
     denoiser="WanAnimateTransformer3DModel",
-    unsent=("video_processor_for_mask.preprocess_video", "vae_image_processor.preprocess"),
-    sent_calls={"video_processor.preprocess_video": 1},  # of the face, which steps encode
+    records={
+        "video_processor.preprocess_video": 1,  # of the face, which steps encode
+        "video_processor_for_mask.preprocess_video": "unused",
+        "vae_image_processor.preprocess": "unused",
+    },
     frames=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
 )
 
@@ -208,7 +208,7 @@ ROWS: Mapping[str, Row] = {
         title="LTX-Video 0.9.5 and later, whose image is a condition",
         text="LTXConditionPipeline",
         image="LTXConditionPipeline",
-        only_first_step=("add_noise_to_image_conditioning_latents",),
+        records={"add_noise_to_image_conditioning_latents": "first step"},
         noise="noise",
         generator_device=lambda *_: "cpu",
     ),
@@ -217,8 +217,7 @@ ROWS: Mapping[str, Row] = {
         both=True,
         encode=("tokenizer", "text_encoder", "connectors"),
         decode=("vae", "audio_vae", "vocoder"),
-        unsent=("encode_prompt",),
-        only_first_step=("prepare_audio_latents",),
+        records={"encode_prompt": "unused", "prepare_audio_latents": "first step"},
         noise="latents",
         results_in_latents=1,
         arguments=families.ltx2_arguments,
