@@ -33,11 +33,6 @@ def announce(
         f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
         + (f"; {begun} of them continued from an earlier run" if begun else "")
     )
-    if clips.other_threads is not None:
-        console.info(
-            f"some clips in --latents-dir start again from the image: only with --threads "
-            f"{clips.other_threads} can they continue"
-        )
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:

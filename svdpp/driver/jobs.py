@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
-from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
+from svdpp.config.limits import check_num_clips
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, RequestError
 from svdpp.media import disk_space, output_files, video
@@ -29,8 +28,6 @@ from svdpp.worker.clip_metadata import (
 )
 
 _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
-# Clips that an earlier run has begun are the first ones that are still to be made.
-_MOST_BEGUN = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +72,6 @@ class ClipPlan:
     requests: list[ClipRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    other_threads: int | None = None
-    """The number of threads of an earlier run, if its latent checkpoints do not fit this run."""
 
 
 def check_outputs(
@@ -137,7 +132,7 @@ def plan_clips(
     checkpoint: Checkpoint,
 ) -> ClipPlan:
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
-    plan, are_large = ClipPlan(), []
+    plan = ClipPlan()
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
     weights = None if folder is None else weights_identity(checkpoint)
@@ -159,10 +154,6 @@ def plan_clips(
         steps = []
         if folder is not None and policy.keeps_finished and key in saved:
             steps = latent_checkpoints.saved_steps(folder, key)
-        photo = made_from.photo
-        are_large.append(
-            photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
-        )
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
@@ -172,24 +163,10 @@ def plan_clips(
                 done_steps=max(steps, default=0),
             )
         )
-    if folder is not None and policy.keeps_finished:
-        plan.other_threads = _other_threads(plan, saved, weights)
-    _put_small_first(plan, are_large, config.replicas)
     disk_space.check_space(
         policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling
     )
     return plan
-
-
-def _put_small_first(plan: ClipPlan, are_large: Sequence[bool], count: int) -> None:
-    """Moves `count` clips without large images to the front.
-
-    All ranks wait for the first images; the others are prepared while the ranks work.
-    """
-    small = [index for index, is_large in enumerate(are_large) if not is_large][:count]
-    order = small + sorted(set(range(len(are_large))) - set(small))
-    plan.requests = [plan.requests[index] for index in order]
-    plan.metadata = [plan.metadata[index] for index in order]
 
 
 def open_manifest(
@@ -225,21 +202,6 @@ def open_manifest(
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
-
-
-def _other_threads(plan: ClipPlan, saved: Set[str], weights: object) -> int | None:
-    """Another number of threads, with which latent checkpoints of `plan`'s clips were written."""
-    others = saved - {request.latents_key for request in plan.requests}
-    if not others:
-        return None
-    pairs = zip(plan.metadata, plan.requests, strict=True)
-    for metadata, request in itertools.islice(pairs, _MOST_BEGUN):
-        if request.done_steps:
-            continue
-        for threads in range(1, (os.cpu_count() or 1) + 1):
-            if latents_key({**metadata, "num_threads": threads}, weights) in others:
-                return threads
-    return None
 
 
 def _outputs(
