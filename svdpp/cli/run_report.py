@@ -143,7 +143,7 @@ def show_dry_run(
 
 
 def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
-    from svdpp.media.disk_space import estimated_bytes, free_bytes
+    from svdpp.driver.jobs import estimated_bytes, free_bytes
 
     one = estimated_bytes(policy.format, policy.crf, config.sampling)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}
