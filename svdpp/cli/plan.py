@@ -156,8 +156,7 @@ def plan(
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
     from svdpp.cli.plan_report import show_comparison, show_layout
-    from svdpp.plan.choose import choose_layout
-    from svdpp.plan.compare import compare_layouts
+    from svdpp.plan.choose import choose_layout, compare_layouts
     from svdpp.plan.layout import Layout
 
     _refuse_idle(context, forecast, layout)

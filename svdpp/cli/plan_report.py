@@ -13,7 +13,7 @@ from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, StepShare
 
 if TYPE_CHECKING:
-    from svdpp.plan.compare import Row
+    from svdpp.plan.choose import Row
 
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2

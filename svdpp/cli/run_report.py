@@ -33,11 +33,6 @@ def announce(
         f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
         + (f"; {begun} of them continued from an earlier run" if begun else "")
     )
-    if clips.other_threads is not None:
-        console.info(
-            f"some clips in --latents-dir start again from the image: only with --threads "
-            f"{clips.other_threads} can they continue"
-        )
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
@@ -148,7 +143,7 @@ def show_dry_run(
 
 
 def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
-    from svdpp.media.disk_space import estimated_bytes, free_bytes
+    from svdpp.driver.jobs import estimated_bytes, free_bytes
 
     one = estimated_bytes(policy.format, policy.crf, config.sampling)
     return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}

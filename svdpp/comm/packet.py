@@ -21,12 +21,12 @@ import torch
 
 from svdpp.errors import TransportError
 
-PROTOCOL_VERSION = 6
+# All ranks have one version of svdpp (`driver.ranks.shared_settings`).
 _MAGIC = b"SVDPPKT\0"
-_HEADER = struct.Struct("<8sHIIQI")
+_HEADER = struct.Struct("<8sIIQI")
 HEADER_BYTES = _HEADER.size
 #: Offset of each field of the header. `crc` is of the description, `check` of the fields before.
-FIELDS = {"magic": 0, "version": 8, "description": 10, "crc": 14, "bytes": 18, "check": 26}
+FIELDS = {"magic": 0, "description": 8, "crc": 12, "bytes": 16, "check": 24}
 
 
 @dataclass
@@ -69,20 +69,15 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The header as `HEADER_BYTES` bytes, little-endian."""
-        data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, *self, 0)
+        data = _HEADER.pack(_MAGIC, *self, 0)
         return data[: FIELDS["check"]] + struct.pack("<I", _check_of(data))
 
     @staticmethod
     def unpack(data: bytes) -> Header:
         """The header that `pack` wrote; TransportError if it is not."""
-        magic, version, *sizes, check = _HEADER.unpack(data)
+        magic, *sizes, check = _HEADER.unpack(data)
         if magic != _MAGIC:
             raise TransportError("the header does not begin as a packet's does")
-        if version != PROTOCOL_VERSION:
-            raise TransportError(
-                f"the sender speaks packet protocol {version}, this rank {PROTOCOL_VERSION}",
-                "install the same svdpp version for every rank",
-            )
         if check != _check_of(data):
             raise TransportError("the header is damaged")
         return Header(*sizes)

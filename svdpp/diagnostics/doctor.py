@@ -22,12 +22,13 @@ from svdpp.config import (
 )
 from svdpp.diagnostics import cut_test
 from svdpp.diagnostics.tiny_copy import NUM_STEPS
+from svdpp.driver import jobs
 from svdpp.driver.memory import estimate_ranks, free_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
-from svdpp.media import disk_space, output_files, video
+from svdpp.media import output_files, video
 from svdpp.media.inputs import example_requests
 from svdpp.models.checkpoint import Checkpoint
 
@@ -149,7 +150,7 @@ def _transfers(examination: Examination) -> str:
     links = len(config.layout.links)
     return (
         f"{links} link{'s' * (links > 1)} with checksums, at worst {slowest.peer} -> "
-        f"{slowest.rank}: {disk_space.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
+        f"{slowest.rank}: {jobs.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
     )
 
 
@@ -183,7 +184,7 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    free = disk_space.free_bytes(folder)
+    free = jobs.free_bytes(folder)
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence, Set
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
-from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
+from svdpp.config.limits import check_num_clips
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
-from svdpp.errors import InputError, RequestError
-from svdpp.media import disk_space, output_files, video
+from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker import latent_checkpoints
@@ -29,8 +29,6 @@ from svdpp.worker.clip_metadata import (
 )
 
 _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
-# Clips that an earlier run has begun are the first ones that are still to be made.
-_MOST_BEGUN = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +73,6 @@ class ClipPlan:
     requests: list[ClipRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    other_threads: int | None = None
-    """The number of threads of an earlier run, if its latent checkpoints do not fit this run."""
 
 
 def check_outputs(
@@ -137,7 +133,7 @@ def plan_clips(
     checkpoint: Checkpoint,
 ) -> ClipPlan:
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
-    plan, are_large = ClipPlan(), []
+    plan = ClipPlan()
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
     weights = None if folder is None else weights_identity(checkpoint)
@@ -159,10 +155,6 @@ def plan_clips(
         steps = []
         if folder is not None and policy.keeps_finished and key in saved:
             steps = latent_checkpoints.saved_steps(folder, key)
-        photo = made_from.photo
-        are_large.append(
-            photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
-        )
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
@@ -172,24 +164,8 @@ def plan_clips(
                 done_steps=max(steps, default=0),
             )
         )
-    if folder is not None and policy.keeps_finished:
-        plan.other_threads = _other_threads(plan, saved, weights)
-    _put_small_first(plan, are_large, config.replicas)
-    disk_space.check_space(
-        policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling
-    )
+    check_space(policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling)
     return plan
-
-
-def _put_small_first(plan: ClipPlan, are_large: Sequence[bool], count: int) -> None:
-    """Moves `count` clips without large images to the front.
-
-    All ranks wait for the first images; the others are prepared while the ranks work.
-    """
-    small = [index for index, is_large in enumerate(are_large) if not is_large][:count]
-    order = small + sorted(set(range(len(are_large))) - set(small))
-    plan.requests = [plan.requests[index] for index in order]
-    plan.metadata = [plan.metadata[index] for index in order]
 
 
 def open_manifest(
@@ -225,21 +201,6 @@ def open_manifest(
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
-
-
-def _other_threads(plan: ClipPlan, saved: Set[str], weights: object) -> int | None:
-    """Another number of threads, with which latent checkpoints of `plan`'s clips were written."""
-    others = saved - {request.latents_key for request in plan.requests}
-    if not others:
-        return None
-    pairs = zip(plan.metadata, plan.requests, strict=True)
-    for metadata, request in itertools.islice(pairs, _MOST_BEGUN):
-        if request.done_steps:
-            continue
-        for threads in range(1, (os.cpu_count() or 1) + 1):
-            if latents_key({**metadata, "num_threads": threads}, weights) in others:
-                return threads
-    return None
 
 
 def _outputs(
@@ -351,3 +312,68 @@ def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> boo
             _REPLACE_OR_KEEP,
         )
     return is_readable
+
+
+# --- disk space -----------------------------------------------------------------------------------
+
+# Bytes for each pixel of each frame: the maximum that `write_clip` used for clips of the four
+# photographs of svdpp, zoomed by 2% a frame, with 14 frames of 128x128 and of 1024x576. The maximum
+# always came from a photograph with camera grain of 6 levels, which compresses worst. Clips of the
+# demo model need a tenth to a half of it. Frames of pure noise need 3 times as much as mp4, 1.8
+# times as webp and 1.3 times as gif or png; they are ignored, so that a disk with enough space for
+# photographs is not refused.
+_BYTES_PER_PIXEL = {"gif": 1.11, "webp": 0.48, "frames": 2.34}
+#: The same for mp4, by the largest measured --crf that is not above the requested one.
+_MP4_BYTES_PER_PIXEL = {0: 0.83, 6: 0.66, 12: 0.44, 18: 0.24, 24: 0.094, 36: 0.024, 51: 0.012}
+
+#: For a file's container, its metadata, and the rounding of the file system.
+_BYTES_PER_FILE = 8 * 1024
+
+
+def estimated_bytes(format: VideoFormat, crf: int, sampling: SamplingConfig) -> int:
+    """Estimated disk space of one clip and its metadata, by the factors above."""
+    if format == "mp4":
+        factor = _MP4_BYTES_PER_PIXEL[max(each for each in _MP4_BYTES_PER_PIXEL if each <= crf)]
+    else:
+        factor = _BYTES_PER_PIXEL[format]
+    frames, pixels = sampling.frames, sampling.height * sampling.width
+    num_files = 1 + (frames if format == "frames" else 1)
+    return round(factor * frames * pixels) + num_files * _BYTES_PER_FILE
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes for this user on the file system of `folder`, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError as error:
+        raise OutputError(f"cannot write into {str(folder)!r}: {error.strerror}") from error
+
+
+def check_space(
+    folder: Path, num_clips: int, format: VideoFormat, crf: int, sampling: SamplingConfig
+) -> None:
+    """Checks by an estimate that `num_clips` clips fit into `folder`.
+
+    A clip that is replaced exists until the new one is complete, so its space does not count.
+    """
+    one = estimated_bytes(format, crf, sampling)
+    free = free_bytes(folder)
+    if num_clips * one <= free:
+        return
+    clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
+    raise OutputError(
+        f"{clips} of {sampling.frames} frames, {sampling.width}x{sampling.height}, as {format} "
+        "need about "
+        f"{size(num_clips * one)} in {str(folder)!r}, where {size(free)} are free",
+        "name a folder on another disk with --out, or ask for fewer clips",
+        details={"asked": num_clips * one, "free": free},
+    )
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as text, such as `1.5 GB`."""
+    for unit, each in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= each:
+            return f"{num_bytes / each:.1f} {unit}"
+    return f"{num_bytes / 1000:.1f} kB"

@@ -14,8 +14,8 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment, process_group
 from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.costs import MemoryEstimate
 from svdpp.plan.layout import Roles
-from svdpp.plan.memory import MemoryEstimate
 from svdpp.worker.device import MEMORY_OF
 
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:

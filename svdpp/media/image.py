@@ -5,14 +5,11 @@ A file is read once, so the hashed bytes are the decoded bytes.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
 import stat
-import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +40,6 @@ _SMALLER = f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at 
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
-#: Guards the redirection of the process's stderr; two threads at once could not restore it.
-_STDERR = threading.Lock()
-
 
 @dataclass(frozen=True)
 class Photo:
@@ -71,7 +65,7 @@ def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, P
 def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
     """As `read_photo`, from bytes in memory; `path` names them in messages."""
     try:
-        with warnings.catch_warnings(), _libtiff_silenced(data):
+        with warnings.catch_warnings():
             # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
             warnings.simplefilter("ignore")
             image = _decode(data, max_pixels)
@@ -177,29 +171,6 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
     rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb)
-
-
-@contextlib.contextmanager
-def _libtiff_silenced(data: bytes) -> Iterator[None]:
-    """Redirect descriptor 2 to /dev/null while a TIFF is read.
-
-    libtiff prints its warnings to the process's stderr, and Pillow has no switch for that.
-    """
-    if data[:2] not in (b"II", b"MM"):
-        yield
-        return
-    with _STDERR, contextlib.ExitStack() as undo:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # closed, as in a daemon
-            yield
-            return
-        undo.callback(os.close, stderr)
-        undo.callback(os.dup2, stderr, 2)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        undo.callback(os.close, nowhere)
-        os.dup2(nowhere, 2)
-        yield
 
 
 def check_size(width: int, height: int, max_pixels: int) -> None:

@@ -32,8 +32,8 @@ from svdpp.models.engine.patches import component_methods, replaced
 from svdpp.models.engine.values import tensors_in
 from svdpp.models.hub import show_name
 from svdpp.models.lora import lora_bytes
+from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
-from svdpp.plan.memory import MemoryEstimate, PartMemory
 
 
 def estimate(

@@ -1,4 +1,4 @@
-"""The choice by forecast of the best layout that fits."""
+"""The choice by forecast of the best layout that fits, and the comparison of layouts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
 from svdpp.plan.experts import divisors
-from svdpp.plan.large_forecast import makespan_and_latency
+from svdpp.plan.forecast import Forecast
+from svdpp.plan.large_forecast import forecast_layout, makespan_and_latency, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.split import check_counts
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
 # they promise no gain.
@@ -297,3 +299,97 @@ def _has_known_transfers(layout: Layout) -> bool:
     host, links = layout.costs.host_of, (*layout.links, *layout.decode_links)
     crosses = any(host(source) != host(target) for source, target in links)
     return not crosses or layout.costs.inter_host_transfer_seconds is not None
+
+
+# --- the comparison of layouts, side by side ------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout of a comparison.
+
+    A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
+    says why the layout was chosen, or which rank has too little memory for it.
+    """
+
+    name: str
+    layout: Layout | None = None
+    forecast: Forecast | None = None
+    seconds_per_clip: float = 0.0
+    """Mean time between finished clips in a long queue."""
+    peak_gib: tuple[float | None, ...] = ()
+    note: str = ""
+
+
+def compare_layouts(
+    *,
+    num_steps: int,
+    world_size: int,
+    num_clips: int,
+    costs: Costs,
+    arrivals: Sequence[float] = (),
+    memory_gib: Sequence[float] = (),
+    expert_boundary: int | None = None,
+    share_experts: bool = False,
+    pairs: Pairs = "no",
+    sooner: bool = False,
+) -> list[Row]:
+    """The layouts that `plan --compare` shows.
+
+    They are one replica with each split, one with several decoders, the layout of `choose_layout`,
+    and data parallel. Arguments as for `choose_layout` and `forecast_layout`.
+    """
+    check_counts(num_steps, world_size)
+    costs.check_world(world_size)
+    decoders = min(world_size, max(2, decoders_needed(num_steps, world_size, costs)))
+    counts: dict[str, Any] = {
+        "num_steps": num_steps,
+        "world_size": world_size,
+        "costs": costs,
+        "expert_boundary": expert_boundary,
+        "share_experts": share_experts,
+    }
+
+    known = pairs if pairs == "exact" else "no"  # else the last row says it
+    limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": known, "sooner": sooner}
+    named: dict[str, dict[str, Any] | None] = {
+        **{split: {"split": split} for split in SPLITS},
+        f"{decoders} decoders": {"split": "dithered", "decoders": decoders},
+        "auto": None,
+        "data parallel": {"replicas": world_size},
+        **({} if world_size % 2 else {"pairs": {"replicas": world_size // 2, "cfg_parallel": 2}}),
+    }
+    rows = []
+    for name, options in named.items():
+        try:
+            if options is None:
+                choice = choose_layout(**counts, **limits, num_clips=num_clips)
+                layout, note = choice.layout, choice.reason
+            else:
+                layout = Layout(**counts, **options)
+                note = _needs_more(layout, memory_gib)
+            forecast = forecast_layout(layout, num_clips, arrivals)
+        except RequestError as error:
+            rows.append(Row(name=name, note=error.message))
+            continue
+        rows.append(
+            Row(
+                name=name,
+                layout=layout,
+                forecast=forecast,
+                seconds_per_clip=steady_seconds_per_clip(layout),
+                peak_gib=layout.peak_gib,
+                note=note,
+            )
+        )
+    return rows
+
+
+def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
+    """Names the first rank that is known to need more memory than it has; empty if none does."""
+    if not memory_gib:
+        return ""
+    for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
+        if needs is not None and needs > has:
+            return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"
+    return ""

@@ -1,14 +1,17 @@
-"""Costs: seconds and memory of each kind of work, the costs file, and published costs."""
+"""Costs: seconds and memory of each kind of work and part, the costs file, published costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
+
+if TYPE_CHECKING:
+    from svdpp.plan.layout import Roles
 
 SCHEMA_VERSION = 1
 
@@ -225,6 +228,50 @@ def measured_costs(seconds: Mapping[str, float], assumed: Costs, *, in_pairs: bo
         decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
         transfer_seconds=transfer,
     )
+
+
+class PartMemory(NamedTuple):
+    """Memory of one part on its device: the weights, and the peak of the activations above them."""
+
+    weight_bytes: int
+    activation_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Weights and activations together."""
+        return self.weight_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of each part of a model; None for a part that the model does not have."""
+
+    encode: PartMemory | None
+    """Encoders of text and image, and the VAE's, at the clip's size; without the original image."""
+    denoise: PartMemory
+    """The denoiser, or one of two experts, for one step."""
+    decode: PartMemory | None
+    """The VAE's decoder, for `decode_chunk_size` frames at a time."""
+
+    def of_rank(self, roles: Roles) -> PartMemory:
+        """Memory of a rank with these roles: the sum of the weights, the largest activations."""
+        held = (getattr(self, name) for name, has_role in roles.parts.items() if has_role)
+        loaded = [part for part in held if part is not None]
+        other_experts = max(0, len(roles.experts) - 1)
+        return PartMemory(
+            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
+            max((part.activation_bytes for part in loaded), default=0),
+        )
+
+    def as_costs(self) -> dict[str, float]:
+        """The memory fields of `Costs` by name, in GiB; missing parts are omitted."""
+        parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
+        return {
+            f"{name}_{kind}_gib": size / 2**30
+            for name, part in parts.items()
+            if part is not None
+            for kind, size in (("weights", part.weight_bytes), ("work", part.activation_bytes))
+        }
 
 
 def _on(value: PerRank, rank: int) -> float:

@@ -7,11 +7,10 @@ holds several clips. The files are untrusted: everything read here is bounded an
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +61,7 @@ def are_clips(inputs: Sequence[str]) -> bool:
     return bool(clips)
 
 
-def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
+def find_clips(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """The clips that `inputs` name, each once, by its JSON or else by its file.
 
     Returns:
@@ -70,24 +69,16 @@ def find_clips(inputs: Iterable[str]) -> tuple[list[Path], list[Path]]:
     """
     found: dict[Path, None] = {}
     passed_over: list[Path] = []
-    for text in inputs:
-        matches = _expand(text)
-        if not matches:
-            raise InputError(f"{text!r} matches no files")
-        is_single = matches == [Path(text)]
-        for path in matches:
-            clips, others = [path], list[Path]()
-            if os.path.isdir(path) and not _is_frames_folder(path):
-                clips, others = _clips_in(path)
-                if not clips and is_single:
-                    raise InputError(f"there is no clip in the folder {text!r}")
-            elif not is_single and not _is_clip(path):
-                clips, others = [], [path]
-            found.update((_preferred(clip), None) for clip in clips)
-            passed_over += others
-    if not found:
-        what = "a run's manifest, not" if passed_over[0].name == MANIFEST else "not"
-        raise InputError(f"{str(passed_over[0])!r} is {what} a clip")
+    for path in map(Path, inputs):
+        clips, others = [path], list[Path]()
+        if os.path.isdir(path) and not _is_frames_folder(path):
+            clips, others = _clips_in(path)
+            if not clips:
+                raise InputError(f"there is no clip in the folder {str(path)!r}")
+        elif path.name == MANIFEST and len(inputs) > 1:  # as in out/*
+            clips, others = [], [path]
+        found.update((_preferred(clip), None) for clip in clips)
+        passed_over += others
     return list(found), passed_over
 
 
@@ -148,14 +139,12 @@ def _of_json(path: Path) -> ClipOnDisk:
 
 
 def _names_clips(text: str) -> bool:
-    if Path(text).suffix in (".json", ".mp4"):
+    path = Path(text)
+    if path.suffix in (".json", ".mp4"):
         return True
-    return any(
-        (path / MANIFEST).exists() or bool(_clips_in(path)[0])
-        if os.path.isdir(path) and not _is_frames_folder(path)
-        else _is_clip(path)
-        for path in _expand(text)
-    )
+    if os.path.isdir(path) and not _is_frames_folder(path):
+        return (path / MANIFEST).exists() or bool(_clips_in(path)[0])
+    return _is_clip(path)
 
 
 def _is_clip(path: Path) -> bool:
@@ -199,13 +188,6 @@ def _preferred(path: Path) -> Path:
         if old_path.exists() and _of_json(old_path).path == path:
             return old_path
     return path
-
-
-def _expand(text: str) -> list[Path]:
-    """The path itself, or the paths that its pattern matches."""
-    if os.path.exists(text) or not any(char in text for char in "*?["):
-        return [Path(text)]
-    return [Path(name) for name in sorted(glob.glob(text, recursive=True))]
 
 
 def _is_frames_folder(path: Path) -> bool:

@@ -174,11 +174,11 @@ def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
     """Calls `check_file` with what the reference kept, and removes it."""
     store, sound = TensorStore(folder), None
     try:
-        if store.has_audio(index) and (rate := clip.metadata.get("audio_sample_rate")):
-            sound = store.audio(index).numpy(), rate
-        return check_file(clip, store.frames(index), sound)
+        if store.has(index, "audio") and (rate := clip.metadata.get("audio_sample_rate")):
+            sound = store.load(index, "audio")["audio"].numpy(), rate
+        return check_file(clip, store.load(index, "frames")["frames"].numpy(), sound)
     finally:
-        store.forget_frames(index)
+        store.forget(index, "frames", "audio")
 
 
 def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:

@@ -33,7 +33,13 @@ from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, audio_hashes, solver_history, tensor_sha256
+from svdpp.worker.tensor_store import (
+    TensorStore,
+    audio_hashes,
+    keep_result,
+    solver_history,
+    tensor_sha256,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +151,7 @@ class _Recorder:
     def end(self, latent: torch.Tensor, frames: Frames | None, audio: Audio | None) -> None:
         audio = audio and Audio(self._on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
-            self._store.keep_frames(self._clip, frames)
-            self._store.keep_audio(self._clip, audio)
+            keep_result(self._store, self._clip, frames, audio)
         metadata = {
             "latents_sha256": tensor_sha256(self._on_host(latent)),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
@@ -156,13 +161,14 @@ class _Recorder:
 
     def _keep(self, store: TensorStore, step: int, tensors: Tensors) -> None:
         if step + 1 in self._setup.steps:
-            on_host = {name: self._on_host(tensor) for name, tensor in tensors.items()}
-            history = solver_history(on_host)
-            store.keep_latent(self._clip, step + 1, on_host[LATENTS], history)
+            kept = {LATENTS: tensors[LATENTS], **solver_history(tensors)}
+            on_host = {name: self._on_host(tensor) for name, tensor in kept.items()}
+            store.keep(self._clip, f"step{step + 1}", on_host)
         for name, tensor in tensors.items() if self._setup.predictions else ():
             if name.startswith(PREDICTION):
                 branch = int(name.removeprefix(PREDICTION).partition(".")[0])
-                store.keep_prediction(self._clip, step, branch, self._on_host(tensor))
+                on_host = {PREDICTION: self._on_host(tensor)}
+                store.keep(self._clip, f"step{step}_branch{branch}", on_host)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._copies.to_host(tensor, mark(tensor.device))

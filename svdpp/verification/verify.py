@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
 from svdpp.launch.process_lifetime import temp_folder
+from svdpp.models.base import LATENTS, PREDICTION, Tensors
 from svdpp.verification.reference import run_reference
 from svdpp.verification.result import (
     Check,
@@ -22,9 +23,10 @@ from svdpp.verification.result import (
     compare_levels,
 )
 from svdpp.worker.device import reset_peak
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_store import TensorStore, solver_history
 
 _PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
+_DECODED: tuple[Literal["frames", "audio"], ...] = ("frames", "audio")
 
 
 def verify(
@@ -112,24 +114,25 @@ def _compare_clip(
     yield from _first_different_prediction(config, ours, theirs, clip)
     for rank, end in _parts(config, clip):
         place = Place(clip, end, rank)
-        latents = ours.latent(clip, end), theirs.latent(clip, end)
+        both = ours.load(clip, f"step{end}"), theirs.load(clip, f"step{end}")
+        our_latent, their_latent = (tensors[LATENTS] for tensors in both)
         final = end == num_steps
-        yield compare_latents(*latents, place, final=final, tolerance=tolerance, axes=axes)
-        yield from _first_different_history(ours, theirs, place)
-    if config.decodes:
-        rank = config.layout.route(clip).ranges[-1].rank
-        place = Place(clip, num_steps, rank)
-        both = ours.frames(clip), theirs.frames(clip)
-        yield compare_levels("frames", *both, place, tolerance=tolerance)
-        if theirs.has_audio(clip):
-            both = ours.audio(clip).numpy(), theirs.audio(clip).numpy()
-            yield compare_levels("audio", *both, place, tolerance=tolerance)
+        yield compare_latents(
+            our_latent, their_latent, place, final=final, tolerance=tolerance, axes=axes
+        )
+        yield from _first_different_history(*both, place)
+    rank = config.layout.route(clip).ranges[-1].rank
+    for what in _DECODED if config.decodes else ():
+        if what == "frames" or theirs.has(clip, what):
+            our_levels, their_levels = (s.load(clip, what)[what].numpy() for s in (ours, theirs))
+            place = Place(clip, num_steps, rank)
+            yield compare_levels(what, our_levels, their_levels, place, tolerance=tolerance)
 
 
-def _first_different_history(ours: TensorStore, theirs: TensorStore, place: Place) -> list[Check]:
+def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> list[Check]:
     """The first part of the solver's history that differs after a number of steps, if any."""
-    expected = theirs.history(place.clip, place.step)
-    for name, tensor in ours.history(place.clip, place.step).items():
+    expected = solver_history(theirs)
+    for name, tensor in solver_history(ours).items():
         if name in expected:  # else of a copy that the pipeline has made of its scheduler
             check = compare_latents(tensor, expected[name], place, axes="")
             if not check.bitwise:
@@ -141,14 +144,15 @@ def _first_different_prediction(
     config: PipelineConfig, ours: TensorStore, theirs: TensorStore, clip: int
 ) -> list[Check]:
     """The first prediction that differs between the ranks of a pair and the reference, if any."""
-    if config.cfg_parallel == 1 or not theirs.has_prediction(clip):
+    if config.cfg_parallel == 1 or not theirs.has(clip, "step0_branch0"):
         return []
     parts = config.layout.route(clip).ranges
     steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
     for (first_rank, step), branch in itertools.product(steps, (0, 1)):
-        both = ours.prediction(clip, step, branch), theirs.prediction(clip, step, branch)
+        name = f"step{step}_branch{branch}"
+        one, other = (store.load(clip, name)[PREDICTION] for store in (ours, theirs))
         place = Place(clip, step, first_rank + branch)
-        check = compare_latents(*both, place, axes=_latent_axes(config))
+        check = compare_latents(one, other, place, axes=_latent_axes(config))
         if not check.bitwise:
             return [replace(check, what="prediction", branch=branch)]
     return []

@@ -24,7 +24,7 @@ from svdpp.models.base import LATENTS, Audio, Prepared, Source
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, audio_hashes, tensor_sha256
+from svdpp.worker.tensor_store import TensorStore, audio_hashes, keep_result, tensor_sha256
 
 # A slow disk holds the rank back instead of filling its memory.
 _MAX_WAITING = 2
@@ -122,8 +122,7 @@ class ClipWriter(BoundedExecutor):
         job, packet, frames = finished.job, finished.packet, self._frames_on_host(finished)
         audio = self._audio_on_host(finished)
         if self._tensor_store is not None and frames is not None:
-            self._tensor_store.keep_frames(job.clip, frames)
-            self._tensor_store.keep_audio(job.clip, audio)
+            keep_result(self._tensor_store, job.clip, frames, audio)
         latent = self._stream.to_host(packet.tensors[LATENTS], finished.ready)
         metadata = {
             **job.metadata,

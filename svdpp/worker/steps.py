@@ -13,7 +13,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Readback
 from svdpp.comm.transport import PendingPacket, Transport
 from svdpp.errors import NotFiniteError
-from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.models.base import LATENTS, PREDICTION, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import StepDone
@@ -111,7 +111,8 @@ class Denoising:
             raise NotWantedError
         if tools.tensor_store is not None:
             prediction = tools.on_host(next(iter(packet.tensors.values())))
-            tools.tensor_store.keep_prediction(clip, step, 1 - self.branch, prediction)
+            name = f"step{step}_branch{1 - self.branch}"
+            tools.tensor_store.keep(clip, name, {PREDICTION: prediction})
         return packet.tensors
 
     def drop(self) -> None:
@@ -154,12 +155,11 @@ class Denoising:
         self._tools.reporter.send(event)
 
     def _keep_latent(self) -> None:
-        store, on_host = self._tools.tensor_store, self._tools.on_host
-        if store is not None:
-            tensors = self._packet.tensors
-            history = {name: on_host(each) for name, each in solver_history(tensors).items()}
-            latent = on_host(tensors[LATENTS])
-            store.keep_latent(self._action.clip, self._action.end, latent, history)
+        tools, tensors = self._tools, self._packet.tensors
+        if tools.tensor_store is not None:
+            kept = {LATENTS: tensors[LATENTS], **solver_history(tensors)}
+            on_host = {name: tools.on_host(tensor) for name, tensor in kept.items()}
+            tools.tensor_store.keep(self._action.clip, f"step{self._action.end}", on_host)
 
 
 class StepChecks:

@@ -72,15 +72,6 @@ def test_check_names_the_field_and_both_sides(change: dict[str, int], words: str
     assert words in caught.value.message
 
 
-def test_another_protocol_version_is_named_with_the_mend() -> None:
-    data = bytearray(HEADER.pack())
-    struct.pack_into("<H", data, FIELDS["version"], 7)
-    with pytest.raises(TransportError) as caught:
-        Header.unpack(bytes(data))
-    assert "protocol 7, this rank 6" in caught.value.message
-    assert "same svdpp version" in caught.value.hint
-
-
 def test_a_damaged_byte_count_is_refused_before_the_payload_is_read() -> None:
     data = bytearray(HEADER.pack())
     struct.pack_into("<Q", data, FIELDS["bytes"], 13)

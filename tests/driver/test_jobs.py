@@ -63,24 +63,6 @@ def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -
     return plan_clips([ClipInput(photo)], [0], policy, config, find_checkpoint(config.model))
 
 
-@pytest.mark.parametrize(("replicas", "first"), [(1, [2]), (2, [2, 3])])
-def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
-    photo: Photo, tmp_path: Path, replicas: int, first: list[int]
-) -> None:
-    sizes = [6000, 6000, 1000, 1000, 6000, 1000]
-    inputs = [
-        ClipInput(replace(photo, path=tmp_path / f"{index}.jpg", width=size, height=4000))
-        for index, size in enumerate(sizes)
-    ]
-    config = replace(CONFIG, replicas=replicas)
-    policy = OutputPolicy(folder=tmp_path)
-    plan = plan_clips(inputs, [0], policy, config, find_checkpoint(config.model))
-    rest = [index for index in range(len(sizes)) if index not in first]
-    names = [Path(request.image or "").stem for request in plan.requests]
-    assert names == [str(index) for index in first + rest]
-    assert [metadata["input"] for metadata in plan.metadata] == [f"{name}.jpg" for name in names]
-
-
 def test_a_clip_takes_little_work_and_memory_to_plan(photo: Photo, tmp_path: Path) -> None:
     """100,000 of them: seconds, and at most 300 MB with the manifest and what goes to the ranks."""
     made_from, seeds = [ClipInput(photo)], range(1000)
@@ -138,17 +120,6 @@ def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> 
     with pytest.raises(RequestError, match="another num_threads: 6, now 1") as refusal:
         _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
     assert refusal.value.hint.startswith("--threads 6 keeps it; ")
-
-
-def test_hand_overs_kept_with_other_threads_are_told(photo: Photo, tmp_path: Path) -> None:
-    policy = OutputPolicy(folder=tmp_path / "out", latents_folder=tmp_path, resume=True)
-    here = replace(CONFIG, num_threads=2)
-    (request,) = _plan(photo, policy).requests
-    assert _plan(photo, policy, here).other_threads is None
-    (tmp_path / f"{request.latents_key}_step1.safetensors").touch()
-    assert _plan(photo, policy, here).other_threads == 1
-    assert _plan(photo, policy).other_threads is None
-    assert _plan(photo, replace(policy, resume=False), here).other_threads is None
 
 
 # --- existing files are not replaced unasked ----------------------------------------------------

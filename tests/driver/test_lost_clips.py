@@ -83,7 +83,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
 def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     config, requests = _demo(tmp_path, 1)
     config = replace(config, world_size=1, timeout_seconds=allowing_for_others(4))
-    os.mkfifo(tmp_path / "clip0_frames.npy")  # writing to it blocks until there is a reader
+    os.mkfifo(tmp_path / "clip0_frames")  # writing to it blocks until there is a reader
     with (
         pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d+ s"),
         Pipeline(config, tensor_folder=str(tmp_path)) as pipeline,

@@ -18,9 +18,8 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.memory import LiveBytes, estimate
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import Costs, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
-from svdpp.plan.memory import MemoryEstimate, PartMemory
 from tests.models.allocator import allocated_peak, num_bytes
 from tests.models.probe import probe_packet
 from tests.models.range_checks import nothing

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import choose_layout
-from svdpp.plan.compare import compare_layouts
+from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.experts import divisors
 from svdpp.plan.large_forecast import forecast_layout

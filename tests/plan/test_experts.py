@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import choose_layout
-from svdpp.plan.compare import compare_layouts
+from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles

@@ -132,10 +132,10 @@ def test_sha256_is_of_the_contiguous_bytes(dtype: torch.dtype) -> None:
 def test_evidence_comes_back_as_it_was_kept(tmp_path: Path) -> None:
     tensor_store = TensorStore(tmp_path)
     latent = torch.randn(1, 2, 3).to(torch.bfloat16).transpose(0, 2)
-    frames = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-    tensor_store.keep_latent(3, 7, latent)
-    tensor_store.keep_frames(3, frames)
-    assert torch.equal(tensor_store.latent(3, 7), latent)
-    assert np.array_equal(tensor_store.frames(3), frames)
+    tensor_store.keep(3, "step7", {"latents": latent})
+    assert torch.equal(tensor_store.load(3, "step7")["latents"], latent)
+    assert (tensor_store.has(3, "step7"), tensor_store.has(3, "step8")) == (True, False)
     with pytest.raises(FileNotFoundError):
-        tensor_store.latent(3, 8)
+        tensor_store.load(3, "step8")
+    with pytest.raises(ValueError, match="is not the name"):
+        tensor_store.put("../clip3_step7", b"")

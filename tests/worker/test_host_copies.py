@@ -114,8 +114,8 @@ def test_the_reference(tmp_path: Path) -> None:
     reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
     (done,) = reporter.send.call_args.args
     kept = TensorStore(tmp_path)
-    assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
-    assert kept.latent(0, 1) is not None
+    assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])
+    assert kept.has(0, "step1")
 
 
 def test_a_rank(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_rank(tmp_path: Path) -> None:
     for bad in (written.clip_failed, written.failed, reporter.failed, reporter.checkpoint_lost):
         assert not bad.called, bad.call_args
     (done,) = written.send.call_args.args
-    assert done.metadata["latents_sha256"] == tensor_sha256(kept.latent(0, 2))
+    assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])
     assert done.metadata["frames_sha256"]
     assert list((tmp_path / "checkpoints").glob("*.safetensors"))
 

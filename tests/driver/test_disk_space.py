@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from svdpp.config import OutputConfig, SvdSampling, VideoFormat
+from svdpp.driver.jobs import check_space, estimated_bytes, free_bytes
 from svdpp.errors import OutputError
-from svdpp.media.disk_space import check_space, estimated_bytes, free_bytes
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import Frames, write_clip
 from tests.small_disk import small_disk
