@@ -19,8 +19,7 @@ SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)
 COSTS = PRESETS["svd-xt-a100"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-@pytest.mark.parametrize("num_steps", [1, 2, 5, 25, 1000])
+@pytest.mark.parametrize(("world_size", "num_steps"), [(1, 1), (4, 2), (7, 25), (7, 1000)])
 def test_dithered_ranks_make_clips_of_any_number_of_steps(world_size: int, num_steps: int) -> None:
     config = PipelineConfig(
         world_size=world_size, model=DUMMY, sampling=SAMPLING, split="dithered", costs=COSTS

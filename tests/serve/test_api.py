@@ -10,7 +10,6 @@ import math
 import re
 import socket
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,15 +89,11 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     [
         ({"stepps": 4}, "invalid_request", "stepps", "stepps is unknown"),
         ({"steps": 0}, "invalid_request", "steps", "steps must be 1 or more"),
-        ({"steps": "many"}, "invalid_request", "steps", "steps must be a whole number"),
-        ({"seed": -1}, "invalid_request", "seed", "seed"),
         ({"motion_bucket_id": "1_0"}, "invalid_request", "motion_bucket_id", ""),
         ({"steps": 4, "num_inference_steps": 4}, "invalid_request", "", "are the same"),
         ({"width": 1024}, "invalid_request", "", "width and height belong together"),
         ({"width": 64, "height": 64}, "wrong_size", "width x height", "1024x576"),
-        ({"image_reference": "{}"}, "invalid_request", "", "are the same"),
         ({"fit": "tile"}, "invalid_request", "fit", "fit must be"),
-        ({"size": "1e3x4"}, "invalid_request", "size", "size"),
         ({"size": "64x64"}, "wrong_size", "size", "1024x576"),
         ({"frames": 4, "seconds": 2}, "frames_and_seconds", "seconds", "contradict"),
         ({"seconds": "nan"}, "invalid_request", "seconds", "seconds"),
@@ -110,7 +105,6 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         ),
         ({"photo": b"GIF89a, not really"}, "invalid_image", "input_reference", "'sea.jpg'"),
         ({"photo": b""}, "invalid_image", "input_reference", "empty"),
-        ({"key": "two words"}, "invalid_idempotency_key", "", "visible ASCII"),
         ({"key": "x" * 300}, "invalid_idempotency_key", "", "255"),
     ],
     ids=str,
@@ -154,17 +148,11 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
     [
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/videos/video_1", 404, "video_not_found"),
-        ("GET", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
-        ("GET", f"/v1/videos/{UNKNOWN}/content", 404, "video_not_found"),
         ("GET", f"/v1/videos/{UNKNOWN}/events", 404, "video_not_found"),
-        ("POST", f"/v1/videos/{UNKNOWN}/verify", 404, "video_not_found"),
         ("DELETE", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
         ("GET", f"/v1/videos?after={UNKNOWN}", 404, "video_not_found"),
-        ("GET", "/v1/videos/..%2f..%2fetc%2fpasswd/content", 404, "not_found"),
         ("GET", "/v1/videos?limit=0", 422, "invalid_request"),
         ("GET", "/v1/videos?status=lost", 422, "invalid_request"),
-        ("PUT", "/v1/videos", 405, "method_not_allowed"),
-        ("POST", "/health", 405, "method_not_allowed"),
     ],
 )
 def test_every_error_has_one_shape(
@@ -175,15 +163,12 @@ def test_every_error_has_one_shape(
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [
-        ("/v1/videos", "GET, POST"),
-        ("/v1/videos/video_1", "DELETE, GET"),
-        ("/v1/videos/video_1/content", "GET, HEAD"),
-        ("/health", "GET"),
-    ],
+    [("/v1/videos", "GET, POST"), ("/v1/videos/video_1/content", "GET, HEAD"), ("/health", "GET")],
 )
 def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, methods: str) -> None:
-    assert server.client.put(path).headers["allow"] == methods
+    answer = server.client.put(path)
+    error_of(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"] == methods
 
 
 def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:
@@ -247,11 +232,6 @@ def test_pages_cover_all_clips_once(server: HttpServer) -> None:
     newest = server.client.get("/v1/videos?limit=3").json()
     assert [video["id"] for video in newest["data"]] == ids[:-4:-1]
     assert (newest["object"], newest["has_more"]) == ("list", True)
-    for id in ids:
-        server.wait_for(id, "completed")
-    completed = server.client.get("/v1/videos?limit=100&status=completed").json()
-    assert set(ids) <= {video["id"] for video in completed["data"]}
-    assert server.client.get("/v1/videos?status=failed").json()["data"] == []
 
 
 def test_waiting_clips_know_their_place(server: HttpServer) -> None:
@@ -321,18 +301,6 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(
     assert not [path for path in server.folder.rglob("*") if id in path.name]
 
 
-def test_cancelled_clips_leave_nothing(server: HttpServer) -> None:
-    def cancel(number: int) -> None:
-        for id in server.add(number, steps=1000):
-            assert server.client.delete(f"/v1/videos/{id}").json()["status"] == "cancelled"
-
-    cancel(3)
-    before = value_of(server, "svdpp_resident_bytes")
-    cancel(9)
-    assert value_of(server, "svdpp_resident_bytes") < 1.05 * before
-    assert not list((server.folder / "latents").iterdir())
-
-
 def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
     post = httpx.Client(trust_env=False, base_url=server.url).build_request(
         "POST", "/v1/videos", files={"input_reference": ("left.jpg", PHOTO)}, data={"steps": "3"}
@@ -356,7 +324,7 @@ def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
 
 @pytest.mark.long
 def test_images_come_back_as_they_were_sent_while_they_are_there(keyed: HttpServer) -> None:
-    for kind in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"):
+    for kind in ("PNG", "GIF"):
         file = io.BytesIO()
         Image.new("RGB", (64, 48), "teal").save(file, kind)
         (id,) = keyed.add(photo=file.getvalue(), name="../sea.html")
@@ -377,40 +345,24 @@ def test_images_come_back_as_they_were_sent_while_they_are_there(keyed: HttpServ
 
 
 def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
-    (id,) = server.add(steps=50)
+    """Also for a client that comes back; after the last one it gets 204, as a browser needs it."""
+    (id,) = server.add(steps=100)
     with stream(server, id) as events:
-        found = list(events)
+        first = list(itertools.islice(events, 2))
+    with stream(server, id, **{"Last-Event-ID": first[-1]["event_id"]}) as events:
+        found = [*first, *events]
 
     assert {event["id"] for event in found} == {id}
-    assert [event["status"] for event in found][-1] == "completed"
+    assert found[-1]["status"] == "completed"
     ids = [event["event_id"] for event in found]
     assert len(ids) == len(set(ids))
     steps = [event["step"] for event in found]
     assert steps == sorted(steps)
     assert len(set(steps)) > 3
-
-
-def test_a_client_that_comes_back_gets_the_present_state(server: HttpServer) -> None:
-    (id,) = server.add(steps=100)
-    with stream(server, id) as events:
-        last = next(itertools.islice(events, 1, None))
-    with stream(server, id, **{"Last-Event-ID": last["event_id"]}) as events:
-        found = list(events)
-    assert found[0]["event_id"] != last["event_id"]
-    assert found[0]["step"] >= last["step"]
-    assert found[-1]["status"] == "completed"
-
-
-def test_an_event_source_does_not_come_back_after_the_last_event(server: HttpServer) -> None:
-    """A browser connects again after each end of a stream, until it gets 204."""
-    (id,) = server.add(steps=1)
-    with stream(server, id) as events:
-        *_, last = events
-    path = f"/v1/videos/{id}/events"
-    seen = {"Last-Event-ID": last["event_id"]}
-    assert server.client.get(path, headers=seen).status_code == 204
+    seen = {"Last-Event-ID": ids[-1]}
+    assert server.client.get(f"/v1/videos/{id}/events", headers=seen).status_code == 204
     with stream(server, id, **{"Last-Event-ID": "of an earlier one"}) as events:
-        assert [event["event_id"] for event in events] == [last["event_id"]]
+        assert [event["event_id"] for event in events] == [ids[-1]]
 
 
 def value_of(server: HttpServer, name: str) -> float:
@@ -461,6 +413,9 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
     assert model["limits"]["max_upload_bytes"] == 2**20
     assert model["limits"]["max_megapixels"] == 24
+    for path in ("/health", "/ready"):
+        said = {"status": "ok", "state": "ready", "reason": None, "ranks": 2, "restarts": 0}
+        assert server.client.get(path).json() == said
     assert engine["state"] == "ready"
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
@@ -486,19 +441,6 @@ def test_spans_and_metrics_follow_a_clip(server: HttpServer) -> None:
     assert value_of(server, "svdpp_jobs") == len(all_ids(server))
     assert value_of(server, "svdpp_eta_error_ratio_count") > 0
     assert server.client.get("/metrics").headers["content-type"].startswith("text/plain")
-
-
-def test_health_says_whether_ranks_live(server: HttpServer) -> None:
-    for path in ("/health", "/ready"):
-        answer = server.client.get(path)
-        assert answer.status_code == 200
-        assert answer.json() == {
-            "status": "ok",
-            "state": "ready",
-            "reason": None,
-            "ranks": 2,
-            "restarts": 0,
-        }
 
 
 def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
@@ -531,20 +473,3 @@ def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
     assert demo.client.get("/ready").json()["reason"] == "the queue cannot be used"
     (demo.folder / "away").rename(queue)
     wait(lambda: demo.client.get("/ready").status_code == 200, HANG_SECONDS)
-
-
-def test_many_requests_at_once_lose_none(server: HttpServer) -> None:
-    ids: list[str] = []
-
-    def send() -> None:
-        ids.extend(server.add(3, steps=1))
-
-    threads = [threading.Thread(target=send) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_SECONDS)
-
-    assert len(set(ids)) == 24
-    for id in ids:
-        server.wait_for(id, "completed")

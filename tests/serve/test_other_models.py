@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import hold as hold_jobs
-from tests.serve.http_server import QUICK, HttpServer
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 
@@ -71,24 +68,3 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
         store.add(new_job(model="a"), max_open=1)
     assert store.oldest_waiting() == 2.0
     assert store.cancel_waiting(id)
-
-
-@pytest.mark.processes
-def test_clips_wait_for_a_server_that_can_make_them(tmp_path: Path) -> None:
-    sampling = SvdSampling(num_inference_steps=2, num_frames=14, decode_chunk_size=14)
-    with closing(JobQueue(tmp_path / "data")) as queue:
-        own, *others = (
-            add(queue, model=model, sampling=sampling) for model in ("dummy", *3 * ["demo"])
-        )
-    with HttpServer(tmp_path / "data", *QUICK) as server:
-        assert server.wait_for(own, "completed")["held"] is None
-        assert "queued clips that wait for another start: 3, because its" in server.err
-        listed = server.client.get("/v1/videos?order=asc&status=queued").json()["data"]
-        assert [video["id"] for video in listed] == others
-        for video in listed:
-            assert video["model"] == "demo"
-            assert video["held"] == "its model is demo, and this server runs dummy"
-        assert server.client.post(f"/v1/videos/{others[2]}/cancel").json()["status"] == "cancelled"
-    with closing(JobQueue(tmp_path / "data")) as queue:
-        hold(queue, "demo")
-        assert take_all(queue) == others[:2]
