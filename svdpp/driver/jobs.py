@@ -13,7 +13,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
-from svdpp.config.limits import check_num_clips
+from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files, video
@@ -133,7 +133,7 @@ def plan_clips(
     checkpoint: Checkpoint,
 ) -> ClipPlan:
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
-    plan = ClipPlan()
+    plan, are_large = ClipPlan(), []
     folder = policy.latents_folder
     saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
     weights = None if folder is None else weights_identity(checkpoint)
@@ -155,6 +155,10 @@ def plan_clips(
         steps = []
         if folder is not None and policy.keeps_finished and key in saved:
             steps = latent_checkpoints.saved_steps(folder, key)
+        photo = made_from.photo
+        are_large.append(
+            photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
+        )
         plan.metadata.append(metadata)
         plan.requests.append(
             replace(
@@ -164,8 +168,20 @@ def plan_clips(
                 done_steps=max(steps, default=0),
             )
         )
+    _put_small_first(plan, are_large, config.replicas)
     check_space(policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling)
     return plan
+
+
+def _put_small_first(plan: ClipPlan, are_large: Sequence[bool], count: int) -> None:
+    """Moves `count` clips without large images to the front.
+
+    All ranks wait for the first images; the others are prepared while the ranks work.
+    """
+    small = [index for index, is_large in enumerate(are_large) if not is_large][:count]
+    order = small + sorted(set(range(len(are_large))) - set(small))
+    plan.requests = [plan.requests[index] for index in order]
+    plan.metadata = [plan.metadata[index] for index in order]
 
 
 def open_manifest(

@@ -63,6 +63,24 @@ def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -
     return plan_clips([ClipInput(photo)], [0], policy, config, find_checkpoint(config.model))
 
 
+@pytest.mark.parametrize(("replicas", "first"), [(1, [2]), (2, [2, 3])])
+def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
+    photo: Photo, tmp_path: Path, replicas: int, first: list[int]
+) -> None:
+    sizes = [6000, 6000, 1000, 1000, 6000, 1000]
+    inputs = [
+        ClipInput(replace(photo, path=tmp_path / f"{index}.jpg", width=size, height=4000))
+        for index, size in enumerate(sizes)
+    ]
+    config = replace(CONFIG, replicas=replicas)
+    policy = OutputPolicy(folder=tmp_path)
+    plan = plan_clips(inputs, [0], policy, config, find_checkpoint(config.model))
+    rest = [index for index in range(len(sizes)) if index not in first]
+    names = [Path(request.image or "").stem for request in plan.requests]
+    assert names == [str(index) for index in first + rest]
+    assert [metadata["input"] for metadata in plan.metadata] == [f"{name}.jpg" for name in names]
+
+
 def test_a_clip_takes_little_work_and_memory_to_plan(photo: Photo, tmp_path: Path) -> None:
     """100,000 of them: seconds, and at most 300 MB with the manifest and what goes to the ranks."""
     made_from, seeds = [ClipInput(photo)], range(1000)
