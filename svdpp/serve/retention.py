@@ -6,6 +6,7 @@ be removed again; so what has no row was never meant to go, and is kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import stat
@@ -74,9 +75,8 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
 
 
 def remove_lost_clips(folder: Path, job: Job, *, is_lost: bool) -> None:
-    """Remove what the claims of a job before this one have written; with `is_lost`, this one's."""
-    numbers = [job.token] if is_lost else range(1, job.token)
-    for number in numbers:
+    """Remove what the claims of a job before this one have written; with `is_lost`, also this."""
+    for number in range(1, job.token + is_lost):
         clip = clip_file(folder, job.id, number)
         for path in (clip, Path(f"{clip}.json")):
             output_files.remove(path)
@@ -108,7 +108,8 @@ def remove_leftovers(queue: JobQueue, folder: Path, requests: Collection[str] = 
             with queue.without(id) as is_missing:
                 for file in path.parent.glob(f"{id}.*") if id and is_missing else ():
                     file.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+                # In the block, because a job whose mark is there would be stored after it.
+                path.unlink(missing_ok=True)
         # Listed before the queue is asked: what is begun meanwhile is not among them.
         written = _regular_files(folder / CLIPS, _OWN[CLIPS], math.inf)
         tokens = queue.clips()
@@ -159,13 +160,14 @@ def _regular_files(folder: Path, own: re.Pattern[str], oldest: float) -> list[Pa
     """Those with a name of `own` that were written before `oldest`."""
     if folder.is_symlink() or not folder.exists():
         return []
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if own.fullmatch(path.name)
-        and stat.S_ISREG((about := path.lstat()).st_mode)
-        and about.st_mtime <= oldest
-    ]
+    found = []
+    for path in sorted(folder.iterdir()):
+        if own.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # another server has removed it
+                about = path.lstat()
+                if stat.S_ISREG(about.st_mode) and about.st_mtime <= oldest:
+                    found.append(path)
+    return found
 
 
 def _errors(folder: Path) -> AbstractContextManager[None]:
