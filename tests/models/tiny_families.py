@@ -64,6 +64,7 @@ def save_tiny_wan(
     dtype: torch.dtype = torch.float32,
     width: int = 1,
     layers: int = 1,
+    z_dim: int | None = None,
     **options: Any,
 ) -> Path:
     """Saves a Wan pipeline with random weights to `folder`, and returns the folder.
@@ -72,7 +73,7 @@ def save_tiny_wan(
     in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video. `width` multiplies all channels
     and `options` are those of `save_pretrained`.
     """
-    z_dim = 8 if expand_timesteps else 4
+    z_dim = z_dim or (8 if expand_timesteps else 4)
     channels = 2 * z_dim + 4 if image_to_video and not expand_timesteps else z_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,0 +1,65 @@
+"""Clips that svdpp 0.3 (3e3b864) made, before there was one engine: `verify` and `--resume`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from svdpp.media.examples import example_photos
+from tests.cli.shell import svdpp_here
+from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+
+CLIPS = Path(__file__).parents[1] / "golden/clips_of_0_3"
+PROMPTED = ("--prompt", "the sea", "--max-prompt-tokens", "8")
+#: Names of the clip, its other parameters, and what saves the model.
+FAMILIES: dict[str, tuple[str, tuple[str, ...], Callable[[Path], Any] | None]] = {
+    "svd": ("rocket_0", ("--height=64", "--width=64", "--frames=4"), None),
+    "wan": (
+        "the-sea_0",
+        (*PROMPTED, "--height=32", "--width=32", "--frames=5"),
+        partial(save_tiny_wan, boundary_ratio=0.875),
+    ),
+    "ltx": (
+        "the-sea_0",
+        (*PROMPTED, "--height=32", "--width=64", "--frames=9"),
+        save_tiny_ltx,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the clips were made with AVX512"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_clip_of_version_0_3_is_kept_and_verified(tmp_path: Path, family: str) -> None:
+    name, parameters, save = FAMILIES[family]
+    out, home = tmp_path / "out", {"HOME": str(tmp_path)}  # the model is recorded as ~/wan
+    out.mkdir()
+    for suffix in ("mp4", "mp4.json"):
+        shutil.copy(CLIPS / f"{family}_0.{suffix}", out / f"{name}.{suffix}")
+    if save is None:
+        photo = tmp_path / "rocket.jpg"
+        (rocket,) = (each for each in example_photos() if each.stem == "rocket")
+        shutil.copy(rocket, photo)
+        model: tuple[str, ...] = (str(photo), "--model", "demo")
+    else:
+        save(tmp_path / family)
+        model = ("--model", str(tmp_path / family))
+
+    kept = svdpp_here(
+        *("run", *model, *parameters, "--steps", "4", "--device", "cpu", "--world", "2"),
+        *("--threads", "1", "--out", str(out), "--resume"),
+        env=home,
+    )
+    assert kept.code == 0, kept
+    assert "already finished: 1 clip" in kept.out + kept.err
+    proof = svdpp_here("verify", str(out / f"{name}.mp4"), env=home)
+    assert proof.code == 0, proof
+    assert "DIFFERENT" not in proof.out
