@@ -158,12 +158,8 @@ class Layout:
 
     def _check_uniform(self) -> None:
         stages, boundary = self.num_stages, self.expert_boundary
-        ranks_of_one = self.replicas * self.cfg_parallel
         if boundary is not None and self.separates_experts:
-            more = self.decoders - 1
-            check_even(
-                self.num_steps, stages, boundary, world_of=lambda n: (n + more) * ranks_of_one
-            )
+            check_even(self.num_steps, stages, boundary)
         elif stages != self.world_size and self.num_steps % stages:
             raise RequestError(
                 f"{self.num_steps} steps cannot be split evenly over the {stages} stages of a "

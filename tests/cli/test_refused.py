@@ -51,7 +51,7 @@ PLAN = [
     ("--share-experts", "--share-experts has an effect only with --expert-boundary"),
     ("--expert-boundary 28", "--expert-boundary must be 1 or more and less than the number of"),
     ("--memory --expert-boundary 9", "leave out --expert-boundary"),
-    ("--hosts 2x4 --expert-boundary 5", "cannot be split evenly over 8 ranks"),
+    ("--hosts 2x4 --expert-boundary 5", "cannot be split evenly over 8 stages"),
     ("--world four", "--world 'four' is not a valid integer"),
     ("--world 4.5", "--world '4.5' is not a valid integer"),
     ("--world", "--world"),
