@@ -24,8 +24,7 @@ from svdpp.errors import InputError, RequestError
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.media.inputs import SUFFIXES
-from svdpp.media.source import VIDEO_SUFFIXES
+from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json

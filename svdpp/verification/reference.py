@@ -23,7 +23,7 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import video
-from svdpp.media.source import read_source
+from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Tensors
 from svdpp.models.checkpoint import Checkpoint
