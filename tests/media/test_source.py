@@ -15,6 +15,7 @@ from PIL import Image
 
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
+from svdpp.media import inputs
 from svdpp.media.image import MAX_PIXELS, read_bytes
 from svdpp.media.inputs import check_inputs, read_video, source_of
 from svdpp.media.video import find_ffmpeg, read_frames, write_clip
