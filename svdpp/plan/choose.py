@@ -354,7 +354,7 @@ def compare_layouts(
     limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": known, "sooner": sooner}
     named: dict[str, dict[str, Any] | None] = {
         **{split: {"split": split} for split in SPLITS},
-        f"{decoders} decoders": {"split": "dithered", "decoders": decoders},
+        f"{decoders} decoders": {"split": "alternating", "decoders": decoders},
         "auto": None,
         "data parallel": {"replicas": world_size},
         **({} if world_size % 2 else {"pairs": {"replicas": world_size // 2, "cfg_parallel": 2}}),

@@ -9,8 +9,8 @@ from svdpp.errors import RequestError
 from svdpp.plan.split import (
     ClipCuts,
     Part,
+    alternating_cuts,
     balanced_cuts,
-    dithered_cuts,
     fair_seconds,
     fixed_cuts,
     join_cuts,
@@ -58,14 +58,14 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
-        fair_seconds if split == "dithered" else lambda part: part.slowest_seconds(rule(part))
+        fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
     )
     parts: tuple[Part, ...] = (whole,)
     if boundary is not None:
         even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
         parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
-    if split == "dithered":
-        return dithered_cuts(parts)
+    if split == "alternating":
+        return alternating_cuts(parts)
     return fixed_cuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
 
 
@@ -77,7 +77,7 @@ def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
     raise RequestError(
         f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
         f"{num_stages} stages with one expert each",
-        "use --split balanced or --split dithered",
+        "use --split balanced or --split alternating",
         details={"steps": num_steps, "stages": num_stages},
     )
 

@@ -42,7 +42,7 @@ PLAN = [
     ("--clips 100000000", "--clips must be 1 to 100000, got 100000000"),
     ("--clips 0", "--clips must be 1 to 100000, got 0"),
     ("--world 100000", "--world must be 1 to 65536, got 100000"),
-    ("--world 4096 --clips 9999 --split dithered", "replicas of 4096 are too many to forecast"),
+    ("--world 4096 --clips 9999 --split alternating", "replicas of 4096 are too many to forecast"),
     ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
     ("--world -1", "--world must be 1 to 65536, got -1"),
     ("--steps 0", "the number of steps must be 1 or more, got 0"),

@@ -22,7 +22,7 @@ def test_terms_are_what_bits_and_lists_depend_on() -> None:
     assert json.loads(json.dumps(ours)) == ours
     for other in (
         replace(CONFIG, num_threads=2),
-        replace(CONFIG, split="dithered"),
+        replace(CONFIG, split="alternating"),
         replace(CONFIG, model=ModelConfig(name="demo", dtype="fp16")),
         replace(CONFIG, sampling=replace(CONFIG.sampling, fps=8)),
     ):

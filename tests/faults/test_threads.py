@@ -37,7 +37,8 @@ def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
     [
         (
             "demo",
-            "--gpus 3 --split dithered --dtype bf16 --steps 25 --frames 3 --height 40 --width 48",
+            "--gpus 3 --split alternating --dtype bf16 --steps 25 --frames 3 --height 40 "
+            "--width 48",
         ),
         (
             "vae4",
@@ -45,7 +46,7 @@ def test_a_clip_is_not_recomputed_under_other_threads(tmp_path: Path) -> None:
             "--min-guidance-scale 3.0 --max-guidance-scale 1.2",
         ),
     ],
-    ids=["dithered bf16", "falling guidance"],
+    ids=["alternating bf16", "falling guidance"],
 )
 def test_four_times_more_threads_than_cores(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ def _layouts(most_decode_ranks: int = 1) -> st.SearchStrategy[Layout]:
         return Layout(
             num_steps=steps + stages,
             world_size=stages * replicas,
-            split="dithered",
+            split="alternating",
             replicas=replicas,
             decoders=decoders,
             decode_ranks=1 if decoders > 1 else min(decode_ranks, stages),
