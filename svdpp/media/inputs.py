@@ -7,10 +7,7 @@ import hashlib
 import itertools
 import os
 import re
-import signal
-import subprocess
 import tempfile
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +30,7 @@ from svdpp.media.image import (
     read_bytes,
     read_photo,
 )
-from svdpp.media.video import EXACT_SCALE, QUIET, find_ffmpeg
-from svdpp.redaction import without_controls
+from svdpp.media.video import MediaFailure, ppm_frames
 
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -255,7 +251,6 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
 _DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
 _SECONDS = 600.0
-_MAX_LOG = 2**16
 
 
 def source_of(
@@ -326,43 +321,13 @@ def _frames(
 
 def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
     """What ffmpeg decodes; it can open no other file."""
-    command = [find_ffmpeg(), *QUIET]
-    command += ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
-    command += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
-    command += ["-f", demuxer, "-i", f"file:/dev/fd/{file}"]
-    command += ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
-    # As PPM, because its header gives the size of each frame.
-    command += ["-frames:v", str(count), "-pix_fmt", "rgb24", "-c:v", "ppm"]
-    process = subprocess.Popen(
-        [*command, "-f", "image2pipe", "pipe:1"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=(file,),
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    timer = threading.Timer(_SECONDS, process.kill)
-    timer.start()
-    with process:
-        try:
-            while process.stdout.readline():
-                width, height = map(int, process.stdout.readline().split())
-                process.stdout.readline()
-                pixels = process.stdout.read(3 * width * height)
-                if len(pixels) < 3 * width * height:
-                    break
-                yield Image.frombytes("RGB", (width, height), pixels)
-            log = process.stderr.read(_MAX_LOG)
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-    if code == -signal.SIGKILL:
-        raise InputError(f"takes longer than {_SECONDS:.0f} s to decode", "save it as H.264")
-    if code:
-        # The first line has the cause; it begins with a part of ffmpeg: [h264 @ 0x55e7e3b36d80].
-        first = re.sub(r"^(\[[^]]*\] *)+", "", log.decode(errors="replace").partition("\n")[0])
-        reason = without_controls(first or f"ffmpeg ended with {code}")[:200]
-        raise InputError(f"cannot be decoded as a video: {reason}", "save it as H.264")
+    source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
+    source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
+    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file}", "-frames:v", str(count)]
+    try:
+        yield from ppm_frames(source, seconds=_SECONDS, files=(file,))
+    except TimeoutError:
+        text = f"takes longer than {_SECONDS:.0f} s to decode"
+        raise InputError(text, "save it as H.264") from None
+    except MediaFailure as error:
+        raise InputError(f"cannot be decoded as a video: {error}", "save it as H.264") from error
