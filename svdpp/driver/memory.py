@@ -24,6 +24,8 @@ _RANK_BYTES = 128 * 2**20
 #: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
 #: beside it).
 _IMAGE_BYTES = 768 * 2**20
+#: Clips of the demo up to this size take half a gigabyte at most.
+_DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _KNOBS = {kind.lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
@@ -168,10 +170,14 @@ def check_memory(
 ) -> None:
     """Refuses CPU ranks that need more memory than this machine has free.
 
-    The peaks of all ranks are added, because they may occur at the same time. The built-in models
-    are not checked: they are small, and the estimate imports diffusers.
+    The peaks of all ranks are added, because they may occur at the same time. The dummy and small
+    clips of the demo are not checked: the estimate imports diffusers.
     """
-    if config.device != "cpu" or checkpoint is None or checkpoint.name == DEMO_MODEL:
+    sampling = config.sampling
+    if config.device != "cpu" or checkpoint is None:
+        return
+    pixels = sampling.frames * sampling.height * sampling.width
+    if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
         return
     free = available_bytes()
     needed, knob = _needed_together(config, checkpoint, ranks)

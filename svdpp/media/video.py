@@ -323,18 +323,16 @@ def ppm_frames(
     # As PPM, because its header gives the size of each frame.
     output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
     output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(
-            [find_ffmpeg(), *QUIET, *source, *output],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=files,
-        ) as process,
-    ):
+    with subprocess.Popen(
+        [find_ffmpeg(), *QUIET, *source, *output],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=files,
+    ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         try:
@@ -345,15 +343,15 @@ def ppm_frames(
                 if len(pixels) < 3 * width * height:
                     break
                 yield Image.frombytes("RGB", (width, height), pixels)
+            log = process.stderr.read(_MAX_LOG)
             code = process.wait()
         finally:
             timer.cancel()
             process.kill()
-        log.seek(0)
-        first = log.read(_MAX_LOG).decode(errors="replace").partition("\n")[0]
     if code == -signal.SIGKILL:
         raise TimeoutError
     if code:
+        first = log.decode(errors="replace").partition("\n")[0]
         raise MediaFailure(_why_ended(code, first, by_errno=False))
 
 

@@ -139,7 +139,7 @@ COMPLETED = {
     "svdpp run --model d": "demo dummy",
     "svdpp verify --model d": "demo dummy",
     "svdpp profile --model d": "demo dummy",
-    "svdpp simulate --split d": "alternating",
+    "svdpp simulate --split a": "alternating",
     "svdpp do": "doctor",
 }
 

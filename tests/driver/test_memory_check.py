@@ -13,7 +13,6 @@ from svdpp.driver.memory import check_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError
-from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import run_reference
@@ -22,8 +21,6 @@ from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.long
 
-#: The files of the built-in demo, which is itself not checked.
-MODEL = str(find_checkpoint(ModelConfig(name="demo")).folder)
 ALL = Roles(encode=True, denoise=True, decode=True)
 DENOISE = Roles(encode=False, denoise=True, decode=False)
 ENCODE = Roles(encode=True, denoise=False, decode=False)
@@ -32,13 +29,14 @@ ENCODE = Roles(encode=True, denoise=False, decode=False)
 def _config(world_size: int = 2, **sampling: int) -> PipelineConfig:
     sizes = {"height": 256, "width": 256, "num_frames": 14, "num_inference_steps": 4, **sampling}
     return PipelineConfig(
-        world_size=world_size, model=ModelConfig(name=MODEL), sampling=SvdSampling(**sizes)
+        world_size=world_size, model=ModelConfig(name="demo"), sampling=SvdSampling(**sizes)
     )
 
 
 @pytest.fixture
 def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory, "_DEMO_PIXELS", 0)
 
 
 @pytest.fixture
@@ -128,10 +126,10 @@ def test_no_process_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("run", PHOTO, *DEMO, "--model", MODEL, "--out"),
-        ("verify", PHOTO, *DEMO, "--model", MODEL, "--log-file"),
-        ("profile", *DEMO, "--model", MODEL, "--out"),
-        ("bench", "smoke", f"--model.name={MODEL}", "--results"),
+        ("run", PHOTO, *DEMO, "--out"),
+        ("verify", PHOTO, *DEMO, "--log-file"),
+        ("profile", *DEMO, "--out"),
+        ("bench", "smoke", "--model.name=demo", "--results"),
     ],
     ids=lambda command: command[0],
 )
