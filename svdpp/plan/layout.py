@@ -327,7 +327,6 @@ class Layout:
         ]
 
     def _step_on(self, rank: int) -> float:
-        """Seconds of a step on `rank`, or on the pair of which it is the first."""
         paired = self.cfg_parallel == 2
         return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
 

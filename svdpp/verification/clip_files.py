@@ -163,7 +163,6 @@ def _is_clip(path: Path) -> bool:
 
 
 def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The clips of one folder, by JSON or file, and the other JSON and video files."""
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
@@ -299,7 +298,6 @@ def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
 
 
 def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
-    """The PSNR of two clips of one shape, and the largest difference of one colour."""
     square, largest = 0.0, 0
     for one, other in zip(ours, theirs, strict=True):  # by frame: int16 takes twice the memory
         difference = one.astype(np.int16) - other
@@ -309,7 +307,6 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
 
 
 def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
-    """The pixels of the recomputed frames after encoding them with the clip's settings."""
     metadata = clip.metadata
     with temp_folder("svdpp-verify-") as folder:
         suffix = video.SUFFIXES[metadata["format"]]

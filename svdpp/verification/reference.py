@@ -133,7 +133,6 @@ class _Recorder:
         self._begun = self._mark = time.monotonic()
 
     def before_steps(self) -> None:
-        """Called before the first step; the time until then is the encode's."""
         self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
 
     def after_step(self, step: int, tensors: Tensors) -> None:
