@@ -32,13 +32,13 @@ _PLANNED_CLIPS = 12
 _SPLITS = [
     Layout(num_steps=28, world_size=7, costs=_A100),
     Layout(num_steps=28, world_size=7, split="balanced", costs=_A100),
-    Layout(num_steps=28, world_size=7, split="dithered", costs=_A100),
+    Layout(num_steps=28, world_size=7, split="alternating", costs=_A100),
     Layout(num_steps=28, world_size=7, replicas=7, costs=_A100),
 ]
 _WIDER = [
-    Layout(num_steps=25, world_size=8, split="dithered", costs=_A100),
-    Layout(num_steps=25, world_size=8, split="dithered", decoders=2, costs=_A100),
-    Layout(num_steps=25, world_size=8, split="dithered", replicas=2, costs=_A100),
+    Layout(num_steps=25, world_size=8, split="alternating", costs=_A100),
+    Layout(num_steps=25, world_size=8, split="alternating", decoders=2, costs=_A100),
+    Layout(num_steps=25, world_size=8, split="alternating", replicas=2, costs=_A100),
 ]
 
 
@@ -69,7 +69,7 @@ def rehearse_seven_ranks() -> None:
     """Draws eight clips on seven ranks that sleep a twentieth of what an A100 takes."""
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
     costs = _A100.scaled(0.05)
-    config = PipelineConfig(world_size=7, model=model, split="dithered", costs=costs)
+    config = PipelineConfig(world_size=7, model=model, split="alternating", costs=costs)
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)

@@ -277,7 +277,7 @@ def test_frames_are_not_guessed() -> None:
 
 def test_alone_is_the_same_work_on_one_device() -> None:
     costs = Costs(step_seconds=(1.0, 2.0, 3.0))
-    config = pipeline(world_size=3, split="dithered", decoders=2, costs=costs, num_threads=2)
+    config = pipeline(world_size=3, split="alternating", decoders=2, costs=costs, num_threads=2)
 
     alone = config.alone()
 

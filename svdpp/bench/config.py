@@ -27,7 +27,7 @@ from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, params_of
 from svdpp.errors import InputError, RequestError, describe_fault
-from svdpp.plan.layout import Split
+from svdpp.plan.layout import Split, present_split
 from svdpp.redaction import recorded_name, redact_all
 
 _MAX_ROUNDS = 1000
@@ -70,7 +70,7 @@ class Ranks(Section):
     world: Positive | None = None
     """Number of ranks W; None: every GPU, or 2 on the CPU."""
     device: str = "cuda"
-    split: Split = "uniform"
+    split: Annotated[Split, BeforeValidator(present_split)] = "uniform"
     """If not given, `balanced` for a model with two experts."""
     share_experts: bool = False
     """Whether one rank may hold both experts of a model that has two."""

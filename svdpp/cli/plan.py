@@ -126,9 +126,9 @@ class SecondsOptions:
 
 @command(
     examples=(
-        "svdpp plan --gpus 7 --split dithered",
+        "svdpp plan --gpus 7 --split alternating",
         "svdpp plan --gpus 8 --clips 100 --compare",
-        "svdpp plan --hosts 2x4 --split dithered --inter-host-transfer-seconds 0.002",
+        "svdpp plan --hosts 2x4 --split alternating --inter-host-transfer-seconds 0.002",
     ),
     common=("world", "clips", "steps", "layout", "split", "costs", "compare", "memory", "as_json"),
     without=(

@@ -111,7 +111,7 @@ def _expert_names(layout: Layout, rank: int) -> list[str]:
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
-    if layout.split != "dithered" or not 1 < layout.num_stages <= _MAX_CUTS:
+    if layout.split != "alternating" or not 1 < layout.num_stages <= _MAX_CUTS:
         return
     console.result()
     for clip in range(min(num_clips, _CLIPS_WHOSE_CUTS_ARE_SHOWN)):

@@ -31,7 +31,7 @@ _FLEET = ("psycopg",)
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT: Split = "dithered"
+_SPLIT: Split = "alternating"
 
 
 @command(
@@ -47,7 +47,7 @@ _SPLIT: Split = "dithered"
     without=("seed",),
     defaults={
         "world": "all GPUs; on the CPU 2",
-        "split": "dithered; with two experts balanced",
+        "split": "alternating; with two experts balanced",
     },
     meanings={
         "steps": "Denoising steps of a clip, unless its request says otherwise.",

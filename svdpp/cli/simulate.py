@@ -43,7 +43,7 @@ class RehearsalOptions(ClipOptions):
 @command(
     examples=(
         "svdpp simulate --gpus 2 --steps 8",
-        "svdpp simulate --gpus 4 --split dithered --time-scale 0.01 --trace trace.json",
+        "svdpp simulate --gpus 4 --split alternating --time-scale 0.01 --trace t.json",
     ),
     common=(
         *("world", "clips", "steps", "model", "latent_shape", "layout", "split", "time_scale"),

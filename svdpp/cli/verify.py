@@ -71,7 +71,7 @@ class ProofOptions(ClipOptions):
     examples=(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
-        "svdpp verify photo.jpg --gpus 4 --split dithered",
+        "svdpp verify photo.jpg --gpus 4 --split alternating",
     ),
     common=("world", "model", "clips", "steps", "split", "num_frames", "as_json"),
     without=("checksum",),

@@ -300,7 +300,6 @@ class _Link:
         self._failure: Exception | None = None
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Runs `work` in the link's thread, after what was started before."""
         future = self._thread.submit(self._unless_failed, work)
         self._last = future
         return future

@@ -20,7 +20,7 @@ from svdpp.config.limits import (
 from svdpp.config.model import ModelConfig
 from svdpp.config.sampling import SvdSampling
 from svdpp.plan.costs import Costs
-from svdpp.plan.layout import Layout, Split, frame_chunks
+from svdpp.plan.layout import Layout, Split, frame_chunks, present_split
 from svdpp.plan.split import MAX_RANKS
 
 
@@ -69,6 +69,7 @@ class PipelineConfig:
     """False: clips end with their final latents, to measure the engine without decode."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "split", present_split(self.split))
         check_whole("--world", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")

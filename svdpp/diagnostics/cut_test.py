@@ -17,8 +17,7 @@ from svdpp.diagnostics.tiny_copy import NUM_STEPS, tiny_sampling, write_tiny_cop
 from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
 from svdpp.launch.group import RankContext
-from svdpp.media.inputs import example_requests
-from svdpp.media.source import read_source
+from svdpp.media.inputs import example_requests, read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint

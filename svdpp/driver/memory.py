@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,10 +24,8 @@ _RANK_BYTES = 128 * 2**20
 #: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
 #: beside it).
 _IMAGE_BYTES = 768 * 2**20
-#: Of a built-in model: what does not depend on the clip's size, and elements of activations for
-#: each element of the dummy's latent, and each pixel of a frame that the demo decodes or denoises.
-_BUILT_IN_BYTES = 2**29
-_DUMMY_ELEMENTS, _DECODED_ELEMENTS, _DENOISED_ELEMENTS = 640, 512, 90
+#: Clips of the demo up to this size take half a gigabyte at most.
+_DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _KNOBS = {kind.lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
@@ -173,13 +170,16 @@ def check_memory(
 ) -> None:
     """Refuses CPU ranks that need more memory than this machine has free.
 
-    The peaks of all ranks are added, because they may occur at the same time.
+    The peaks of all ranks are added, because they may occur at the same time. The dummy and small
+    clips of the demo are not checked: the estimate imports diffusers.
     """
-    if config.device != "cpu":
+    sampling = config.sampling
+    if config.device != "cpu" or checkpoint is None:
+        return
+    pixels = sampling.frames * sampling.height * sampling.width
+    if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
         return
     free = available_bytes()
-    if _upper_bound(config, checkpoint, ranks) <= free:
-        return
     needed, knob = _needed_together(config, checkpoint, ranks)
     if needed > free:
         noun = "rank needs" if len(ranks) == 1 else "ranks need"
@@ -188,22 +188,6 @@ def check_memory(
             f"{gib_text(needed)}, {gib_text(free)} free",
             knob,
         )
-
-
-def _upper_bound(
-    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
-) -> float:
-    """Above the need of a built-in model, but known without diffusers; infinite for others."""
-    sampling, frames = config.sampling, config.sampling.frames
-    if checkpoint is None:
-        elements = _DUMMY_ELEMENTS * math.prod(config.model.dummy_latent.shape)
-    elif checkpoint.name == DEMO_MODEL:
-        decoded = min(sampling.decode_chunk_size or frames, frames)
-        pixels = sampling.height * sampling.width
-        elements = pixels * (_DECODED_ELEMENTS * decoded + _DENOISED_ELEMENTS * frames)
-    else:
-        return math.inf
-    return len(ranks) * (_BUILT_IN_BYTES + 4 * elements) + _image_bytes(checkpoint, ranks)
 
 
 def _needed_together(

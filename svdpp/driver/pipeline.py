@@ -322,7 +322,6 @@ class Pipeline(PipelineRanks):
         session.close()
 
     def _check_open(self) -> RankSession:
-        """The session, if it takes work."""
         session = self._entered
         if session.is_closing:
             raise ClosedError("the pipeline is closed: it takes no more clips")

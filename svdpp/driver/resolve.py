@@ -199,12 +199,12 @@ class ClipWork:
 
     def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
         """`requests` as a list, resolved: the ranks can make every clip."""
-        one = isinstance(requests, ClipRequest)
-        checked = []
-        for index, request in enumerate([requests] if one else _as_list(requests, "requests")):
-            name = "the clip" if one else f"clip {index} of the list"
+        listed = [requests] if isinstance(requests, ClipRequest) else requests
+        checked: list[ClipRequest] = []
+        for index, request in enumerate(listed):
+            name = f"clip {index} of the list" if listed is requests else "the clip"
             if not isinstance(request, ClipRequest):
-                raise TypeError(f"{name} is {_kind(request)}, not a ClipRequest")
+                raise TypeError(f"{name} is a {type(request).__name__}, not a ClipRequest")
             checked.append(self.resolved(request))
             self._check(name, checked[-1])
         return checked
@@ -276,26 +276,13 @@ class ClipWork:
 
 def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones."""
-    dictionaries = _as_list(metadata, "metadata")
-    for index, values in enumerate(dictionaries):
-        if not isinstance(values, Mapping):
-            raise TypeError(f"metadata {index} of the list is {_kind(values)}, not a dictionary")
+    dictionaries = [dict(values) for values in metadata]
     if dictionaries and len(dictionaries) != count:
         raise RequestError(
             f"got {len(dictionaries)} metadata for {count} clips: give one for each clip"
         )
-    return [dict(values) for values in dictionaries] or [{} for _ in range(count)]
+    return dictionaries or [{} for _ in range(count)]
 
 
 def _starts_from_image(sampling: SamplingConfig) -> bool:
     return not isinstance(sampling, PromptedSampling) or sampling.from_image
-
-
-def _as_list(values: object, name: str) -> list[Any]:
-    if not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list, got {_kind(values)}")
-    return list(values)
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"

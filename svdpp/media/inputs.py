@@ -1,19 +1,36 @@
-"""What clips are made from: images and videos that are found and checked, prompts, examples."""
+"""What clips are made from: images and videos that are found, checked, read and fitted; prompts."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import itertools
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from svdpp.config import ClipRequest, PipelineConfig
+from PIL import Image
+
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.clip import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError
-from svdpp.media.image import MAX_PIXELS, Photo, file_problem, read_photo
-from svdpp.media.source import VIDEO_SUFFIXES, read_video
+from svdpp.media.image import (
+    MAX_PIXELS,
+    Photo,
+    check_size,
+    demuxer_of,
+    file_problem,
+    fit_photo,
+    photo_of,
+    read_bytes,
+    read_photo,
+)
+from svdpp.media.video import MediaFailure, ppm_frames
 
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -224,3 +241,93 @@ def example_requests(
         )
         for clip in range(num_clips)
     ]
+
+
+#: An image, the frames of a video, or several of both by name.
+Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
+
+#: Suffixes of the videos that are taken from a folder or a pattern.
+VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
+
+_DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
+_SECONDS = 600.0
+
+
+def source_of(
+    data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
+) -> tuple[Image.Image | list[Image.Image], Photo]:
+    """The file `name` of a clip of `sampling`, from its bytes; `path` names it in messages.
+
+    The frames of a video get their size by the filter with which diffusers resizes them. An image
+    stands for a video that shows nothing else.
+    """
+    side, fit = sampling.videos.get(name), sampling.fit
+    width, height = side or sampling.width, side or sampling.height
+    if name == IMAGE and not sampling.from_video:
+        image, photo = photo_of(data, path)
+        return fit_photo(image, width, height, fit), photo
+    frames, size = [], (0, 0)
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for frame in _frames(data, file, path, sampling.frames, MAX_PIXELS):
+            size = frame.size
+            fitted = fit_photo(frame, width, height, fit)
+            frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
+    return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
+
+
+def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
+    """All that a clip starts from besides a prompt; None if that is nothing.
+
+    Raises:
+        InputError: a file cannot be used, or is not the one whose SHA-256 the request has.
+    """
+    found = {}
+    for name, (path, sha256) in request.files.items():
+        found[name], photo = source_of(read_bytes(Path(path)), Path(path), sampling, name)
+        if sha256 not in (None, photo.sha256):
+            raise InputError(f"{path!r} has changed since the run began")
+    return found if sampling.videos else found.get(IMAGE)
+
+
+def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
+    """Checks that a video has as many frames, all of which are decoded; writes no file."""
+    data = read_bytes(path)
+    with path.open("rb") as file:
+        *_, size = (frame.size for frame in _frames(data, file, path, num_frames, max_pixels))
+    return Photo(path, hashlib.sha256(data).hexdigest(), *size)
+
+
+def _frames(
+    data: bytes, file: IO[bytes], path: Path, count: int, max_pixels: int
+) -> Iterator[Image.Image]:
+    """The first `count` frames, upright, one at a time; `file` has the same bytes as `data`."""
+    demuxer, done = demuxer_of(data), 0
+    if demuxer is None:
+        yield from itertools.repeat(photo_of(data, path, max_pixels)[0], count)
+        return
+    try:
+        for frame in _decoded(file.fileno(), demuxer, count, max_pixels):
+            check_size(*frame.size, max_pixels)
+            yield frame
+            done += 1
+        if done < count:
+            text = f"has {done} of the {count} frames that the clip takes"
+            raise InputError(text, "use fewer --frames")
+    except InputError as error:
+        raise InputError(f"{str(path)!r} {error.message}", error.hint) from None
+
+
+def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
+    """What ffmpeg decodes; it can open no other file."""
+    source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
+    source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
+    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file}", "-frames:v", str(count)]
+    try:
+        yield from ppm_frames(source, seconds=_SECONDS, files=(file,))
+    except TimeoutError:
+        text = f"takes longer than {_SECONDS:.0f} s to decode"
+        raise InputError(text, "save it as H.264") from None
+    except MediaFailure as error:
+        raise InputError(f"cannot be decoded as a video: {error}", "save it as H.264") from error

@@ -204,7 +204,6 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file in `folder`, or in the nearest existing folder above it."""
     while True:
         try:
             is_folder = stat.S_ISDIR(folder.stat().st_mode)

@@ -18,7 +18,8 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +46,14 @@ _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
+_MAX_LOG = 2**16
 # Exact rounding; without it swscale changes colours by one or two levels.
 EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
-class _MediaFailure(RuntimeError):
+class MediaFailure(RuntimeError):
     """ffmpeg failed, or a file has the wrong content."""
 
 
@@ -180,7 +182,7 @@ def _sha256_of(path: Path) -> str:
     # Non-blocking, because opening a pipe would wait for its writer.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _MediaFailure(f"{path.name!r} is not a regular file")
+            raise MediaFailure(f"{path.name!r} is not a regular file")
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -216,7 +218,7 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> N
             count = len(frames)  # webp stores frames that look the same as one without a duration
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
-        raise _MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
+        raise MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
 
 
 def _ffmpeg(
@@ -226,7 +228,7 @@ def _ffmpeg(
     seconds: float,
     files: tuple[int, ...] = (),
 ) -> bytes:
-    """Run ffmpeg with `frames` as stdin and return its stdout; _MediaFailure if it fails.
+    """Run ffmpeg with `frames` as stdin and return its stdout; MediaFailure if it fails.
 
     It inherits the open `files`.
     """
@@ -242,23 +244,23 @@ def _ffmpeg(
             pass_fds=files,
         )
     except subprocess.TimeoutExpired:
-        raise _MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
     if done.returncode:
-        raise _MediaFailure(_why_ended(done.returncode, done.stderr))
+        last = done.stderr[-_MAX_LOG:].decode(errors="replace").strip().rpartition("\n")[2]
+        raise MediaFailure(_why_ended(done.returncode, last))
     return done.stdout
 
 
-def _why_ended(code: int, stderr: bytes) -> str:
+def _why_ended(code: int, line: str, *, by_errno: bool = True) -> str:
     if code < 0:
         return f"ffmpeg was ended by {signal.Signals(-code).name}"
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
     # 65 on). The errno is better than the last line of stderr, which is often a consequence.
-    if code > 256 - ord("A"):
+    if by_errno and code > 256 - ord("A"):
         return f"ffmpeg failed: {os.strerror(256 - code)}"
-    last = stderr[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
     # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
-    last = re.sub(r"^(\[[^]]*\] *)+", "", last.strip())
-    return f"ffmpeg ended with {code}: {last or 'no reason given'}"
+    line = without_controls(re.sub(r"^(\[[^]]*\] *)+", "", line.strip()))[:200]
+    return f"ffmpeg ended with {code}: {line or 'no reason given'}"
 
 
 def _source(path: Path) -> list[str]:
@@ -272,7 +274,7 @@ def _encode_mp4(
 ) -> None:
     count, height, width, _ = frames.shape
     if height % 2 or width % 2:
-        raise _MediaFailure(f"mp4 needs even sides, not {width}x{height}")
+        raise MediaFailure(f"mp4 needs even sides, not {width}x{height}")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
     filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
@@ -306,23 +308,61 @@ def _check_sound(path: Path, sound: Sound) -> None:
     (back, back_rate), block = read_sound(path), 1024  # an AAC encoder fills the last block
     short, long = len(samples) / rate, (len(samples) + 2 * block) / rate
     if not short - 1e-3 <= len(back) / back_rate <= long:
-        raise _MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
+        raise MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
+
+
+def ppm_frames(
+    source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()
+) -> Iterator[Image.Image]:
+    """The frames that ffmpeg decodes, one at a time; it inherits the open `files`.
+
+    Raises:
+        TimeoutError: it does not end within `seconds`.
+        MediaFailure: it fails.
+    """
+    # As PPM, because its header gives the size of each frame.
+    output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
+    output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
+    with subprocess.Popen(
+        [find_ffmpeg(), *QUIET, *source, *output],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=files,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            while process.stdout.readline():
+                width, height = map(int, process.stdout.readline().split())
+                process.stdout.readline()
+                pixels = process.stdout.read(3 * width * height)
+                if len(pixels) < 3 * width * height:
+                    break
+                yield Image.frombytes("RGB", (width, height), pixels)
+            log = process.stderr.read(_MAX_LOG)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+    if code == -signal.SIGKILL:
+        raise TimeoutError
+    if code:
+        first = log.decode(errors="replace").partition("\n")[0]
+        raise MediaFailure(_why_ended(code, first, by_errno=False))
 
 
 def _decode_mp4(path: Path) -> Frames:
-    # As PPM, because its header gives the size of each frame.
-    output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough", "-pix_fmt", "rgb24"]
-    # One frame more than the limit, and a few bytes of header for each frame.
-    bounds = ["-frames:v", str(MAX_FRAMES + 1), "-fs", str(3 * MAX_CLIP_PIXELS + 32 * MAX_FRAMES)]
-    output += [*bounds, "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
-    data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
-    header = re.match(rb"P6\n(\d+) (\d+)\n255\n", data)
-    if header is None:
-        raise _MediaFailure("it has no frames")
-    width, height = int(header[1]), int(header[2])
-    pictures = np.frombuffer(data, np.uint8).reshape(-1, header.end() + height * width * 3)
-    _check_size(len(pictures), height, width)
-    return pictures[:, header.end() :].reshape(-1, height, width, 3)
+    images: list[Frames] = []
+    for image in ppm_frames(_source(path), seconds=_READ_SECONDS):
+        _check_size(len(images) + 1, image.height, image.width)
+        images.append(np.asarray(image))
+    if not images:
+        raise MediaFailure("it has no frames")
+    return np.stack(images)
 
 
 def _frame_ms(format: VideoFormat, fps: int) -> int:
@@ -385,7 +425,7 @@ def _check_size(num_frames: int, height: int, width: int) -> None:
     """Refuse a clip above the limits, which could fill the memory."""
     if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
         limits = f"{MAX_FRAMES} frames, or {MAX_CLIP_PIXELS} pixels"
-        raise _MediaFailure(f"it has more than {limits}, the limit of a clip")
+        raise MediaFailure(f"it has more than {limits}, the limit of a clip")
 
 
 def _metadata_text(path: Path) -> str | None:

@@ -83,7 +83,6 @@ class _Candidate(NamedTuple):
     """Mean of one clip, from its start."""
 
     def against(self, other: _Candidate, num_clips: int) -> str:
-        """The times of both, in words."""
         return (
             f"a clip takes {self.latency:.4g} s and {_clips(num_clips)} {self.seconds:.4g} s, with "
             f"{other.layout} {other.latency:.4g} s and {other.seconds:.4g} s"
@@ -102,7 +101,6 @@ class _Search:
     sooner: bool
 
     def choice(self) -> Choice:
-        """The best of the possible layouts, and what was left out of the comparison."""
         paired = self._paired()
         wholes = [self.data_parallel, *(paired if self.pairs == "exact" else [])]
         # If the fixed layout is impossible, its error says why.
@@ -129,7 +127,6 @@ class _Search:
     # --- the layouts ----------------------------------------------------------------------------
 
     def _paired(self) -> list[Layout]:
-        """Data parallel of pairs; nothing if pairs are not asked for, or the ranks form none."""
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if self.pairs == "no" or whole.world_size % 2 or per_host % 2:
@@ -161,7 +158,6 @@ class _Search:
                 yield layout
 
     def _fits(self, layout: Layout) -> bool:
-        """Whether no rank is known to need more memory than it has."""
         pairs = zip(layout.peak_gib, self.memory_gib, strict=True) if self.memory_gib else ()
         return all((needs or 0.0) <= has for needs, has in pairs)
 
@@ -169,7 +165,6 @@ class _Search:
         return [_Candidate(each, *makespan_and_latency(each, self.num_clips)) for each in layouts]
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        """The first of those that no other exceeds by more than the rule allows."""
         if self.sooner:
             kept = _least(candidates, lambda each: each.seconds, 1 / _RATE_KEPT)
             candidates = _least(kept, lambda each: each.latency)
@@ -210,7 +205,6 @@ class _Search:
     def _left_out(
         self, best: Layout, possible: Sequence[Layout], num_unknown: int
     ) -> Iterator[str]:
-        """What memory and experts had to do with the choice."""
         yield _held_experts(best)
         too_large = [layout for layout in possible if not self._fits(layout)]
         if too_large:
@@ -295,7 +289,6 @@ def _mean(value: PerRank) -> float:
 
 
 def _has_known_transfers(layout: Layout) -> bool:
-    """Whether the costs give the time of each of its transfers."""
     host, links = layout.costs.host_of, (*layout.links, *layout.decode_links)
     crosses = any(host(source) != host(target) for source, target in links)
     return not crosses or layout.costs.inter_host_transfer_seconds is not None
@@ -354,7 +347,7 @@ def compare_layouts(
     limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": known, "sooner": sooner}
     named: dict[str, dict[str, Any] | None] = {
         **{split: {"split": split} for split in SPLITS},
-        f"{decoders} decoders": {"split": "dithered", "decoders": decoders},
+        f"{decoders} decoders": {"split": "alternating", "decoders": decoders},
         "auto": None,
         "data parallel": {"replicas": world_size},
         **({} if world_size % 2 else {"pairs": {"replicas": world_size // 2, "cfg_parallel": 2}}),
@@ -386,7 +379,6 @@ def compare_layouts(
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
-    """Names the first rank that is known to need more memory than it has; empty if none does."""
     if not memory_gib:
         return ""
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from itertools import product
 
 from svdpp.errors import RequestError
 from svdpp.plan.split import (
     ClipCuts,
     Part,
+    alternating_cuts,
     balanced_cuts,
-    dithered_cuts,
     fair_seconds,
     fixed_cuts,
     join_cuts,
@@ -59,39 +58,27 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
-        fair_seconds if split == "dithered" else lambda part: part.slowest_seconds(rule(part))
+        fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
     )
     parts: tuple[Part, ...] = (whole,)
     if boundary is not None:
         even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
         parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
-    if split == "dithered":
-        return dithered_cuts(parts)
+    if split == "alternating":
+        return alternating_cuts(parts)
     return fixed_cuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
 
 
-def check_even(
-    num_steps: int, num_stages: int, boundary: int, *, world_of: Callable[[int], int]
-) -> None:
-    """Check that some division of the stages lets `uniform` split the steps of each expert.
-
-    `world_of` gives the number of ranks that makes a number of stages, for the hint.
-    """
+def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
+    """Checks that some division of the stages lets `uniform` split the steps of each expert."""
     if _even_divisions(num_steps, num_stages, boundary):
         return
-    pairs = product(divisors(boundary), divisors(num_steps - boundary))
-    counts = sorted({high + low for high, low in pairs})
-    above = bisect_left(counts, num_stages)
-    nearest = [world_of(count) for count in counts[above - 1 : above + 1]]
     first, second = EXPERTS
-    stages = f"{num_stages} ranks that hold one expert each"
-    if world_of(num_stages) != num_stages:
-        stages = f"the {num_stages} stages of a replica, each with one expert"
     raise RequestError(
         f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
-        f"{stages}",
-        f"use --split dithered, or {' or '.join(f'--world {world}' for world in nearest)}",
-        details={"steps": num_steps, "ranks": world_of(num_stages), "nearest": nearest},
+        f"{num_stages} stages with one expert each",
+        "use --split balanced or --split alternating",
+        details={"steps": num_steps, "stages": num_stages},
     )
 
 

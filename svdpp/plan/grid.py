@@ -67,7 +67,6 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
-    """For each column the sign that fills most of it."""
     if not total:
         return IDLE * columns
     column = total / columns

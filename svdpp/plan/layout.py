@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
@@ -23,8 +23,13 @@ from svdpp.plan.split import (
     split_steps,
 )
 
-Split = Literal["uniform", "balanced", "dithered"]
+Split = Literal["uniform", "balanced", "alternating"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+def present_split(split: Any) -> Any:
+    """A split that a user or a file names: `dithered` was the name of `alternating`."""
+    return "alternating" if split == "dithered" else split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class Layout:
     decoders: int = 1
     """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
     costs: Costs = field(default_factory=Costs)
-    """The costs by which `balanced` and `dithered` cut, and stages are divided between experts."""
+    """By which `balanced` and `alternating` cut, and stages are divided between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
@@ -102,6 +107,7 @@ class Layout:
     """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "split", present_split(self.split))
         check_counts(self.num_steps, self.world_size)
         self._check_pairs()
         self._check_replicas()
@@ -158,17 +164,13 @@ class Layout:
 
     def _check_uniform(self) -> None:
         stages, boundary = self.num_stages, self.expert_boundary
-        ranks_of_one = self.replicas * self.cfg_parallel
         if boundary is not None and self.separates_experts:
-            more = self.decoders - 1
-            check_even(
-                self.num_steps, stages, boundary, world_of=lambda n: (n + more) * ranks_of_one
-            )
+            check_even(self.num_steps, stages, boundary)
         elif stages != self.world_size and self.num_steps % stages:
             raise RequestError(
                 f"{self.num_steps} steps cannot be split evenly over the {stages} stages of a "
                 "replica",
-                "use --split balanced or --split dithered, which allow any number of steps",
+                "use --split balanced or --split alternating, which allow any number of steps",
             )
         else:
             split_steps(self.num_steps, stages)
@@ -325,7 +327,6 @@ class Layout:
         ]
 
     def _step_on(self, rank: int) -> float:
-        """Seconds of a step on `rank`, or on the pair of which it is the first."""
         paired = self.cfg_parallel == 2
         return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
 

@@ -84,8 +84,6 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
-    """One clip at one rank: its RECV, if it has one, and its other actions."""
-
     pending: Action | None
     work: tuple[Action, ...]
 
@@ -160,7 +158,6 @@ def _decode_actions(route: Route) -> Iterator[Action]:
 
 
 def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
-    """What a rank that has the final latent does to decode its share."""
     clip, last = route.clip, route.ranges[-1]
     return (
         Action.at(Kind.DECODE, clip, last.end, frames=share.frames),

@@ -1,8 +1,8 @@
 """The rules that cut the denoising steps of a clip into ranges, one for each stage.
 
 The result of a step does not depend on the rank, so each clip can be cut anywhere. `uniform` makes
-equal ranges. `balanced` makes the slowest stage as fast as whole steps allow. `dithered` varies the
-ranges from clip to clip, so that on average all stages have equal work to a fraction of a step.
+equal ranges. `balanced` makes the slowest stage as fast as whole steps allow. `alternating` varies
+the ranges from clip to clip, so that on average all stages have equal work to a fraction of a step.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
         raise RequestError(
             f"{world_size} ranks are more than {num_steps} steps: some would have no step",
             f"use --steps {world_size} or more, or --world {num_steps} or fewer, or --split "
-            "dithered",
+            "alternating",
             details={"steps": num_steps, "ranks": world_size},
         )
     if num_steps % world_size:
@@ -121,7 +121,7 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
             f"{num_steps} steps cannot be split evenly over {world_size} ranks; "
             f"the nearest step counts that can are {below} and {below + world_size}",
             f"use --steps {below} or --steps {below + world_size}, "
-            f"or --world {largest_world(num_steps, world_size)}, or --split dithered",
+            f"or --world {largest_world(num_steps, world_size)}, or --split alternating",
             details={"steps": num_steps, "ranks": world_size, "nearest": nearest},
         )
     count = num_steps // world_size
@@ -206,7 +206,7 @@ class ClipCuts:
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
 
 
-def dithered_cuts(parts: Sequence[Part]) -> ClipCuts:
+def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
     """Cuts that give all stages of each part equal work on average; all clips are cut between them.
 
     If a stage has several ranks of unequal speed, each turn has its own positions.

@@ -86,7 +86,7 @@ class Admission:
         work = ClipWork(self._config, self._checkpoint)
         request = work.resolved(ClipRequest(seed=0, sampling=sampling))
         try:
-            for clip in range(_ROUTES * self._config.world_size):  # `dithered` has many
+            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
                 work.route(clip, request)
         except RequestError as error:
             own = self._config.sampling.num_inference_steps

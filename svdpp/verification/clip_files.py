@@ -24,8 +24,7 @@ from svdpp.errors import InputError, RequestError
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos
 from svdpp.media import video
-from svdpp.media.inputs import SUFFIXES
-from svdpp.media.source import VIDEO_SUFFIXES
+from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
@@ -164,7 +163,6 @@ def _is_clip(path: Path) -> bool:
 
 
 def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The clips of one folder, by JSON or file, and the other JSON and video files."""
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
@@ -300,7 +298,6 @@ def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
 
 
 def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
-    """The PSNR of two clips of one shape, and the largest difference of one colour."""
     square, largest = 0.0, 0
     for one, other in zip(ours, theirs, strict=True):  # by frame: int16 takes twice the memory
         difference = one.astype(np.int16) - other
@@ -310,7 +307,6 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
 
 
 def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
-    """The pixels of the recomputed frames after encoding them with the clip's settings."""
     metadata = clip.metadata
     with temp_folder("svdpp-verify-") as folder:
         suffix = video.SUFFIXES[metadata["format"]]

@@ -171,7 +171,6 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
 
 def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
-    """Calls `check_file` with what the reference kept, and removes it."""
     store, sound = TensorStore(folder), None
     try:
         if store.has(index, "audio") and (rate := clip.metadata.get("audio_sample_rate")):
@@ -253,7 +252,6 @@ def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
 
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
-    """Detects weights that were replaced under the recorded name."""
     recorded = clip.metadata["weights_fingerprint"]
     if recorded is None and not config.model.loras:
         return

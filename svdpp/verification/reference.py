@@ -23,7 +23,7 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import RequestError
 from svdpp.launch.group import RankContext
 from svdpp.media import video
-from svdpp.media.source import read_source
+from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, Audio, Tensors
 from svdpp.models.checkpoint import Checkpoint
@@ -133,7 +133,6 @@ class _Recorder:
         self._begun = self._mark = time.monotonic()
 
     def before_steps(self) -> None:
-        """Called before the first step; the time until then is the encode's."""
         self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
 
     def after_step(self, step: int, tensors: Tensors) -> None:

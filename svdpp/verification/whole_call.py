@@ -143,8 +143,6 @@ class _Steps:
         return forward
 
     def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """`scheduler.step` of a pipeline that has no callback."""
-
         @functools.wraps(real)
         def step(*args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
@@ -154,7 +152,6 @@ class _Steps:
         return step
 
     def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
-        """The pipeline's callback after a step."""
         packer = Packer()
         packer.pack(changed_state(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):

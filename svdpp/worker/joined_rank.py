@@ -132,7 +132,6 @@ class _ParentLink:
         self._rank_0 = f"rank 0 ({welcome['host']})"
 
     def listen(self) -> None:
-        """Starts the thread that handles rank 0's messages."""
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
 
     def wait_for_begin(self) -> None:
@@ -140,7 +139,6 @@ class _ParentLink:
         self._begun.wait()
 
     def send(self, message: bytes) -> None:
-        """See `Channel`."""
         event = parse_event(message)
         if isinstance(event, Heartbeat):
             self._heartbeat = event
@@ -149,13 +147,11 @@ class _ParentLink:
         self._channel.send(message)
 
     def receive(self, timeout: float) -> bytes | None:
-        """See `Channel`."""
         with contextlib.suppress(queue.Empty):
             return self._commands.get(timeout=timeout)
         return None
 
     def disconnect(self) -> None:
-        """Closes the sending side, after all work is done."""
         self._is_disconnected = True
         connection = self._channel.connection
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:

@@ -90,8 +90,6 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """Everything before the first action."""
-
     context: RankContext
     setup: RankSetup
     reporter: Reporter

@@ -18,7 +18,7 @@ from svdpp.comm.streams import Mark, SideStream, mark
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import OutputError
 from svdpp.media import output_files, video
-from svdpp.media.source import read_source
+from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, Prepared, Source
 from svdpp.worker.latent_checkpoints import LatentCheckpoints

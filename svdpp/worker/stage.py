@@ -279,7 +279,6 @@ class PipelineStage:
         return packet
 
     def _model_of(self, clip: int) -> VideoModel:
-        """The model with the sampling parameters of `clip`."""
         sampling = self._jobs[clip].request.sampling
         return self._model if sampling is None else self._model_with(sampling)
 
@@ -303,7 +302,6 @@ class PipelineStage:
 
     @contextmanager
     def _isolated(self, packet: Packet) -> Iterator[None]:
-        """Reports an error that concerns one clip, and makes its packet a tombstone."""
         try:
             yield
         except NotWantedError:

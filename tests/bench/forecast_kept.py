@@ -26,8 +26,8 @@ from svdpp.plan.forecast import replay, summarise
 _SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {"split": "uniform"},
     "balanced": {"split": "balanced"},
-    "dithered": {"split": "dithered"},
-    "dithered, 2 decoders": {"split": "dithered", "decoders": 2},
+    "alternating": {"split": "alternating"},
+    "alternating, 2 decoders": {"split": "alternating", "decoders": 2},
 }
 
 
@@ -99,7 +99,7 @@ def one_at_a_time(num_clips: int, time_scale: float) -> None:
                 name="dummy", dummy_latent_shape=(1, 4, 25, 16, 16), dummy_sleeps=True
             ),
             costs=PRESETS["svd-xt-a100"].scaled(time_scale),
-            split="dithered",
+            split="alternating",
         )
         together = run(config, requests).trace.summary().makespan
         unfinished: deque[ClipHandle] = deque()

@@ -45,7 +45,7 @@ def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> N
     """Data parallel is not advised by forecast: it is measured beside the pipeline."""
     folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0)))
     asked = _asked(_limits(folder)["advice"]["command"]).pipeline
-    assert (asked.split, asked.replicas) == ("dithered", 1)
+    assert (asked.split, asked.replicas) == ("alternating", 1)
     assert asked.costs == str(folder / "costs.json")
     assert _limits(leave_bench(tmp_path, _DECODE))["advice"] is None
 

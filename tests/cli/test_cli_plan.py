@@ -149,7 +149,7 @@ def test_of_many_clips_the_first_are_drawn() -> None:
 
 
 def test_of_many_ranks_the_first_are_listed() -> None:
-    answer = svdpp_here("plan", "--world", "128", "--split", "dithered", "--clips", "9")
+    answer = svdpp_here("plan", "--world", "128", "--split", "alternating", "--clips", "9")
 
     assert "... and 28 more ranks" in answer.out
     assert "(no picture: 128 ranks are too many)" in answer.out
@@ -170,7 +170,7 @@ def test_comparison_in_json_says_the_same() -> None:
 
     assert (result["schema_version"], result["clips"]) == (2, 128)
     rows = {row["name"]: row for row in result["layouts"]}
-    layouts = ["uniform", "balanced", "dithered", "2 decoders", "auto", "data parallel", "pairs"]
+    layouts = ["uniform", "balanced", "alternating", "2 decoders", "auto", "data parallel", "pairs"]
     assert list(rows) == layouts
     assert rows["uniform"]["forecast"] is None
     assert "cannot be split evenly" in rows["uniform"]["note"]
@@ -195,7 +195,7 @@ def test_device_memory_says_that_costs_lack_memory() -> None:
 
 
 def test_arrivals_give_percentiles() -> None:
-    options = ("plan", *A100, "--world", "4", "--split", "dithered", "--clips", "500")
+    options = ("plan", *A100, "--world", "4", "--split", "alternating", "--clips", "500")
     answer = svdpp_here(*options, "--arrivals", "6/min")
     one, other = (
         strict_json(svdpp_here(*options, "--arrivals", rate, "--json").out)["forecast"]
@@ -278,3 +278,8 @@ def test_a_plan_counts_the_chunks_that_ranks_decode(options: tuple[str, ...], mo
     costs = A100_COSTS
     others = costs.encode_on(0) + 28 * costs.step_on(0) + most * costs.decode_on(1)
     assert forecast["makespan_seconds"] == pytest.approx(others, rel=1e-3)
+
+
+def test_the_old_name_of_a_split_is_taken() -> None:
+    plan = json.loads(svdpp_here("plan", "--world", "2", "--split", "dithered", "--json").out)
+    assert plan["layout"]["split"] == "alternating"

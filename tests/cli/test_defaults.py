@@ -110,7 +110,7 @@ def test_variables_that_name_no_option(name: str, answer: int) -> None:
 
 
 def test_what_the_command_line_says_is_not_blamed_on_the_file() -> None:
-    _write("split = 'dithered'")
+    _write("split = 'alternating'")
     sentence: Answer = svdpp_here("plan", "--layout", "auto")
     assert_error(sentence, 2, "leave out --split", "--split is set by svdpp.toml")
     given = svdpp_here("plan", "--layout", "auto", "--split", "balanced")

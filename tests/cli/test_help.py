@@ -129,7 +129,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 COMPLETED = {
-    "svdpp run --split ": "uniform balanced dithered",
+    "svdpp run --split ": "uniform balanced alternating",
     "svdpp run --layout ": "auto pipeline data-parallel",
     "svdpp run --format ": "mp4 gif webp frames",
     "svdpp run --device ": "auto cuda cpu cuda:0",
@@ -139,7 +139,7 @@ COMPLETED = {
     "svdpp run --model d": "demo dummy",
     "svdpp verify --model d": "demo dummy",
     "svdpp profile --model d": "demo dummy",
-    "svdpp simulate --split d": "dithered",
+    "svdpp simulate --split a": "alternating",
     "svdpp do": "doctor",
 }
 

@@ -24,7 +24,8 @@ def hinted(error: str) -> list[list[str]]:
     """The options that a hint names, each with its value, if any."""
     hint = error.partition("\nhint: ")[2].partition("; to go on")[0]
     found = re.findall(
-        r"(--[a-z][a-z-]*)(?: (\d[\w.:]*(?:,\d+)*|auto|dithered|balanced|demo|cpu|[A-Z]+\b))?", hint
+        r"(--[a-z][a-z-]*)(?: (\d[\w.:]*(?:,\d+)*|auto|alternating|balanced|demo|cpu|[A-Z]+\b))?",
+        hint,
     )
     return [[name, _VALUES.get(value, value)] if value else [name] for name, value in found]
 
@@ -78,7 +79,7 @@ def test_each_option_that_a_hint_names_leads_on(line: str) -> None:
 def test_a_plan_of_hosts_names_no_other_number_of_ranks() -> None:
     answer = svdpp_here("plan", "--hosts", "2x4")
 
-    assert_error(answer, 2, "over 8 ranks", "use --steps 24 or --steps 32, or --split dithered")
+    assert_error(answer, 2, "over 8 ranks", "use --steps 24 or --steps 32, or --split alternating")
     assert "--world" not in answer.err
 
 

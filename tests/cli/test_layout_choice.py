@@ -31,8 +31,8 @@ def config_with(num_clips: int | None = 40, **layout: Any) -> tuple[PipelineConf
 
 
 def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
-    config, why = config_with(split="dithered", decoders=2)
-    assert str(config.layout) == "1 replica of 4 ranks, dithered, 2 decoders"
+    config, why = config_with(split="alternating", decoders=2)
+    assert str(config.layout) == "1 replica of 4 ranks, alternating, 2 decoders"
     assert (config.costs, why) == (PRESETS["svd-xt-a100"], "")
     assert LayoutOptions().assumed_costs(decodes=False) == Costs()
     config, why = config_with(layout="data-parallel")
@@ -59,7 +59,7 @@ def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
         return default_world("cpu", 25, divide=LayoutOptions(**given).must_divide)
 
     assert world() == world(layout="pipeline") == 1
-    assert world(split="dithered") == world(layout="auto") == world(layout="data-parallel") == 2
+    assert world(split="alternating") == world(layout="auto") == world(layout="data-parallel") == 2
 
 
 @pytest.mark.parametrize(

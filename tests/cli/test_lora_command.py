@@ -51,7 +51,7 @@ def test_the_forecast_of_four_steps_on_four_ranks_is_what_plan_prints() -> None:
     many = ("--steps", "40", "--step-seconds", "12", "--expert-boundary", "17")
     told = [
         json.loads(svdpp_here(*asked, "--decode-seconds", "3", *steps, "--split", split).out)
-        for steps, split in ((many, "balanced"), (few, "balanced"), (few, "dithered"))
+        for steps, split in ((many, "balanced"), (few, "balanced"), (few, "alternating"))
     ]
     told = [plan["forecast"] for plan in told]
     told.append(told[1]["data_parallel"])

@@ -53,8 +53,8 @@ def config_of(options: str, num_clips: int) -> PipelineConfig:
 SHAPES = [
     "--gpus 7",
     "--gpus 7 --split balanced",
-    "--gpus 7 --split dithered",
-    "--gpus 8 --split dithered --decoders 2",
+    "--gpus 7 --split alternating",
+    "--gpus 8 --split alternating --decoders 2",
     "--gpus 8 --replicas 2",
     "--gpus 4 --layout pipeline",
     "--gpus 8 --layout data-parallel",

@@ -40,7 +40,7 @@ _CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("world_size", "split"),
     [
-        (3, {"split": "dithered"}),
+        (3, {"split": "alternating"}),
         pytest.param(
             4, {"split": "balanced", "replicas": 2}, marks=[pytest.mark.long, pytest.mark.full]
         ),

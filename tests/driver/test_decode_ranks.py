@@ -61,7 +61,7 @@ def test_both_ranks_of_a_pair_decode_the_bits_of_one() -> None:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (3, {"split": "dithered", "decode_ranks": 3}),
+        (3, {"split": "alternating", "decode_ranks": 3}),
         (4, {"replicas": 2, "decode_ranks": 2}),
         pytest.param(2, {"decode_ranks": 2}, marks=[pytest.mark.long, pytest.mark.full]),
     ],

@@ -43,7 +43,7 @@ def _plain_loop(steps: int, seeds: Iterable[int]) -> list[str]:
 
 
 UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
-REPLICAS = {"world_size": 6, "split": "dithered", "replicas": 2, "decoders": 2}
+REPLICAS = {"world_size": 6, "split": "alternating", "replicas": 2, "decoders": 2}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ REPLICAS = {"world_size": 6, "split": "dithered", "replicas": 2, "decoders": 2}
         pytest.param(28, {"world_size": 28}, marks=pytest.mark.long),
         (7, {"world_size": 9, "split": "balanced"}),
         (7, {"world_size": 3, "split": "balanced", "costs": UNLIKE_RANKS}),
-        (7, {"world_size": 3, "split": "dithered", "costs": UNLIKE_RANKS}),
-        (7, {"world_size": 4, "split": "dithered", "decoders": 2}),
+        (7, {"world_size": 3, "split": "alternating", "costs": UNLIKE_RANKS}),
+        (7, {"world_size": 4, "split": "alternating", "decoders": 2}),
         (7, REPLICAS),
         (7, {"world_size": 3, "replicas": 3}),
     ],

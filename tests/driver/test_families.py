@@ -63,7 +63,7 @@ MORE = [pytest.mark.long, pytest.mark.full]
     ("world_size", "layout"),
     [
         (2, {"split": "uniform", "share_experts": True}),
-        (3, {"split": "dithered"}),
+        (3, {"split": "alternating"}),
         pytest.param(1, {}, marks=MORE),
         pytest.param(2, {"split": "balanced", "replicas": 2}, marks=MORE),
         pytest.param(4, {"split": "balanced"}, marks=MORE),

@@ -72,7 +72,7 @@ def requests_of(config: PipelineConfig) -> list[ClipRequest]:
 @pytest.mark.parametrize(
     ("name", "dtype", "layout"),
     [
-        ("t2v-two-experts", "fp32", {"world_size": 4, "split": "dithered"}),
+        ("t2v-two-experts", "fp32", {"world_size": 4, "split": "alternating"}),
         ("i2v", "bf16", {"world_size": 4, "replicas": 2}),
         ("5b", "fp32", {"share_experts": False}),
         *(
@@ -87,11 +87,11 @@ def requests_of(config: PipelineConfig) -> list[ClipRequest]:
                 ("i2v", "bf16", {}),
                 ("i2v", "fp32", {"world_size": 4, "split": "uniform"}),
                 ("i2v", "bf16", {"world_size": 4, "split": "balanced"}),
-                ("i2v", "fp32", {"world_size": 4, "split": "dithered"}),
+                ("i2v", "fp32", {"world_size": 4, "split": "alternating"}),
                 ("5b", "bf16", {}),
                 ("5b", "bf16", {"world_size": 4, "split": "uniform"}),
                 ("5b", "fp32", {"world_size": 4, "split": "balanced"}),
-                ("5b", "bf16", {"world_size": 4, "split": "dithered"}),
+                ("5b", "bf16", {"world_size": 4, "split": "alternating"}),
                 ("5b", "fp32", {"world_size": 6, "decoders": 2, "split": "balanced"}),
             ]
         ),

@@ -14,8 +14,7 @@ from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.media.inputs import example_photos
-from svdpp.media.source import read_source
+from svdpp.media.inputs import example_photos, read_source
 from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model

@@ -46,7 +46,7 @@ def test_doctor_finds_nothing_wrong(machine: Machine, tmp_path: Path) -> None:
 
 
 def test_run_makes_clips_and_verify_proves_one(machine: Machine, tmp_path: Path) -> None:
-    how = (*machine.steps, "--split", "dithered", "--decode-chunk-size", "auto")
+    how = (*machine.steps, "--split", "alternating", "--decode-chunk-size", "auto")
     svdpp("run", PHOTOS[0], *machine.options, *how, "--out", str(tmp_path))
     (clip,) = tmp_path.glob("astronaut_0*.json")
     assert json.loads(svdpp("verify", str(clip), "--json"))["equal"] is True
@@ -60,7 +60,7 @@ def test_run_makes_clips_and_verify_proves_one(machine: Machine, tmp_path: Path)
 def test_profile_measures_costs_that_a_plan_takes(machine: Machine, tmp_path: Path) -> None:
     costs, ranks = tmp_path / "costs.json", str(machine.everywhere[0])
     svdpp("profile", *machine.options, "--repeats", "1", "--out", str(costs))
-    svdpp("plan", "--gpus", ranks, *machine.steps, "--split", "dithered", "--costs", str(costs))
+    svdpp("plan", "--gpus", ranks, *machine.steps, "--split", "alternating", "--costs", str(costs))
 
 
 def test_simulate_rehearses_on_all_gpus(machine: Machine) -> None:

@@ -54,7 +54,7 @@ class Family:
             model=ModelConfig(name=str(self.save(folder)), dtype="fp32"),
             sampling=self.sampling,
             device=machine.shared,
-            split="dithered" if world_size > 1 else "uniform",
+            split="alternating" if world_size > 1 else "uniform",
         )
 
 

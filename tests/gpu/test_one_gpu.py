@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 def test_three_ranks_on_one_gpu_are_exact(
     machine: Machine, report: Report, tmp_path: Path, deterministic: bool
 ) -> None:
-    config = machine.config(3, split="dithered", deterministic=deterministic)
+    config = machine.config(3, split="alternating", deterministic=deterministic)
     name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
     report.prove(name, config, machine.requests(6), tmp_path)
 

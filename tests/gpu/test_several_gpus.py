@@ -52,7 +52,7 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
 @pytest.mark.parametrize(
     "layout",
     [
-        "dithered",
+        "alternating",
         *(
             pytest.param(layout, marks=pytest.mark.no_rehearsal)
             for layout in ("uniform", "data parallel")
@@ -65,7 +65,7 @@ def test_all_cards_at_full_size_are_exact(
     world_size, steps = machine.world_size, 14
     changes: dict[str, Any] = {
         "uniform": {"split": "balanced" if steps % world_size else "uniform"},
-        "dithered": {"split": "dithered"},
+        "alternating": {"split": "alternating"},
         "data parallel": {"replicas": world_size},
     }[layout]
     config = _full_size(machine, full_size, **changes)
@@ -76,7 +76,7 @@ def test_all_cards_at_full_size_are_exact(
 def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Report) -> None:
     found = set()
     for _ in range(2 if machine.is_small else 20):
-        with Pipeline(_config(machine, split="dithered")) as pipeline:
+        with Pipeline(_config(machine, split="alternating")) as pipeline:
             results = pipeline.run(machine.requests(machine.world_size + 1))
         found.add(tuple(result.metadata["latents_sha256"] for result in results))
     report.add("demo model twenty times over", different_results=len(found))
@@ -97,7 +97,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs(
 def test_the_makespan_is_what_the_forecast_says(
     machine: Machine, report: Report, full_size: Path
 ) -> None:
-    config = _full_size(machine, full_size, split="dithered")
+    config = _full_size(machine, full_size, split="alternating")
     with Pipeline(config) as pipeline:
         pipeline.run(machine.requests(machine.world_size * 3))
         measured, forecast = pipeline.trace.summary().makespan, pipeline.forecast().makespan

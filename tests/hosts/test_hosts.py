@@ -121,7 +121,16 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
 ) -> None:
     hosts = make_hosts(2)
     command = (
-        *("run", *_CLIPS, "--split", "dithered", "--out", str(tmp_path / "out"), "--timeout", "5"),
+        *(
+            "run",
+            *_CLIPS,
+            "--split",
+            "alternating",
+            "--out",
+            str(tmp_path / "out"),
+            "--timeout",
+            "5",
+        ),
         *("--latents-dir", str(tmp_path / "handed-over"), "--resume"),
     )
     jobs = hosts.torchrun(*command, per_host=1)
@@ -167,7 +176,7 @@ def test_torchrun_starts_again_and_nothing_is_done_twice(
 ) -> None:
     hosts = make_hosts(2)
     jobs = hosts.torchrun(
-        *("run", *_CLIPS, "--split", "dithered", "--out", str(tmp_path / "out")),
+        *("run", *_CLIPS, "--split", "alternating", "--out", str(tmp_path / "out")),
         *("--latents-dir", str(tmp_path / "handed-over")),
         per_host=1,
         options=("--max-restarts", "1"),

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and a launcher's ranks, over loopback: handshake, clocks, address."""
+"""Channels and connections: what a rank that does not read holds up, handshake, clocks, address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from svdpp.errors import RankError, RequestError
 from svdpp.launch import connections
 from svdpp.launch.connections import RankHello, RankListener, Terms
+from svdpp.launch.group import PipeChannel, QueuedChannel
 from svdpp.launch.process_group import choose_interface
 from svdpp.launch.world import World
 
@@ -193,3 +195,47 @@ def test_the_default_interface_is_the_one_towards_the_store() -> None:
 def test_unusable_interfaces_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         choose_interface("127.0.0.1", spans_hosts=True, environment=environment)
+
+
+MESSAGES = [bytes([number]) * 2**20 for number in range(3)]
+
+
+def _senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sender"]
+
+
+def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
+    ours, theirs = Pipe()
+    parent, rank = QueuedChannel(ours), PipeChannel(theirs)
+    for message in MESSAGES:
+        parent.send(message)  # each is larger than a pipe's buffer
+    rank.send(b"busy")
+    assert parent.receive(10) == b"busy"
+    assert [rank.receive(10) for _ in MESSAGES] == MESSAGES
+    parent.close()
+    parent.close()
+    rank.close()
+
+
+def test_close_does_not_wait_for_the_rank_and_leaves_no_thread() -> None:
+    before = _senders()
+    ours, theirs = Pipe()
+    parent = QueuedChannel(ours)
+    for message in MESSAGES:
+        parent.send(message)
+    parent.close()
+    assert parent.connection.closed
+    assert _senders() == before
+    theirs.close()
+
+
+def test_send_does_not_raise_if_the_rank_has_ended() -> None:
+    before = _senders()
+    ours, theirs = Pipe()
+    parent = QueuedChannel(ours)
+    theirs.close()
+    parent.send(b"work")
+    parent.send(b"stop")
+    parent.close()
+    assert parent.connection.closed
+    assert _senders() == before

@@ -1,4 +1,4 @@
-"""The fork server ends with its starter; libraries that it imports leave nothing behind."""
+"""The fork server ends with its starter and leaves nothing behind; ranks print to a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
 from tests.faults.processes import is_there, wait_until
 
 _START_AND_DIE = """
@@ -113,3 +115,23 @@ def test_ranks_started_from_python(tmp_path: Path, start_method: str) -> None:
     )
     assert not os.listdir(temporary)
     assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr
+
+
+def _print_and_fail(context: RankContext, _argument: object) -> None:
+    print(f"printed by rank {context.world.rank}")
+    os.write(2, b"written without Python\n")
+    raise ValueError("on purpose")
+
+
+@pytest.mark.processes
+def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    group = StartedGroup(_print_and_fail, None, world_size=2, backend="gloo")
+    assert not group.end(60)
+    output = group.output_tail(1) or ""
+    group.kill()
+    assert group.exited() == {0: 1, 1: 1}
+    assert "printed by rank 1" in output
+    assert "written without Python" in output
+    assert "ValueError: on purpose" in output
+    captured = capfd.readouterr()
+    assert "printed by" not in captured.out + captured.err

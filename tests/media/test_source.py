@@ -15,10 +15,9 @@ from PIL import Image
 
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
-from svdpp.media import source
+from svdpp.media import inputs
 from svdpp.media.image import MAX_PIXELS, read_bytes
-from svdpp.media.inputs import check_inputs
-from svdpp.media.source import read_video, source_of
+from svdpp.media.inputs import check_inputs, read_video, source_of
 from svdpp.media.video import find_ffmpeg, read_frames, write_clip
 from tests.media.pictures import encoded, gradient
 from tests.media.test_image import found
@@ -162,7 +161,7 @@ def test_only_known_decoders_are_used(clip: Path, tmp_path: Path) -> None:
 
 
 def test_a_decode_has_a_deadline(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_SECONDS", 0.0)
+    monkeypatch.setattr(inputs, "_SECONDS", 0.0)
     began = time.monotonic()
     with pytest.raises(InputError, match=r"clip.mp4' takes longer than 0 s to decode$"):
         read_video(clip, 5, MAX_PIXELS)

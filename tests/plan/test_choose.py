@@ -33,7 +33,7 @@ def test_equal_devices_with_room_for_all_are_data_parallel() -> None:
 
     assert str(layout) == "data parallel"
     assert reason == (
-        "data parallel: the next best, 4 replicas of 2 ranks, dithered, takes 5.6% longer for "
+        "data parallel: the next best, 4 replicas of 2 ranks, alternating, takes 5.6% longer for "
         "80 clips"
     )
 
@@ -56,7 +56,7 @@ def test_devices_of_unequal_speed_share_replicas() -> None:
     layout, reason = choose(costs=costs)
 
     assert layout.replica_size > 1
-    assert layout.split == "dithered"
+    assert layout.split == "alternating"
     assert "the next best" in reason
 
 
@@ -95,7 +95,7 @@ def test_nothing_simple_is_better(
 
     makespan = forecast_layout(chosen, num_clips).makespan
     for replicas in divisors(world_size):
-        for split in ("balanced", "dithered"):
+        for split in ("balanced", "alternating"):
             other = Layout(**counts, replicas=replicas, split=split)  # type: ignore[arg-type]
             if other.replica_size <= num_steps + 2:
                 assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
@@ -113,7 +113,7 @@ def test_anything_can_be_compared(
     )
 
     names = [row.name for row in rows]
-    assert names[:3] == ["uniform", "balanced", "dithered"]
+    assert names[:3] == ["uniform", "balanced", "alternating"]
     assert names[3].endswith("decoders") or world_size == 1
     assert names[4:] == ["auto", "data parallel", *([] if world_size % 2 else ["pairs"])]
     for row in rows:
@@ -140,7 +140,7 @@ def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
     notes = {row.name: row.note for row in rows}
 
     assert notes["data parallel"] == "rank 0 needs 13 GiB and has 11"
-    assert notes["dithered"] == ""
+    assert notes["alternating"] == ""
 
 
 STEPS_ONLY = Costs()
@@ -230,7 +230,7 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     """The presets have no time for transfers between hosts."""
     layout, reason = choose(costs=HOSTS)
     assert str(layout) == "data parallel"
-    # Replicas of 8, balanced and dithered, with 1 and 2 decoders; shorter ones fit on one host.
+    # Replicas of 8, balanced and alternating, with 1 and 2 decoders; shorter ones fit on one host.
     assert reason.endswith(
         "4 of 9 layouts have transfers between hosts, whose time the costs do not give: "
         "set --inter-host-transfer-seconds"

@@ -74,13 +74,13 @@ def test_each_expert_has_ranks_in_order(layout: Layout) -> None:
 
 @given(two_experts.filter(lambda layout: layout.separates_experts))
 def test_no_division_of_the_ranks_is_faster(layout: Layout) -> None:
-    """Of fixed cuts the slowest stage is as fast as possible, of dithered ones up to 0.5%."""
+    """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
     for replica in range(layout.replicas):
         stages = layout.stages(replica)
         shares = {share.rank: share.mean_steps for share in layout.shares(replica)}
         slowest = max(busy_seconds(stage, shares) for stage in stages)
         for parts in divisions(layout, stages):
-            if layout.split == "dithered":
+            if layout.split == "alternating":
                 enough = slowest / 1.00501 - 1e-6
                 assert any(steps_in(enough, part) < part.num_steps for part in parts)
             elif layout.split == "balanced":
@@ -117,7 +117,7 @@ def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
         ({"world_size": 4}, (0, 13, 22, 31, 40)),
         ({"world_size": 4, "split": "balanced"}, (0, 13, 23, 33, 40)),
         ({"world_size": 4, "split": "balanced", "share_experts": True}, (0, 10, 21, 32, 40)),
-        ({"world_size": 2, "split": "dithered"}, (0, 13, 40)),
+        ({"world_size": 2, "split": "alternating"}, (0, 13, 40)),
         ({"world_size": 8, "split": "balanced"}, (0, 4, 9, 13, 19, 25, 31, 37, 40)),
     ],
     ids=str,
@@ -142,7 +142,7 @@ def test_memory_counts_the_experts_of_each_rank() -> None:
 
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = Costs(decode_seconds=9)
-    layout = Layout(num_steps=12, world_size=4, split="dithered", costs=costs, expert_boundary=6)
+    layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
     assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
 
@@ -183,7 +183,7 @@ def test_auto_compares_each_rank_with_its_own_card() -> None:
 def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
     counts = {**WAN, "world_size": 4, "num_clips": 64}
     choice = choose_layout(**counts, memory_gib=(48.0, 64.0, 48.0, 48.0))
-    assert str(choice.layout) == "1 replica of 4 ranks, dithered, shared experts"
+    assert str(choice.layout) == "1 replica of 4 ranks, alternating, shared experts"
     assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
     assert "; 1 of 4 ranks hold both experts; " in choice.reason
     assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
@@ -204,5 +204,5 @@ def test_layouts_of_two_experts_can_be_compared() -> None:
         row.name: row
         for row in compare_layouts(**WAN, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
     }
-    assert max(peak or 99 for peak in rows["dithered"].peak_gib) == 47
+    assert max(peak or 99 for peak in rows["alternating"].peak_gib) == 47
     assert rows["data parallel"].note == "rank 0 needs 74.5 GiB and has 48"

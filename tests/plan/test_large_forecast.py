@@ -49,7 +49,9 @@ def test_any_routes_are_walked_as_they_are_replayed(
 
 # The decode takes no time, and ends with the step before it, on another rank.
 @example(
-    Layout(num_steps=1, world_size=4, split="dithered", replicas=2, costs=Costs(step_seconds=0.25)),
+    Layout(
+        num_steps=1, world_size=4, split="alternating", replicas=2, costs=Costs(step_seconds=0.25)
+    ),
     3,
 )
 # Clips that skip different ranks, and ranks that help to decode them.
@@ -57,7 +59,7 @@ def test_any_routes_are_walked_as_they_are_replayed(
     Layout(
         num_steps=4,
         world_size=6,
-        split="dithered",
+        split="alternating",
         costs=Costs(step_seconds=(0.5, 0.5, 0.5, 0.5, 1.0, 0.5)),
         expert_boundary=1,
         decode_ranks=3,
@@ -100,13 +102,13 @@ def share_of_data_parallel(layout: Layout) -> float:
 
 @pytest.mark.parametrize("num_steps", [25, 28, 30])
 @pytest.mark.parametrize(("world_size", "decoders"), [(2, 1), (4, 1), (7, 1), (8, 2)])
-def test_dithered_is_as_fast_as_data_parallel(
+def test_alternating_is_as_fast_as_data_parallel(
     num_steps: int, world_size: int, decoders: int
 ) -> None:
     layout = Layout(
         num_steps=num_steps,
         world_size=world_size,
-        split="dithered",
+        split="alternating",
         decoders=decoders,
         costs=A100,
     )
@@ -122,7 +124,7 @@ def test_uniform_is_not(num_steps: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [25, 28, 30])
 def test_one_decoder_of_eight_ranks_is_too_few(num_steps: int) -> None:
-    layout = Layout(num_steps=num_steps, world_size=8, split="dithered", costs=A100)
+    layout = Layout(num_steps=num_steps, world_size=8, split="alternating", costs=A100)
     clip = A100.encode_on(0) + num_steps * A100.step_on(0) + A100.decode_on(0)
     best = min(1, clip / 8 / A100.decode_on(0))
     assert share_of_data_parallel(layout) == pytest.approx(best, abs=0.01)
@@ -131,11 +133,11 @@ def test_one_decoder_of_eight_ranks_is_too_few(num_steps: int) -> None:
 def test_a_slow_rank_gets_less() -> None:
     """With two ranks of twice the speed, the rate is 1.5 times that of equal ranges."""
     costs = Costs(step_seconds=(1.0, 1.0, 2.0, 2.0))
-    dithered = Layout(num_steps=30, world_size=4, split="dithered", costs=costs)
-    forecast = forecast_layout(dithered, 200)
+    alternating = Layout(num_steps=30, world_size=4, split="alternating", costs=costs)
+    forecast = forecast_layout(alternating, 200)
 
     assert forecast.seconds_per_clip == pytest.approx(30 / (1 + 1 + 0.5 + 0.5), rel=0.01)
-    assert [share.mean_steps for share in dithered.shares(0)] == pytest.approx([10, 10, 5, 5])
+    assert [share.mean_steps for share in alternating.shares(0)] == pytest.approx([10, 10, 5, 5])
     data_parallel = Layout(num_steps=30, world_size=4, replicas=4, costs=costs)
     assert forecast_layout(data_parallel, 200).seconds_per_clip == pytest.approx(15)
 
@@ -171,7 +173,7 @@ def test_the_time_of_a_forecast_grows_with_its_clips() -> None:
 
     4096 ranks in replicas and 100,000 clips with random arrivals take some seconds.
     """
-    layout = Layout(num_steps=28, world_size=4096, split="dithered", replicas=1024, costs=A100)
+    layout = Layout(num_steps=28, world_size=4096, split="alternating", replicas=1024, costs=A100)
     seconds = []
     for clips in (25_000, 100_000):
         begun = time.process_time()
@@ -184,7 +186,7 @@ def test_the_time_of_a_forecast_grows_with_its_clips() -> None:
 
 
 def test_what_would_take_minutes_is_refused() -> None:
-    layout = Layout(num_steps=28, world_size=4096, split="dithered")
+    layout = Layout(num_steps=28, world_size=4096, split="alternating")
     with pytest.raises(RequestError) as caught:
         forecast_layout(layout, 100_000)
 

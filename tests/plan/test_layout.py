@@ -88,7 +88,7 @@ def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
 
 @given(layouts(pairs=True))
 def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
-    """Many clips use no other links or roles; rare dithered cuts may not occur among them."""
+    """Many clips use no other links or roles; rare alternating cuts may not occur among them."""
     clips = range(60 * layout.replicas * layout.decoders)
     schedule = build_schedule(layout.routes(clips), layout.world_size)
     used = [used_roles(layout, actions) for actions in schedule]
@@ -98,7 +98,7 @@ def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
         assert set(own.split()) <= set(role.split())
-    if layout.split != "dithered":
+    if layout.split != "alternating":
         # A clip that is resumed starts at another pair.
         starts = {pair for pair in layout.pairs if layout.roles[pair[0]].denoise}
         assert talking(schedule) | starts == set(layout.links)
@@ -141,14 +141,14 @@ def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clips:
 def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, clips: int) -> None:
     expected = data_parallel_routes(steps, world_size, range(clips))
     for options in ({"replicas": world_size}, {"decoders": world_size}):
-        layout = Layout(num_steps=steps, world_size=world_size, split="dithered", **options)
+        layout = Layout(num_steps=steps, world_size=world_size, split="alternating", **options)
         assert layout.routes(range(clips)) == expected
         assert layout.links == ()
 
 
 def test_a_rank_without_steps_is_passed_by() -> None:
     """6 ranks for 3 steps: clips skip ranks without steps, except the first and the last."""
-    layout = Layout(num_steps=3, world_size=6, split="dithered")
+    layout = Layout(num_steps=3, world_size=6, split="alternating")
     routes = layout.routes(range(50))
 
     for route in routes:
@@ -202,7 +202,11 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             "--decoders must be 1 to 4, the size of a replica, got 5",
             "",
         ),
-        ({"split": "equal"}, "--split must be one of uniform, balanced, dithered, got 'equal'", ""),
+        (
+            {"split": "equal"},
+            "--split must be one of uniform, balanced, alternating, got 'equal'",
+            "",
+        ),
         (
             {"costs": Costs(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
@@ -211,32 +215,27 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
         (
             {"num_steps": 25, "decoders": 2},
             EVENLY.format("25 steps", "the 7 stages of a replica"),
-            "use --split balanced or --split dithered, which allow any number of steps",
+            "use --split balanced or --split alternating, which allow any number of steps",
         ),
         (
             {"num_steps": 25},
             EVENLY.format("25 steps", "8 ranks; the nearest step counts that can are 24 and 32"),
-            "use --steps 24 or --steps 32, or --world 5, or --split dithered",
+            "use --steps 24 or --steps 32, or --world 5, or --split alternating",
         ),
         ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
         ({**WAN, "expert_boundary": 0, "replicas": 8}, BOUNDARY.format(0), ""),
         (
             WAN,
-            EVENLY.format(EXPERTS, "8 ranks that hold one expert each"),
-            "use --split dithered, or --world 4 or --world 10",
-        ),
-        (
-            {**WAN, "world_size": 50},
-            EVENLY.format(EXPERTS, "50 ranks that hold one expert each"),
-            "use --split dithered, or --world 40",
+            EVENLY.format(EXPERTS, "8 stages with one expert each"),
+            "use --split balanced or --split alternating",
         ),
         (
             {**WAN, "replicas": 2, "decoders": 2},
-            EVENLY.format(EXPERTS, "the 3 stages of a replica, each with one expert"),
-            "use --split dithered, or --world 6 or --world 10",
+            EVENLY.format(EXPERTS, "3 stages with one expert each"),
+            "use --split balanced or --split alternating",
         ),
         (
-            {**WAN, "decoders": 4, "replicas": 2, "split": "dithered"},
+            {**WAN, "decoders": 4, "replicas": 2, "split": "alternating"},
             "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
             "must hold the other",
             "use --layout data-parallel or --share-experts for ranks that hold both",
@@ -250,9 +249,6 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
         Layout(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
-    if "expert_boundary" in options:
-        for world_size in caught.value.details.get("nearest", []):
-            assert Layout(**{**options, "world_size": world_size})
 
 
 @pytest.mark.parametrize(
@@ -261,11 +257,16 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
         ({}, "1 replica of 8 ranks, uniform"),
         ({"replicas": 8}, "data parallel"),
         (
-            {"replicas": 2, "split": "dithered", "decoders": 2},
-            "2 replicas of 4 ranks, dithered, 2 decoders",
+            {"replicas": 2, "split": "alternating", "decoders": 2},
+            "2 replicas of 4 ranks, alternating, 2 decoders",
         ),
     ],
     ids=str,
 )
 def test_in_words(options: dict[str, object], text: str) -> None:
     assert str(Layout(num_steps=24, world_size=8, **options)) == text  # type: ignore[arg-type]
+
+
+def test_the_old_name_of_a_split_is_taken() -> None:
+    layout = Layout(num_steps=5, world_size=2, split="dithered")  # type: ignore[arg-type]
+    assert layout == Layout(num_steps=5, world_size=2, split="alternating")

@@ -83,7 +83,7 @@ def test_the_recurrence_counts_hosts_as_the_replay_does(
 ) -> None:
     costs = replace(COSTS, ranks_per_host=per_host)
     layout = Layout(
-        num_steps=24, world_size=world_size, replicas=replicas, split="dithered", costs=costs
+        num_steps=24, world_size=world_size, replicas=replicas, split="alternating", costs=costs
     )
     schedule = layout.schedule(13)
     replayed = summarise(replay(schedule, costs), world_size)
@@ -118,7 +118,7 @@ def test_lists_follow_the_replicas() -> None:
 def test_a_slow_card_gets_fewer_steps() -> None:
     """One of eight GPUs at half speed does about half the steps of the others."""
     costs = replace(COSTS, decode_seconds=0.0, step_seconds=(1.0,) * 5 + (2.0,) + (1.0,) * 2)
-    for split in ("balanced", "dithered"):
+    for split in ("balanced", "alternating"):
         shares = Layout(num_steps=60, world_size=8, split=split, costs=costs).all_shares
         assert shares[5].mean_steps == pytest.approx(4, abs=0.1), split
         assert shares[0].mean_steps == pytest.approx(8, abs=0.1), split

@@ -53,10 +53,10 @@ GOLDEN_SCHEDULES = {
     "schedule_w2_n4_m2_no_decode.txt": Pipeline(4, 2, 2, decodes=False).schedule,
     "schedule_data_parallel_w2_n4_m3.txt": build_schedule(data_parallel_routes(4, 2, range(3)), 2),
     # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
-    "schedule_dithered_w3_n8_m4.txt": build_schedule(
-        Layout(num_steps=8, world_size=3, split="dithered", costs=Costs(decode_seconds=2.5)).routes(
-            range(4)
-        ),
+    "schedule_alternating_w3_n8_m4.txt": build_schedule(
+        Layout(
+            num_steps=8, world_size=3, split="alternating", costs=Costs(decode_seconds=2.5)
+        ).routes(range(4)),
         3,
     ),
     # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.

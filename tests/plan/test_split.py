@@ -1,4 +1,4 @@
-"""The uniform rule and its errors; balanced equals brute force; properties of dithered."""
+"""The uniform rule and its errors; balanced equals brute force; properties of alternating."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from svdpp.plan.split import (
     Part,
     Stage,
     StepRange,
+    alternating_cuts,
     balanced_cuts,
-    dithered_cuts,
     largest_world,
     split_steps,
 )
@@ -47,7 +47,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
     )
     world = max(w for w in range(1, world_size) if num_steps % w == 0)
     assert caught.value.hint == (
-        f"use --steps {below} or --steps {above}, or --world {world}, or --split dithered"
+        f"use --steps {below} or --steps {above}, or --world {world}, or --split alternating"
     )
 
 
@@ -62,7 +62,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
             4,
             5,
             "5 ranks are more than 4 steps: some would have no step",
-            "use --steps 5 or more, or --world 4 or fewer, or --split dithered",
+            "use --steps 5 or more, or --world 4 or fewer, or --split alternating",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_largest_world(num_steps: int, at_most: int, world: int) -> None:
     assert largest_world(num_steps, at_most) == world
 
 
-# --- balanced and dithered ----------------------------------------------------------------------
+# --- balanced and alternating ---------------------------------------------------------------------
 
 
 @st.composite
@@ -130,37 +130,37 @@ def test_a_rank_that_only_decodes_is_a_result() -> None:
 
 
 @given(st.integers(1, 12), replica_ranks(), st.integers(0, 500))
-def test_dithered_ranges_are_in_order_and_near_their_means(
+def test_alternating_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], index: int
 ) -> None:
-    dithered = dithered_cuts([Part(num_steps, stages)])
-    cuts = dithered.cuts(index)
+    alternating = alternating_cuts([Part(num_steps, stages)])
+    cuts = alternating.cuts(index)
 
     assert (cuts[0], cuts[-1]) == (0, num_steps)
     assert list(cuts) == sorted(cuts)
-    turns = len(dithered.positions)
-    positions = [each / 2**64 for each in dithered.positions[index % turns]]
+    turns = len(alternating.positions)
+    positions = [each / 2**64 for each in alternating.positions[index % turns]]
     assert all(abs(cut - real) < 1 + 1e-9 for cut, real in zip(cuts, positions, strict=True))
 
 
 @given(st.integers(1, 12), replica_ranks())
 def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
-    dithered = dithered_cuts([Part(num_steps, stages)])
-    turns = len(dithered.positions)
+    alternating = alternating_cuts([Part(num_steps, stages)])
+    turns = len(alternating.positions)
 
-    came = {(index % turns, dithered.cuts(index)) for index in range(200)}
-    assert came <= set(dithered.all_cuts())
+    came = {(index % turns, alternating.cuts(index)) for index in range(200)}
+    assert came <= set(alternating.all_cuts())
 
 
 @given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
     """On average over clips, and within half a percent of the optimum."""
-    dithered = dithered_cuts([Part(num_steps, stages)])
+    alternating = alternating_cuts([Part(num_steps, stages)])
     loads = []
     for place, stage in enumerate(stages):
         turns = len(stage.ranks)
         for turn in range(turns):
-            steps = dithered.mean_steps(place, turn, turns)
+            steps = alternating.mean_steps(place, turn, turns)
             fixed, step = stage.fixed_seconds[turn], stage.step_seconds[turn]
             if steps > num_steps * (1 - 1e-9):
                 continue  # a decoder that does all steps of a clip cannot do more
@@ -175,11 +175,11 @@ def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage
 def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:
-    dithered = dithered_cuts([Part(num_steps, stages)])
-    turns = len(dithered.positions)
-    for turn, positions in enumerate(dithered.positions):
+    alternating = alternating_cuts([Part(num_steps, stages)])
+    turns = len(alternating.positions)
+    for turn, positions in enumerate(alternating.positions):
         means = [(after - each) / 2**64 for each, after in itertools.pairwise(positions)]
-        own = [counts_of(dithered.cuts(index)) for index in range(turn, num_clips, turns)]
+        own = [counts_of(alternating.cuts(index)) for index in range(turn, num_clips, turns)]
         for mean, counts in zip(means, zip(*own, strict=True), strict=False):
             assert abs(sum(counts) - mean * len(own)) < 3
 
@@ -188,8 +188,8 @@ def test_over_any_clips_a_stage_is_within_steps_of_its_mean(
 def test_decoders_own_clips_are_spread_as_evenly_as_all(turns: int) -> None:
     """13 golden ratios are 8.034, so their phases at every 13th clip would hardly move."""
     tail = Stage(tuple(range(1, turns + 1)), (1.0,) * turns, (0.0,) * turns)
-    dithered = dithered_cuts([Part(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])])
-    steps = [counts_of(dithered.cuts(index)) for index in range(100 * turns)]
+    alternating = alternating_cuts([Part(turns * 7 + 3, [Stage((0,), (1.0,), (0.63,)), tail])])
+    steps = [counts_of(alternating.cuts(index)) for index in range(100 * turns)]
     for turn in range(turns):
         assert furthest([count for _, count in steps[turn::turns]]) < 2.2
     assert furthest([count for count, _ in steps]) < 4.9
@@ -201,30 +201,30 @@ def furthest(counts: list[int]) -> float:
     return max(abs(total - (n + 1) * mean) for n, total in enumerate(itertools.accumulate(counts)))
 
 
-def test_thirds_are_dithered_as_they_should_be() -> None:
+def test_thirds_are_alternating_as_they_should_be() -> None:
     """10 steps over 3 equal ranks: cuts 3.33 and 6.67; one and two thirds are rounded up."""
-    dithered = dithered_cuts([Part(10, one_rank_each(0, 0, 0))])
-    cuts = Counter(dithered.cuts(index) for index in range(300))
+    alternating = alternating_cuts([Part(10, one_rank_each(0, 0, 0))])
+    cuts = Counter(alternating.cuts(index) for index in range(300))
 
     assert set(cuts) == {(0, 3, 6, 10), (0, 3, 7, 10), (0, 4, 7, 10)}
     assert all(98 <= count <= 102 for count in cuts.values())
-    assert dithered.cuts(0) == (0, 3, 7, 10)
+    assert alternating.cuts(0) == (0, 3, 7, 10)
 
 
 def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:
     """Decode takes 0.05 steps less than a fair share: a rank that only decodes costs little."""
-    nearly = dithered_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))])
+    nearly = alternating_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 4 - 0.05))])
     assert nearly.mean_steps(6, 0, 1) == 0
-    clearly = dithered_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
+    clearly = alternating_cuts([Part(24, one_rank_each(0, 0, 0, 0, 0, 0, 3.0))])
     assert clearly.mean_steps(6, 0, 1) == pytest.approx(27 / 7 - 3)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), replica_ranks())
-def test_the_second_part_is_dithered_as_if_it_were_alone(
+def test_the_second_part_is_alternating_as_if_it_were_alone(
     first: int, second: int, stages: list[Stage]
 ) -> None:
     part = Part(second, stages)
-    alone, both = dithered_cuts([part]), dithered_cuts([Part(first, one_rank_each(0)), part])
+    alone, both = alternating_cuts([part]), alternating_cuts([Part(first, one_rank_each(0)), part])
     turns = len(both.positions)
 
     for index in range(3 * turns):

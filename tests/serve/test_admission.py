@@ -20,9 +20,11 @@ COSTS = PRESETS["svd-xt-a100"]
 
 
 @pytest.mark.parametrize(("world_size", "num_steps"), [(1, 1), (4, 2), (7, 25), (7, 1000)])
-def test_dithered_ranks_make_clips_of_any_number_of_steps(world_size: int, num_steps: int) -> None:
+def test_alternating_ranks_make_clips_of_any_number_of_steps(
+    world_size: int, num_steps: int
+) -> None:
     config = PipelineConfig(
-        world_size=world_size, model=DUMMY, sampling=SAMPLING, split="dithered", costs=COSTS
+        world_size=world_size, model=DUMMY, sampling=SAMPLING, split="alternating", costs=COSTS
     )
     Admission(config, None).check(replace(SAMPLING, num_inference_steps=num_steps))
 
@@ -37,7 +39,7 @@ def test_a_uniform_split_refuses_steps_that_it_cannot_split(num_steps: int) -> N
 def test_steps_that_need_a_rank_without_weights() -> None:
     sampling = replace(SAMPLING, num_inference_steps=2)
     config = PipelineConfig(
-        world_size=4, model=DUMMY, sampling=sampling, split="dithered", costs=COSTS
+        world_size=4, model=DUMMY, sampling=sampling, split="alternating", costs=COSTS
     )
     with pytest.raises(RequestError, match="started for clips of 2 steps") as caught:
         Admission(config, None).check(replace(sampling, num_inference_steps=25))
@@ -55,7 +57,7 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
             world_size=2,
             model=ModelConfig(name="demo"),
             sampling=SvdSampling(**sampling_defaults("demo")),
-            split="dithered",
+            split="alternating",
             costs=COSTS,
         )
     )

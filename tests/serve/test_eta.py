@@ -20,9 +20,9 @@ from tests.serve.engines import dummy_config
 
 COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
 LAYOUTS = [
-    Layout(num_steps=28, world_size=4, split="dithered", costs=COSTS),
+    Layout(num_steps=28, world_size=4, split="alternating", costs=COSTS),
     Layout(num_steps=28, world_size=7, split="uniform", costs=COSTS),
-    Layout(num_steps=28, world_size=4, split="dithered", decoders=2, costs=COSTS),
+    Layout(num_steps=28, world_size=4, split="alternating", decoders=2, costs=COSTS),
     Layout(num_steps=28, world_size=6, split="balanced", replicas=2, costs=COSTS),
     Layout(num_steps=28, world_size=3, replicas=3, costs=COSTS),
 ]

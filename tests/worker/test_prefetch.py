@@ -12,7 +12,7 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
-from svdpp.media import source as files
+from svdpp.media import inputs as files
 from svdpp.worker.side_threads import PhotoReader
 
 SAMPLING = SvdSampling(height=16, width=24, num_frames=2)

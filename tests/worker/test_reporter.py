@@ -1,19 +1,25 @@
-"""What a rank's heartbeats report, and of whose host its errors speak."""
+"""What heartbeats and samples of a GPU report, and of whose host the errors of a rank speak."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from typing import cast
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
+import pynvml
 import pytest
 
 from svdpp.errors import InputError
+from svdpp.launch import gpus
 from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
+from svdpp.worker import reporter
 from svdpp.worker import reporter as module
-from svdpp.worker.messages import ClipFailed, Heartbeat, parse_event
-from svdpp.worker.reporter import Reporter
+from svdpp.worker.messages import ClipFailed, GpuSample, Heartbeat, parse_event
+from svdpp.worker.reporter import GpuSampler, Reporter, read_sample
 
 
 class _Channel:
@@ -58,3 +64,74 @@ def test_a_lost_clip_names_a_host_that_is_not_rank_0s(other_host: str, message: 
     assert parse_event(sent) == ClipFailed(
         clip=3, error={"type": "InputError", "message": message, "hint": ""}
     )
+
+
+def _stand_in(**changes: Any) -> Any:
+    """A stand-in for the module `pynvml`, with one GPU."""
+
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    functions: dict[str, Any] = {
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=75, memory=20),
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**30, total=2**34),
+        "nvmlDeviceGetPowerUsage": lambda _: 250_500,
+        "nvmlDeviceGetTemperature": lambda _, sensor: 61 if sensor == 0 else 0,
+        "nvmlDeviceGetClockInfo": lambda _, clock: 1410 if clock == 1 else 0,
+        # Idle (bit 0) is no slowdown; the power cap (bit 2) is.
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0b101,
+    }
+    for name, value in changes.items():
+        functions[name] = refuse if value is None else value
+    return SimpleNamespace(**(vars(pynvml) | functions))
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
+    @contextlib.contextmanager
+    def opened() -> Iterator[Any]:
+        yield nvml
+
+    monkeypatch.setattr(gpus, "open_nvml", opened)
+    monkeypatch.setattr(reporter, "SAMPLE_SECONDS", 0.01)
+
+
+def test_a_sample_has_plain_units_and_survives_the_channel() -> None:
+    sample = read_sample(_stand_in(), "GPU-1")
+    assert (sample.utilisation, sample.watts) == (0.75, 250.5)
+    assert (sample.memory_bytes, sample.celsius, sample.sm_mhz) == (3 * 2**30, 61, 1410)
+    assert sample.throttled == 1
+    assert parse_event(sample.to_bytes()) == sample
+    assert sample.counters()["gpu power"] == {"W": 250.5}
+    assert sample.counters()["gpu load"] == {"percent": 75.0}
+
+
+def test_what_a_gpu_does_not_give_is_missing() -> None:
+    nvml = _stand_in(nvmlDeviceGetPowerUsage=None, nvmlDeviceGetUtilizationRates=None)
+    del nvml.nvmlDeviceGetClockInfo  # the module of an old driver
+    sample = read_sample(nvml, "GPU-1")
+    assert (sample.utilisation, sample.watts, sample.sm_mhz) == (None, None, None)
+    assert "gpu power" not in sample.counters()
+    assert sample.celsius == 61
+
+
+def test_the_thread_samples_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, _stand_in())
+    samples: queue.Queue[GpuSample] = queue.Queue()
+    sampler = GpuSampler("1", samples.put)
+    sampler.start()
+    found = [samples.get(timeout=60) for _ in range(3)]
+    sampler.stop()
+    assert found[0].when < found[1].when < found[2].when
+    assert not sampler._thread.is_alive()
+
+
+@pytest.mark.parametrize("nvml", [None, _stand_in(nvmlDeviceGetHandleByUUID=None)])
+def test_without_nvml_there_is_nothing(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, nvml)
+    samples: list[GpuSample] = []
+    sampler = GpuSampler("GPU-1", samples.append)
+    sampler.start()
+    sampler._thread.join(timeout=60)
+    sampler.stop()
+    assert samples == []

@@ -108,6 +108,15 @@ def declared(group: Any) -> Mapping[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """Also takes a choice by a name that it had before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from svdpp.plan.layout import present_split
+
+        return super().convert(present_split(value), param, ctx)
+
+
 def parameter(name: str, hint: Any, about: Mapping[str, Any]) -> Option | Argument:
     """The option or argument of the field `name` for click."""
     about = {**_typed(hint), **about}
@@ -126,7 +135,7 @@ def _typed(hint: Any) -> dict[str, Any]:
     if type(None) in inner:
         return _typed(inner[0])
     if origin is Literal:
-        return {"type": click.Choice(inner)}
+        return {"type": _Choice(inner)}
     if origin is list:
         return {"type": inner[0], "multiple": True}
     if origin is tuple:

@@ -70,7 +70,7 @@ class PromptOptions:
         self, sampling: SamplingConfig, max_pixels: int = MAX_MEGAPIXELS * 10**6
     ) -> tuple[tuple[str, Photo], ...]:
         """The further videos by name; the frames that a clip takes are decoded."""
-        from svdpp.media.source import read_video
+        from svdpp.media.inputs import read_video
 
         paths: dict[str, Path] = {}
         for text in self.video or ():

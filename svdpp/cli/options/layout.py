@@ -93,7 +93,7 @@ class LayoutOptions:
     split: Split | None = LAYOUT.setting(
         "",
         "How a pipeline divides the steps. uniform: equally; balanced: so that the "
-        "slowest rank is as fast as possible; dithered: differently from clip to clip, "
+        "slowest rank is as fast as possible; alternating: differently from clip to clip, "
         "so that all ranks have the same work on average.",
         shown="uniform",
     )

@@ -1,4 +1,4 @@
-"""The exchange of one rank of a pair, with a transport that notes what it is asked for."""
+"""The steps of one DENOISE: each latent is checked, and ranks of a pair exchange predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.comm.packet import Packet
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import Tensors
 from svdpp.plan.actions import Action
-from svdpp.worker.steps import Denoising, NotWantedError, RankTools
+from svdpp.worker.steps import Denoising, NotWantedError, RankTools, StepChecks
 
 THEIRS = {"prediction": torch.ones(1)}
 
@@ -91,3 +91,28 @@ def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:
     assert clip.memory_pressure
     pair.exchange(3, _predict)
     assert links.pressures == [False, True]
+
+
+CPU = torch.device("cpu")
+FINE = torch.zeros(3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_the_first_bad_step_is_named(bad: float) -> None:
+    done: list[tuple[int, float]] = []
+    checks = StepChecks(CPU, 2, lambda step, seconds: done.append((step, seconds)))
+    checks.add(4, FINE)
+    checks.add(5, FINE)
+    with pytest.raises(NotFiniteError, match="not finite after step 6, done by rank 2"):
+        checks.add(6, torch.tensor([0.0, bad, 0.0]))
+    assert [step for step, _ in done] == [4, 5]
+    assert all(seconds >= 0 for _, seconds in done)
+
+
+def test_all_steps_are_reported_when_it_finishes() -> None:
+    done: list[int] = []
+    checks = StepChecks(CPU, 0, lambda step, _: done.append(step))
+    for step in range(3):
+        checks.add(step, FINE)
+    checks.finish()
+    assert done == [0, 1, 2]

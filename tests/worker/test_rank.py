@@ -1,0 +1,203 @@
+"""A rank's commands: actions in order, cancellations at once, an end that waits for others."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    ClipRequest,
+    ModelConfig,
+    PipelineConfig,
+    SvdSampling,
+    own_params,
+)
+from svdpp.launch.group import PipeChannel, RankContext
+from svdpp.launch.world import World
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay
+from svdpp.plan.layout import Layout
+from svdpp.plan.schedule import Schedule, build_schedule
+from svdpp.worker import rank as module
+from svdpp.worker.messages import (
+    Cancel,
+    ClipJob,
+    Failed,
+    Finished,
+    Stop,
+    Work,
+    parse_command,
+    parse_event,
+)
+from svdpp.worker.rank import ActionQueue, Inbox
+from tests.plan.schedule_check import check_schedule
+
+
+def _layouts(most_decode_ranks: int = 1) -> st.SearchStrategy[Layout]:
+    def layout(stages: int, replicas: int, decoders: int, steps: int, decode_ranks: int) -> Layout:
+        decoders = min(decoders, stages)
+        return Layout(
+            num_steps=steps + stages,
+            world_size=stages * replicas,
+            split="alternating",
+            replicas=replicas,
+            decoders=decoders,
+            decode_ranks=1 if decoders > 1 else min(decode_ranks, stages),
+        )
+
+    counts = st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)
+    return st.builds(layout, *counts, st.integers(1, most_decode_ranks))
+
+
+def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:
+    return [build_schedule(layout.routes([clip]), layout.world_size) for clip in range(clips)]
+
+
+def _emptied(queue: ActionQueue) -> list[Action]:
+    actions = []
+    while queue:
+        actions.append(queue.pop())
+    return actions
+
+
+@given(_layouts(), st.integers(1, 8))
+def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: int) -> None:
+    together = layout.schedule(clips)
+    alone = _one_by_one(layout, clips)
+    for rank in range(layout.world_size):
+        queue = ActionQueue()
+        for schedule in alone:
+            queue.add(schedule[rank])
+        assert tuple(_emptied(queue)) == together[rank]
+
+
+@given(_layouts(4), st.integers(1, 8), st.data())
+def test_lists_that_come_at_any_time_can_be_performed(
+    layout: Layout, clips: int, data: st.DataObject
+) -> None:
+    performed = []
+    for rank in range(layout.world_size):
+        queue, done = ActionQueue(), []
+        for schedule in _one_by_one(layout, clips):
+            for _ in range(data.draw(st.integers(0, 6))):
+                done += [queue.pop()] if queue else []
+            queue.add(schedule[rank])
+        performed.append((*done, *_emptied(queue)))
+    check_schedule(tuple(performed), layout.num_steps)
+    spans = replay(tuple(performed), Costs())  # raises if the ranks wait for each other
+    assert {span.action.clip for span in spans} == set(range(clips))
+    for actions in performed:
+        assert _most_posted(actions) <= 2
+
+
+def _most_posted(actions: tuple[Action, ...]) -> int:
+    """The largest number of receives that are posted and not yet used."""
+    posted: set[int] = set()
+    most = 0
+    for action in actions:
+        if action.kind is Kind.RECV:
+            posted.add(action.clip)
+        else:
+            posted.discard(action.clip)
+        most = max(most, len(posted))
+    return most
+
+
+def _work(clip: int) -> Work:
+    return Work(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=())
+
+
+def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs))
+    expected: list[Work] = []
+    rests: list[int] = []
+    actions = inbox.actions(expected.append, lambda: rests.append(len(expected)))
+    for command in (_work(0), _work(1)):
+        parent.send(command.to_bytes())
+    assert str(next(actions)) == "ENCODE c0 @0"
+    assert expected == [_work(0), _work(1)]
+    for cancelled in (0, 1, 7):
+        parent.send(Cancel(clip=cancelled).to_bytes())
+    assert inbox.is_cancelled(0)
+    assert str(next(actions)) == "FINISH c0 @0"
+    assert inbox.is_cancelled(0)
+    assert str(next(actions)) == "ENCODE c1 @0"
+    assert not inbox.is_cancelled(0)
+    assert inbox.is_cancelled(1)
+    assert not inbox.is_cancelled(7)
+    assert str(next(actions)) == "FINISH c1 @0"
+    assert rests == []
+    for last in (_work(2), Cancel(clip=1), Stop()):
+        parent.send(last.to_bytes())
+    assert [str(action) for action in actions] == ["ENCODE c2 @0", "FINISH c2 @0"]
+    assert rests == [3]
+    for late in (Cancel(clip=2), Stop()):
+        parent.send(late.to_bytes())
+    inbox.wait_for_stop()
+    assert not theirs.poll()
+    assert not any(map(inbox.is_cancelled, range(8)))
+
+
+@pytest.mark.parametrize("family", SAMPLING_CLASSES)
+def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
+    kind = SAMPLING_CLASSES[family]
+    own = dict.fromkeys(own_params(kind), 1)
+    own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
+    sampling = kind(**own, num_inference_steps=7)
+    request = ClipRequest(seed=0, sampling=sampling)
+    work = Work(actions=(), jobs=(ClipJob(clip=0, request=request),))
+    back = parse_command(work.to_bytes())
+    assert isinstance(back, Work)
+    each = back.jobs[0].request.sampling
+    assert each == sampling
+    assert type(each) is type(sampling)
+
+
+COMMANDS = (Stop(), Cancel(clip=0), Stop())
+
+
+class Parent:
+    """The parent's side of a channel: its commands, of which all but the first come at the end."""
+
+    def __init__(self) -> None:
+        self.commands = deque(command.to_bytes() for command in COMMANDS)
+        self.said: list[object] = []
+
+    def send(self, message: bytes) -> None:
+        self.said.append(parse_event(message))
+
+    def receive(self, timeout: float) -> bytes | None:  # noqa: ARG002
+        is_finished = any(isinstance(event, Finished) for event in self.said)
+        if len(self.commands) < len(COMMANDS) and not is_finished:
+            return None
+        return self.commands.popleft()
+
+
+def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "take_device", lambda *_: torch.device("cpu"))
+    config = PipelineConfig(
+        world_size=1,
+        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
+        sampling=SvdSampling(num_inference_steps=1),
+    )
+    parent = Parent()
+    left: list[int] = []
+    world = World(rank=0, local_rank=0, size=1, local_size=1)
+    context = RankContext(
+        world,
+        "gloo",
+        parent,
+        join=lambda: None,
+        leave=lambda: left.append(len(parent.commands)),
+    )
+    module.rank_main(context, module.RankSetup(config=config, checkpoint=None))
+    assert left == [0]
+    assert not any(isinstance(event, Failed) for event in parent.said)
