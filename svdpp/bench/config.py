@@ -23,9 +23,9 @@ from pydantic import (
 
 from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
-from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
+from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_SEED, params_of
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split
 from svdpp.redaction import recorded_name, redact_all

@@ -15,7 +15,6 @@ from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
@@ -38,16 +37,8 @@ class BenchOptions:
     compare: tuple[Path, Path] | None = DIAGNOSTICS.setting(
         "A B", "Compare the results in folder B with those in folder A; measure nothing."
     )
-    baseline: Path | None = DIAGNOSTICS.setting(
-        "DIR",
-        "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
-        "became slower by more than noise.",
-    )
     results: Path = DIAGNOSTICS.setting(
         "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
-    )
-    trace: Path | None = DIAGNOSTICS.setting(
-        "FILE.json", "Write a trace of the pipeline's last round, as svdpp run does."
     )
 
 
@@ -55,7 +46,7 @@ class BenchOptions:
     examples=(
         "svdpp bench smoke",
         "svdpp bench --compare results/smoke/A results/smoke/B",
-        "svdpp bench smoke --measure.repeats=7 --baseline results/smoke/A",
+        "svdpp bench smoke --measure.repeats=7 --pipeline.split=balanced",
     ),
     # Options of the form --section.field=value are the configuration's, not this command's.
     settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -73,7 +64,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         )
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
-        if names or overrides or asked.baseline is not None:
+        if names or overrides:
             raise RequestError("--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
@@ -86,16 +77,11 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
         )
     point = read_config(names[0], overrides)
-    check_target("--trace", asked.trace, ".json")
     model = _model(point)
     family = None if model.is_dummy else model.family
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
-    if asked.baseline is not None:
-        from svdpp.bench.compare import check_baseline
-
-        check_baseline(asked.baseline, one.asked.model_dump(mode="json"), one.asked.measure.repeats)
-    found = _run(console, one, asked)
+    found = _run(console, one, asked.results)
     if console.as_json:
         console.json([found])
     _check(one, found)
@@ -184,24 +170,18 @@ def _sampling(workload: Workload) -> SamplingOptions:
     )
 
 
-def _run(console: Console, one: Bench, asked: BenchOptions) -> dict[str, Any]:
-    from svdpp.bench.compare import COSTS, PROFILE, compare
+def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
+    from svdpp.bench.compare import COSTS, PROFILE
     from svdpp.bench.results import Results
     from svdpp.cli.progress import Progress
 
-    kept = Results(asked.results, one)
+    kept = Results(results, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
-    one.trace_path = asked.trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
-    if asked.baseline is not None:
-        comparison = compare(asked.baseline, kept.folder)
-        found["baseline"] = comparison.to_json()
-        console.result()
-        show_comparison(console, asked.baseline, kept.folder, comparison)
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
@@ -237,12 +217,11 @@ def _check(one: Bench, found: dict[str, Any]) -> None:
             f"bits differ from those of diffusers in {count}, first in {different[0]}",
             "svdpp verify shows the first step that differs",
         )
-    targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
-    said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
-    if slower:
-        said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
-    if said:
-        raise TargetError("; ".join(said), "the tables above show each figure and its range")
+    if targets := missed(found["targets"]):
+        raise TargetError(
+            f"missed {counted(len(targets), 'target')}: {', '.join(targets)}",
+            "the table above shows each figure and its range",
+        )
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
@@ -268,7 +247,7 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
         )
     console.result(f"what limits the pipeline: {found['limits']['headline']}")
     if found["limits"]["advice"]:
-        console.result(f"  {found['limits']['advice']['command']}")
+        console.result(f"  {found['limits']['advice']['options']}")
     bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
     console.result(f"latents and frames: {bits}")
     targets = found.get("targets", {})

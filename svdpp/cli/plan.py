@@ -30,7 +30,6 @@ _DEFAULT_WORLD = 4
 _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
-_SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
 # Options that only --memory uses, and --decode-ranks two of them.
 _OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
 _OF_MEMORY = ("dtype", "device", "height", "width", "memory_opt", "lora", *_OF_CHUNKS)
@@ -46,11 +45,6 @@ class ForecastOptions(ClipOptions):
         "HxG",
         "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
         shown="all ranks are on one host",
-    )
-    arrivals: str | None = LAYOUT.setting(
-        "RATE",
-        "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
-        shown="all clips are present at the start",
     )
     expert_boundary: int | None = LAYOUT.setting(
         "N",
@@ -174,10 +168,6 @@ def plan(
         costs, boundary = _with_memory(costs, model, ranks.device, sampling)
     num_clips = forecast.num_clips(world_size)
     limits = forecast.limits(world_size)
-    clips: dict[str, Any] = {
-        "num_clips": num_clips,
-        "arrivals": _arrivals(forecast.arrivals, num_clips),
-    }
     counts: dict[str, Any] = {
         "num_steps": sampling.num_steps(family),
         "world_size": world_size,
@@ -193,15 +183,17 @@ def plan(
     }
     with without_world_hint(forecast.hosts is not None):
         if forecast.compare:
-            show_comparison(console, counts, num_clips, compare_layouts(**chosen, **clips))
+            show_comparison(
+                console, counts, num_clips, compare_layouts(**chosen, num_clips=num_clips)
+            )
         elif layout.chooses:
             size, fixed = layout.pair_size, layout.fixed
             choice = choose_layout(**chosen, num_clips=num_clips, cfg_parallel=size, fixed=fixed)
-            show_layout(console, choice.layout, **clips, reason=choice.reason)
+            show_layout(console, choice.layout, num_clips, choice.reason)
         else:
             chunks = _chunks(layout, model, sampling)
             show_layout(
-                console, Layout(**counts, **layout.fields(world_size), chunks=chunks), **clips
+                console, Layout(**counts, **layout.fields(world_size), chunks=chunks), num_clips
             )
     console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
     if why_not and layout.cfg_parallel == "auto":
@@ -331,19 +323,3 @@ def _remarks(
             else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
             "unless an option gives its time; --costs gives them all"
         )
-
-
-def _arrivals(rate: str | None, num_clips: int) -> list[float]:
-    """When each clip arrives, in seconds; empty if all are present at the start."""
-    if rate is None:
-        return []
-    from svdpp.plan.large_forecast import poisson_arrivals
-
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)/(s|min|h)", rate, re.ASCII)
-    per_second = float(match[1]) / _SECONDS_OF[match[2]] if match else 0.0
-    if not 0 < per_second <= 1e9:
-        raise RequestError(
-            f"--arrivals must be clips per s, min or h, got {rate!r}",
-            "such as --arrivals 2/s, 90/min or 500/h",
-        )
-    return poisson_arrivals(num_clips, per_second)

@@ -6,10 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from svdpp.cli.command import command
-from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
@@ -22,7 +19,7 @@ from svdpp.cli.run_report import (
     print_clips,
     show_dry_run,
 )
-from svdpp.cli.run_request import RunRequest, without_other_seeds
+from svdpp.cli.run_request import RunRequest
 from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
 from svdpp.launch.world import World, is_member
@@ -62,7 +59,6 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,
@@ -79,7 +75,6 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    inputs, options = without_other_seeds(context, inputs, options)
     asked = RunRequest(
         launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
@@ -103,8 +98,7 @@ def run(
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        given = recordable_options(context, output.place().folder)
-        _Run(console, asked, traces, pipeline, clips).make(refused, given)
+        _Run(console, asked, traces, pipeline, clips).make(refused)
 
 
 def _planned(
@@ -133,16 +127,16 @@ class _Run:
     pipeline: Pipeline
     clips: ClipPlan
 
-    def make(self, refused: Sequence[SvdppError], options: dict[str, Any]) -> None:
+    def make(self, refused: Sequence[SvdppError]) -> None:
         """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
-        from svdpp.diagnostics.report import diagnose, run_again
+        from svdpp.diagnostics.report import diagnose
         from svdpp.driver.jobs import open_manifest
 
         console, clips, policy = self.console, self.clips, self.asked.policy
         lost: list[dict[str, Any]] = [
             {"output": None, "error": error_to_dict(error)} for error in refused
         ]
-        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost, options)
+        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost)
         made, figures = self._perform(manifest)
         lost += [
             {
@@ -152,7 +146,7 @@ class _Run:
             for failure in self.pipeline.failures
         ]
         if made and figures is not None:
-            limits = diagnose(figures, run_again(policy.manifest)).lines
+            limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, *([report] if limits else []))
         if console.as_json:
@@ -168,7 +162,7 @@ class _Run:
         """The metadata of the finished clips, in the order of the request, and the figures."""
         from svdpp.cli.log import EventLog
         from svdpp.cli.progress import Progress
-        from svdpp.diagnostics.run_recorder import RunRecorder, left_in
+        from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
 
         console, pipeline, requests = self.console, self.pipeline, self.clips.requests
         if not requests:
@@ -185,20 +179,23 @@ class _Run:
             costs=pipeline.config.costs,
             forecasts=self.asked.knows_costs,
         )
-        recorder = RunRecorder(pipeline, requests)
+        recorder = FigureRecorder(pipeline.config, of_run(pipeline, requests))
         with progress, manifest:
             for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
                 pipeline.observe(observer)
             try:
-                with left_in(manifest, recorder), self.traces.of(pipeline), pipeline:
+                with self.traces.of(pipeline), pipeline:
                     results = sorted(self._results(), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
                 finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
                 hint = f"{finished}; to go on: {self.asked.command_to_go_on}"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
+            finally:
+                if (figures := recorder.figures()) is not None:
+                    manifest.measured(figures.to_json())
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
-        return [result.metadata for result in results], recorder.figures()
+        return [result.metadata for result in results], figures
 
     def _results(self) -> Iterator[ClipResult]:
         """Submits the clips, the last ones while earlier ones are made; yields finished ones."""

@@ -92,11 +92,10 @@ def show_dry_run(
     found: Sequence[ClipInput],
     remarks: Sequence[str],
 ) -> None:
-    """Checks a run completely, and prints what it would make."""
+    """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
     from svdpp.driver.jobs import check_outputs, plan_clips
     from svdpp.driver.memory import estimate_ranks
     from svdpp.driver.resolve import resolve
-    from svdpp.plan.large_forecast import forecast_layout
 
     policy = asked.policy
     config, checkpoint = resolve(config, weights="none")
@@ -114,29 +113,14 @@ def show_dry_run(
         "layout": str(config.layout),
         "world_size": config.world_size,
         "device": config.device,
-        "forecast": None,
         "ranks": [
-            {
-                "rank": each.rank,
-                "weight_bytes": each.weight_bytes,
-                "work_bytes": each.activation_bytes,
-                "process_bytes": each.process_bytes,
-                "peak_bytes": each.total_bytes,
-            }
+            {"rank": each.rank, "peak_bytes": each.total_bytes}
             for each in estimate_ranks(config, weights="none")
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }
-    if clips.requests and asked.knows_costs:
-        forecast = forecast_layout(config.layout, len(clips.requests))
-        about["forecast"] = {
-            "makespan_seconds": forecast.makespan,
-            "first_clip_seconds": forecast.first_clip,
-            "costs": config.costs.name,
-        }
     if not console.as_json:
         about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
-        about["forecast"] = about["forecast"] or "none without --costs; svdpp profile measures them"
         sampling = config.sampling
         console.result(
             f"{counted(len(clips.requests), 'clip')} to make: "

@@ -194,31 +194,6 @@ def test_device_memory_says_that_costs_lack_memory() -> None:
     assert "--device-memory leaves out no layout: these costs have no memory" in answer.err
 
 
-def test_arrivals_give_percentiles() -> None:
-    options = ("plan", *A100, "--world", "4", "--split", "dithered", "--clips", "500")
-    answer = svdpp_here(*options, "--arrivals", "6/min")
-    one, other = (
-        strict_json(svdpp_here(*options, "--arrivals", rate, "--json").out)["forecast"]
-        for rate in ("6/min", "0.1/s")
-    )
-
-    assert one == other
-    assert re.search(r"a clip takes .* s from its arrival: p50 .*, p90 .*, p99", answer.out)
-    latency = one["latency_seconds"]
-    assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
-    assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when no rank waits
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
-def test_a_fleet_is_planned(more: tuple[str, ...]) -> None:
-    large_forecast = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
-    answer = svdpp_here("plan", *large_forecast, "--layout", "auto", *more)
-
-    assert "100000 clips on 4096 ranks" in answer.out
-    assert len(answer.out.splitlines()) < 20
-
-
 @pytest.mark.parametrize(
     "options",
     [

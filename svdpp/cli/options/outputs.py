@@ -71,7 +71,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         shown="keep none",
     )
     dry_run: bool = DIAGNOSTICS.switch(
-        "Make no clips; show their names, the forecast, each rank's memory and the disk space."
+        "Make no clips; show their names, the layout, each rank's memory and the disk space."
     )
 
     def place(self) -> Place:
