@@ -191,10 +191,9 @@ def gib(peaks: Iterable[float | None]) -> str:
     return "..".join(texts)
 
 
-def show_comparison(
-    console: Console, counts: Mapping[str, Any], num_clips: int, rows: Sequence[Row]
-) -> None:
+def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Prints layouts side by side, then notes on them."""
+    num_clips = counts["num_clips"]
     if console.as_json:
         sizes = {name: counts[name] for name in ("num_steps", "world_size")}
         layouts = [_row_json(row) for row in rows]
