@@ -275,17 +275,10 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
             yield above + name, field.annotation
 
 
-#: The type of each field, by its dotted name.
-FIELDS = dict(_fields(BenchConfig))
-
-
 def _known(where: str) -> str:
-    """A hint: a field of the same name elsewhere, a similar one, or all fields."""
-    last = where.rpartition(".")[2]
-    elsewhere = [name for name in FIELDS if name.rpartition(".")[2] == last]
-    near = elsewhere or difflib.get_close_matches(where, FIELDS, n=1)
-    return (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"known: {', '.join(sorted({name.partition('.')[0] for name in FIELDS}))}"
-    )
+    """A hint: a field of the same name elsewhere, a similar one, or the sections."""
+    names = dict(_fields(BenchConfig))
+    elsewhere = [name for name in names if name.rpartition(".")[2] == where.rpartition(".")[2]]
+    if near := elsewhere or difflib.get_close_matches(where, names, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(BenchConfig.model_fields)}"

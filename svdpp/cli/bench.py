@@ -226,64 +226,41 @@ def _check(one: Bench, found: dict[str, Any]) -> None:
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
     """Prints each figure in every case, the speed-ups, what limits it, and whether bits agree."""
+    cases, limits = found["cases"], found["limits"]
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
-    cases = found["cases"]
-    names = list(cases["pipeline"]["over_rounds"])
-    console.table(
-        [
-            {"figure": name}
-            | {case: number(cases[case]["over_rounds"].get(name)) for case in cases}
-            for name in names
-        ]
-    )
-    for case, about in cases.items():
-        if about["error"]:
-            console.result(f"{case}: {about['error']}")
-    for case, speedup in found["speedups"].items():
-        ratios = speedup["rounds"]
-        console.result(
-            f"pipeline over {case}: {speedup['over_rounds']:.3f} times the clips a minute "
-            f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
-        )
-    console.result(f"what limits the pipeline: {found['limits']['headline']}")
-    if found["limits"]["advice"]:
-        console.result(f"  {found['limits']['advice']['options']}")
-    bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
-    console.result(f"latents and frames: {bits}")
-    targets = found.get("targets", {})
-    shown = [
-        {"figure": name} | {key: number(value) for key, value in each.items()}
-        for name, each in targets.items()
-    ]
-    console.table(shown)
-
-
-def number(value: float | str | None) -> str:
-    """A figure in a table; a dash if it is unknown."""
-    return value if isinstance(value, str) else "-" if value is None else f"{value:.3g}"
+    shown = {
+        "figure": {
+            name: {case: cases[case]["over_rounds"].get(name) for case in cases}
+            for name in cases["pipeline"]["over_rounds"]
+        },
+        "not measured": [about["error"] for about in cases.values() if about["error"]],
+        "clips a minute, over": found["speedups"],
+        "limits": limits["headline"],
+        "try": limits["advice"] and limits["advice"]["options"],
+        "same_bits": found["same_bits"],
+        "target": found["targets"],
+    }
+    console.show({name: value for name, value in shown.items() if value or value is False})
 
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
     """Prints differences of settings and machine, every ratio, and the verdict."""
-    console.result(f"A {a}")
-    console.result(f"B {b}")
-    for what, lines in (("setting", found.settings), ("machine", found.machines)):
-        for line in lines:
-            console.result(f"{what} differs: {line}")
-    console.result()
-    console.result("A, B: geometric means over rounds")
-    console.table([*map(_ratio_row, found.ratios)])
-    console.result()
-    if found.same_bits is not None:
-        console.result(f"latents: {'the same bits' if found.same_bits else 'DIFFERENT BITS'}")
-    console.result(found.verdict)
+    console.result("geometric means over rounds")
+    console.show(
+        {
+            **{"A": str(a), "B": str(b)},
+            **{"settings": "; ".join(found.settings), "machines": "; ".join(found.machines)},
+            "ratios": [*map(_ratio_row, found.ratios)],
+            "latents have the same bits": found.same_bits,
+            "verdict": found.verdict,
+        }
+    )
 
 
-def _ratio_row(ratio: Ratio) -> dict[str, str]:
+def _ratio_row(ratio: Ratio) -> dict[str, Any]:
     words = {True: "noise", False: "differs", None: "one round"}
-    figures = {"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low}
     return {
         "figure": ratio.name,
-        **{name: number(value) for name, value in (figures | {"high": ratio.high}).items()},
-        "": "drift" if ratio.is_baseline else words[ratio.is_noise],
+        **{"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low, "high": ratio.high},
+        "verdict": "drift" if ratio.is_baseline else words[ratio.is_noise],
     }

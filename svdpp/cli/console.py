@@ -111,7 +111,10 @@ class Console:
         """Prints the whole result: with `--json` as JSON, else the same as lines and tables."""
         if self.as_json:
             self.json(value)
-            return
+        self.show(value)
+
+    def show(self, value: Mapping[str, Any]) -> None:
+        """Prints a part of the result as lines and tables; nothing with `--json`."""
         for name, each in value.items():
             if name != "schema_version":
                 self._show(name, each)

@@ -134,13 +134,6 @@ def test_another_workload_has_another_yardstick(tmp_path: Path) -> None:
     assert _verdicts(found)["diffusers: clips/min"] is False
 
 
-def test_other_bits_of_the_same_clips_are_told(tmp_path: Path) -> None:
-    two = ("pipeline.replicas=2",)
-    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", overrides=two, sha256="other"))
-    assert found.settings == ["pipeline.replicas: 1, 2"]
-    assert found.same_bits is False
-
-
 def test_one_round_says_nothing_of_its_spread(tmp_path: Path) -> None:
     found = compare(_bench(tmp_path / "a", (100.0,), (50.0,)), _bench(tmp_path / "b"))
     assert found.ratios[1].low is None

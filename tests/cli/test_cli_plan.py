@@ -112,13 +112,6 @@ def test_what_is_printed_fits_the_terminal_and_uses_it(options: str, width: int)
     assert width - 25 < max(map(len, answer.out.splitlines())) <= width
 
 
-def test_quiet_keeps_the_result_and_nothing_else() -> None:
-    talking, quiet = svdpp_here("plan"), svdpp_here("plan", "-q")
-
-    assert (quiet.code, quiet.out, quiet.err) == (0, talking.out, "")
-    assert talking.err != ""
-
-
 A100 = ("--costs", "svd-xt-a100", "--steps", "25")
 
 
@@ -138,14 +131,6 @@ def test_replicas_are_shown_once() -> None:
         (6, 14),
         (7, 21),
     ]
-
-
-def test_of_many_clips_the_first_are_drawn() -> None:
-    answer = svdpp_here("plan", "--clips", "50000", *STEPS_ALONE)
-
-    assert "the first 16 clips:" in answer.out
-    assert sum(line.startswith("rank") for line in answer.out.splitlines()) == 1 + 4
-    assert "50000 clips on 4 ranks: 3.5e+05 s" in answer.out
 
 
 def test_of_many_ranks_the_first_are_listed() -> None:

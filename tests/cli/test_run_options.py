@@ -196,15 +196,6 @@ def test_names_that_cannot_be(out: str, more: tuple[str, ...], words: tuple[str,
     assert list(Path().iterdir()) == []
 
 
-def test_two_photographs_of_one_name_are_numbered_by_a_template() -> None:
-    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
-    refused = svdpp_here("run", *two, *DEMO, *TINY)
-
-    assert_error(refused, 2, "would both become 'rocket_0.mp4'", "out/{name}_{index}.mp4")
-    hint = refused.err.splitlines()[-1].split("'")[1]
-    assert names(*two, "--out", hint) == ["rocket_1.mp4", "rocket_2.mp4"]
-
-
 @pytest.mark.processes
 def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
     two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
