@@ -39,7 +39,6 @@ def compare_layouts(
     world_size: int,
     num_clips: int,
     costs: Costs,
-    arrivals: Sequence[float] = (),
     memory_gib: Sequence[float] = (),
     expert_boundary: int | None = None,
     share_experts: bool = False,
@@ -79,15 +78,13 @@ def compare_layouts(
     }
     if world_size % 2:
         del rows["pairs"]
-    return [
-        _row(name, partial(choose, options), num_clips, arrivals) for name, options in rows.items()
-    ]
+    return [_row(name, partial(choose, options), num_clips) for name, options in rows.items()]
 
 
-def _row(name: str, choose: Callable[[], Choice], num_clips: int, arrivals: Sequence[float]) -> Row:
+def _row(name: str, choose: Callable[[], Choice], num_clips: int) -> Row:
     try:
         choice = choose()
-        forecast = forecast_layout(choice.layout, num_clips, arrivals)
+        forecast = forecast_layout(choice.layout, num_clips)
     except RequestError as error:
         return Row(name=name, note=error.message)
     return Row(
