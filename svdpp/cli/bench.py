@@ -249,7 +249,8 @@ def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> No
     console.show(
         {
             **{"A": str(a), "B": str(b)},
-            **{"settings": "; ".join(found.settings), "machines": "; ".join(found.machines)},
+            "settings": "; ".join(found.settings) or "the same",
+            "machines": "; ".join(found.machines) or "the same",
             "ratios": [*map(_ratio_row, found.ratios)],
             "latents have the same bits": found.same_bits,
             "verdict": found.verdict,
