@@ -104,11 +104,10 @@ def _known_options() -> dict[str, _Known]:
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions, RankOptions
     from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions
+    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions, TraceOptions
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
     from svdpp.cli.plan import ForecastOptions, SecondsOptions
-    from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -12,6 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from svdpp.cli.console import Console, counted
+from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
@@ -216,6 +219,20 @@ class Progress(Bars):
         except (RequestError, ValueError):  # no transfer between hosts is timed yet
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
+
+
+def labels(requests: Sequence[ClipRequest]) -> list[str]:
+    """A name for each clip in the progress: its input, and the seed if there are several."""
+    names = [_name(request) for request in requests]
+    if len({request.seed for request in requests}) == 1:
+        return names
+    return [f"{name} seed {request.seed}" for name, request in zip(names, requests, strict=True)]
+
+
+def _name(request: ClipRequest) -> str:
+    if request.image is not None:
+        return Path(request.image).name
+    return "clip" if request.prompt is None else textwrap.shorten(request.prompt, 40)
 
 
 def _clock(seconds: float) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.outputs import OutputOptions, TraceOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
@@ -17,7 +17,6 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from svdpp.cli.trace_outputs import TraceOptions
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo

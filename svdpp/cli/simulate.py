@@ -11,11 +11,10 @@ from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import LogOptions
+from svdpp.cli.options.outputs import LogOptions, TraceOptions
 from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
