@@ -182,7 +182,7 @@ class _Run:
                     results = sorted(self._results(), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
                 finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
-                hint = f"{finished}; to go on: {self.asked.command_to_go_on}"
+                hint = f"{finished}; to go on: {self.asked.how_to_go_on}"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:

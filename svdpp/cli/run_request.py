@@ -132,7 +132,7 @@ class RunRequest:
         return (is_svd and self.device != "cpu") or layout.costs is not None
 
     @property
-    def command_to_go_on(self) -> str:
+    def how_to_go_on(self) -> str:
         """What continues the run after an interruption, in words."""
         seed = f"--seed {self.seeds[0]} and " if self._is_drawn else ""
         return f"the same command with {seed}--resume"

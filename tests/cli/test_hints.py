@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.cli.run_request import RunRequest
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.cli.test_help import parsed
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -97,6 +99,14 @@ def test_a_model_in_capitals_is_told_the_spelling() -> None:
 
 
 NASTY = "$(touch x); 'a' b.jpg"
+
+
+@pytest.mark.parametrize(("options", "words"), [("", ""), ("--seed random", r"--seed \d+ and ")])
+def test_how_an_interrupted_run_goes_on(options: str, words: str) -> None:
+    values = parsed(f"svdpp run a.jpg {options}")
+    groups = {name: values[name] for name in ("options", "inputs", "prompts", "output")}
+    said = RunRequest(launched=None, **groups).how_to_go_on
+    assert re.fullmatch(f"the same command with {words}--resume", said)
 
 
 def test_suggested_commands_quote_what_the_user_has_named() -> None:
