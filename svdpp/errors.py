@@ -139,7 +139,7 @@ class NotFiniteError(SvdppError):
 
 
 class TargetError(SvdppError):
-    """A bench missed a target, or is slower than its baseline, by more than noise."""
+    """A bench missed a target by more than noise."""
 
     exit_code = 10
     meaning = "a bench missed a target"

@@ -263,18 +263,6 @@ def test_resolved_takes_the_models_frames() -> None:
     assert SvdSampling(num_frames=6).resolved(model_frames=25).decode_chunk_size == 6
 
 
-def test_one_frame_of_the_model_is_checked_when_it_is_known() -> None:
-    with pytest.raises(RequestError, match="one frame uses only --min-guidance-scale"):
-        SvdSampling().resolved(model_frames=1)
-
-
-def test_frames_are_not_guessed() -> None:
-    with pytest.raises(ValueError, match="resolve it with the model first") as caught:
-        _ = SvdSampling().frames
-
-    assert not isinstance(caught.value, RequestError)  # a programmer's error
-
-
 def test_alone_is_the_same_work_on_one_device() -> None:
     costs = Costs(step_seconds=(1.0, 2.0, 3.0))
     config = pipeline(world_size=3, split="alternating", decoders=2, costs=costs, num_threads=2)
@@ -283,17 +271,6 @@ def test_alone_is_the_same_work_on_one_device() -> None:
 
     assert alone.layout.route(1).ranges == ((0, 0, 28),)
     assert (alone.sampling, alone.model, alone.num_threads) == (config.sampling, config.model, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "decode", "decodes"),
-    [("demo", True, True), ("demo", False, False), ("dummy", True, False)],
-)
-def test_decodes(name: str, decode: bool, decodes: bool) -> None:
-    config = PipelineConfig(world_size=1, model=ModelConfig(name=name), decode=decode)
-
-    assert config.decodes is decodes
-    assert config.model.is_dummy is (name == "dummy")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_what_the_manifests_name_exists(name: str) -> None:
 def test_the_servers_of_a_fleet_share_queue_and_folder() -> None:
     first, second = FLEET["first"], FLEET["second"]
     (queue,) = load_defaults(DEPLOY, {"SVDPP_QUEUE": first["environment"]["SVDPP_QUEUE"]}).values()
-    assert queue.option == "--queue"
+    assert queue.names == ("--queue",)
     assert str(queue.value).endswith("@database/svdpp")
     assert first["depends_on"] == {"database": {"condition": "service_healthy"}}
     assert first["volumes"] == second["volumes"]

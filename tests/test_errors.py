@@ -66,13 +66,6 @@ def test_exit_codes(cls: type[SvdppError]) -> None:
     assert exit_code_of(cls("no")) == EXIT_CODES[cls]
 
 
-def test_exit_codes_are_distinct_but_for_kinds_of_one_another() -> None:
-    kinds = (DeviceError, TransportError, BrokenLinkError, ClosedError)
-    codes = [cls.exit_code for cls in EXIT_CODES if cls not in kinds]
-
-    assert sorted(codes) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_as_in_a_shell(number: signal.Signals) -> None:
     error = Interrupted(number)
@@ -113,19 +106,6 @@ def test_a_record_of_an_unknown_type_is_still_read() -> None:
     assert (type(crossed), crossed.message, crossed.hint) == (SvdppError, "no", "h")
 
 
-def test_details_cross_with_the_error() -> None:
-    sent = OutOfMemoryError("no", "h", details={"asked": 5, "free": 3})
-
-    assert error_from_dict(json.loads(json.dumps(error_to_dict(sent)))).details == sent.details
-
-
-def test_a_rank_error_keeps_picture_and_trace() -> None:
-    error = RankError("no", "h", picture="rank 0 |", trace="Traceback")
-
-    assert (error.picture, error.trace) == ("rank 0 |", "Traceback")
-    assert (RankError("no").picture, RankError("no").trace) == ("", "")
-
-
 @pytest.mark.parametrize(
     ("cls", "builtin"),
     [(RequestError, ValueError), (OutOfMemoryError, MemoryError), (ClosedError, RuntimeError)],
@@ -150,14 +130,6 @@ def test_a_copy_for_another_thread_says_the_same(error: Exception) -> None:
     assert copied is not error
     assert (type(copied), str(copied), copied.__cause__) == (type(error), str(error), error)
     assert vars(copied) == vars(error)
-
-
-def test_raising_copies_leaves_the_traceback_of_the_first_alone() -> None:
-    error = RankError("no")
-    for _ in range(3):
-        with pytest.raises(RankError):
-            raise reraisable(error)
-    assert error.__traceback__ is None
 
 
 def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:

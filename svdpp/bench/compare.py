@@ -91,8 +91,6 @@ class Ratio:
     high: float | None
     is_baseline: bool = False
     """Whether A and B are the same work with the same libraries on the same machine."""
-    is_rate: bool = True
-    """Whether a higher figure is the faster one."""
 
     @property
     def is_noise(self) -> bool | None:
@@ -102,11 +100,6 @@ class Ratio:
         if self.low is None or self.high is None:
             return None
         return self.low <= 1 <= self.high
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether B is slower than A by more than noise."""
-        return self.is_noise is False and (self.value < 1) == self.is_rate
 
 
 def ratio(
@@ -151,19 +144,6 @@ class Comparison:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         return "equal: every difference is within noise"
 
-    @property
-    def slower(self) -> list[Ratio]:
-        """The figures in which svdpp became slower by more than noise.
-
-        On another machine only the pipeline's ratio to diffusers says anything of svdpp. Its ratio
-        to data parallel never counts: it also falls where data parallel became faster.
-        """
-        ours = {f"{PIPELINE} / {ONE_DEVICE}"}
-        if not self.machines:
-            cases = (PIPELINE, DATA_PARALLEL)
-            ours |= {f"{case}: {words}" for case in cases for words in _COMPARED.values()}
-        return [ratio for ratio in self.ratios if ratio.name in ours and ratio.is_slower]
-
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain values."""
         return {
@@ -171,7 +151,6 @@ class Comparison:
             **asdict(self),
             "equal": self.is_equal,
             "verdict": self.verdict,
-            "slower": [ratio.name for ratio in self.slower],
             "ratios": [{**asdict(ratio), "noise": ratio.is_noise} for ratio in self.ratios],
         }
 
@@ -193,32 +172,12 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-def check_baseline(folder: Path, config: Mapping[str, Any], repeats: int) -> None:
-    """Checks before a bench that it can be compared with the earlier one in `folder`."""
-    check_rounds(repeats, "--baseline needs")
-    earlier = read_summary(folder)
-    _read_machine(folder)
-    num_rounds = len(earlier["cases"][PIPELINE]["rounds"])
-    if num_rounds < MIN_ROUNDS:
-        raise InputError(
-            f"the bench in {str(folder)!r} has too few rounds to know its noise: "
-            f"{num_rounds}, and {MIN_ROUNDS} are needed",
-            f"measure it again with --measure.repeats={MIN_ROUNDS + 2}",
-        )
-    other = _differences(_baseline(earlier["config"]), _baseline(config))
-    if other:
-        raise RequestError(
-            f"the bench in {str(folder)!r} did other work: {'; '.join(other)}",
-            "svdpp bench --compare compares any two benches",
-        )
-
-
 def read_summary(folder: Path) -> Summary:
     """The `summary.json` of the bench in `folder`, checked by taking all that is compared."""
     path = folder / SUMMARY
     summary = _read(path)
     try:
-        if summary["schema_version"] not in (1, 2, 3):
+        if summary["schema_version"] not in (1, 2, 3, 4):
             raise ValueError("it is of another version of svdpp")
         _baseline(summary["config"]), _clips(summary["config"])
         _ = summary["run_id"], summary["latents_sha256"], summary["same_bits"]
@@ -272,7 +231,6 @@ def _ratios(a: Summary, b: Summary, *, same_baseline: bool) -> Iterator[Ratio]:
                     *values,
                     drift=drift,
                     is_baseline=same_baseline and case == ONE_DEVICE,
-                    is_rate=not name.endswith("_seconds"),
                 )
 
 

@@ -23,9 +23,9 @@ from pydantic import (
 
 from svdpp.bench.compare import check_rounds
 from svdpp.bench.targets import parse_target
-from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig
+from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_SEED, params_of
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.layout import Split, present_split
 from svdpp.redaction import recorded_name, redact_all
@@ -275,17 +275,10 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
             yield above + name, field.annotation
 
 
-#: The type of each field, by its dotted name.
-FIELDS = dict(_fields(BenchConfig))
-
-
 def _known(where: str) -> str:
-    """A hint: a field of the same name elsewhere, a similar one, or all fields."""
-    last = where.rpartition(".")[2]
-    elsewhere = [name for name in FIELDS if name.rpartition(".")[2] == last]
-    near = elsewhere or difflib.get_close_matches(where, FIELDS, n=1)
-    return (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"known: {', '.join(sorted({name.partition('.')[0] for name in FIELDS}))}"
-    )
+    """A hint: a field of the same name elsewhere, a similar one, or the sections."""
+    names = dict(_fields(BenchConfig))
+    elsewhere = [name for name in names if name.rpartition(".")[2] == where.rpartition(".")[2]]
+    if near := elsewhere or difflib.get_close_matches(where, names, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(BenchConfig.model_fields)}"

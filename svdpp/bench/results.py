@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,8 @@ from svdpp.diagnostics.report import diagnose
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import percentile
-from svdpp.plan.layout import Layout
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class Results:
@@ -75,16 +72,7 @@ class Results:
         rounds = sorted(self._bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
         median = rounds[(len(rounds) - 1) // 2]
 
-        def command(layout: Layout) -> str:
-            words = [str(self.folder / CONFIG), f"--pipeline.split={layout.split}"]
-            words += [f"--pipeline.{n}={getattr(layout, n)}" for n in ("replicas", "decoders")]
-            if layout.split != "uniform":
-                words.append(f"--pipeline.costs={self.folder / COSTS}")
-            return f"svdpp bench {shlex.join(words)}"
-
-        found = diagnose(median.figures, command, without=("disk",))  # no case writes files
-        if found.advice is not None and found.advice.text.startswith(DATA_PARALLEL):
-            found = replace(found, advice=None)  # it is measured, not forecast
+        found = diagnose(median.figures, self.folder / COSTS, "--pipeline.", "=")
         return {"round": median.number, **found.to_json()}
 
 

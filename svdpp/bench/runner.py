@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics.chrome_trace import TraceFile
 from svdpp.diagnostics.figures import RunFigures
 from svdpp.diagnostics.run_recorder import FigureRecorder
 from svdpp.driver.pipeline import Pipeline
@@ -57,8 +55,6 @@ class Bench:
     """The baselines that do not fit on the devices."""
     profile_path: Path | None = None
     """Of the torch.profiler trace; set it before the rounds end."""
-    trace_path: Path | None = None
-    """Of the trace of the pipeline's last round."""
     open_observer: OpenObserver = no_observer
     """Opens an observer for each round of each case; set it before `run`."""
 
@@ -123,8 +119,8 @@ class Bench:
         trace = Trace(config.world_size)
         recorder = FigureRecorder(config, config.layout.schedule, trace, num_warmups)
         schedule = config.layout.schedule(len(clips))
-        with self._trace(case, number) as file, self.open_observer(title, schedule) as progress:
-            observers: list[Observer] = [recorder, progress, *file]
+        with self.open_observer(title, schedule) as progress:
+            observers: list[Observer] = [recorder, progress]
             if case == ONE_DEVICE:
                 made = run_reference(config, clips, observers=observers)[num_warmups:]
             else:
@@ -145,17 +141,6 @@ class Bench:
             latents_sha256=[clip["latents_sha256"] for clip in made],
             frames_sha256=[clip["frames_sha256"] for clip in made],
         )
-
-    @contextlib.contextmanager
-    def _trace(self, case: str, number: int) -> Iterator[Sequence[Observer]]:
-        """The observer that writes the trace, if it is of this round."""
-        if self.trace_path is None or (case, number + 1) != (PIPELINE, self.asked.measure.repeats):
-            yield ()
-            return
-        about = {"round": number, "config_sha256": self.asked.sha256}
-        file = TraceFile(self.trace_path, about)
-        yield (file,)
-        file.close()
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:

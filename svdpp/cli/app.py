@@ -12,7 +12,6 @@ from click.shell_completion import CompletionItem
 
 from svdpp import __version__
 from svdpp.cli.command import Context, help_option
-from svdpp.cli.command_line import remember
 from svdpp.cli.console import Console
 from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
@@ -54,7 +53,6 @@ target; 128 + n ended by signal n. If several clips fail, the exit code is the h
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Runs the command that `arguments` name, and returns the exit code."""
-    remember(arguments)
     try:
         return App().main(list(arguments), prog_name="svdpp", standalone_mode=False) or 0
     except SvdppError as error:

@@ -15,7 +15,6 @@ from svdpp.cli.options.layout import LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.cli.trace_outputs import check_target
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
@@ -38,16 +37,8 @@ class BenchOptions:
     compare: tuple[Path, Path] | None = DIAGNOSTICS.setting(
         "A B", "Compare the results in folder B with those in folder A; measure nothing."
     )
-    baseline: Path | None = DIAGNOSTICS.setting(
-        "DIR",
-        "After measuring, compare with the earlier results in DIR. The exit code is 10 if svdpp "
-        "became slower by more than noise.",
-    )
     results: Path = DIAGNOSTICS.setting(
         "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
-    )
-    trace: Path | None = DIAGNOSTICS.setting(
-        "FILE.json", "Write a trace of the pipeline's last round, as svdpp run does."
     )
 
 
@@ -55,7 +46,7 @@ class BenchOptions:
     examples=(
         "svdpp bench smoke",
         "svdpp bench --compare results/smoke/A results/smoke/B",
-        "svdpp bench smoke --measure.repeats=7 --baseline results/smoke/A",
+        "svdpp bench smoke --measure.repeats=7 --pipeline.split=balanced",
     ),
     # Options of the form --section.field=value are the configuration's, not this command's.
     settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -73,7 +64,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         )
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
-        if names or overrides or asked.baseline is not None:
+        if names or overrides:
             raise RequestError("--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
@@ -86,16 +77,11 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
         )
     point = read_config(names[0], overrides)
-    check_target("--trace", asked.trace, ".json")
     model = _model(point)
     family = None if model.is_dummy else model.family
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
-    if asked.baseline is not None:
-        from svdpp.bench.compare import check_baseline
-
-        check_baseline(asked.baseline, one.asked.model_dump(mode="json"), one.asked.measure.repeats)
-    found = _run(console, one, asked)
+    found = _run(console, one, asked.results)
     if console.as_json:
         console.json([found])
     _check(one, found)
@@ -184,24 +170,18 @@ def _sampling(workload: Workload) -> SamplingOptions:
     )
 
 
-def _run(console: Console, one: Bench, asked: BenchOptions) -> dict[str, Any]:
-    from svdpp.bench.compare import COSTS, PROFILE, compare
+def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
+    from svdpp.bench.compare import COSTS, PROFILE
     from svdpp.bench.results import Results
     from svdpp.cli.progress import Progress
 
-    kept = Results(asked.results, one)
+    kept = Results(results, one)
     one.profile_path = (kept.folder / PROFILE).absolute()
-    one.trace_path = asked.trace
     one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
     one.run(console.info, kept.add)
     found = kept.finish()
     show_summary(console, found)
-    if asked.baseline is not None:
-        comparison = compare(asked.baseline, kept.folder)
-        found["baseline"] = comparison.to_json()
-        console.result()
-        show_comparison(console, asked.baseline, kept.folder, comparison)
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
@@ -237,74 +217,51 @@ def _check(one: Bench, found: dict[str, Any]) -> None:
             f"bits differ from those of diffusers in {count}, first in {different[0]}",
             "svdpp verify shows the first step that differs",
         )
-    targets, slower = missed(found.get("targets", {})), found.get("baseline", {}).get("slower", [])
-    said = [f"missed {counted(len(targets), 'target')}: {', '.join(targets)}"] if targets else []
-    if slower:
-        said.append(f"slower than the baseline by more than noise: {', '.join(slower)}")
-    if said:
-        raise TargetError("; ".join(said), "the tables above show each figure and its range")
+    if targets := missed(found["targets"]):
+        raise TargetError(
+            f"missed {counted(len(targets), 'target')}: {', '.join(targets)}",
+            "the table above shows each figure and its range",
+        )
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
     """Prints each figure in every case, the speed-ups, what limits it, and whether bits agree."""
+    cases, limits = found["cases"], found["limits"]
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
-    cases = found["cases"]
-    names = list(cases["pipeline"]["over_rounds"])
-    console.table(
-        [
-            {"figure": name}
-            | {case: number(cases[case]["over_rounds"].get(name)) for case in cases}
-            for name in names
-        ]
-    )
-    for case, about in cases.items():
-        if about["error"]:
-            console.result(f"{case}: {about['error']}")
-    for case, speedup in found["speedups"].items():
-        ratios = speedup["rounds"]
-        console.result(
-            f"pipeline over {case}: {speedup['over_rounds']:.3f} times the clips a minute "
-            f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
-        )
-    console.result(f"what limits the pipeline: {found['limits']['headline']}")
-    if found["limits"]["advice"]:
-        console.result(f"  {found['limits']['advice']['command']}")
-    bits = "the same bits in every case" if found["same_bits"] else "DIFFERENT BITS between cases"
-    console.result(f"latents and frames: {bits}")
-    targets = found.get("targets", {})
-    shown = [
-        {"figure": name} | {key: number(value) for key, value in each.items()}
-        for name, each in targets.items()
-    ]
-    console.table(shown)
-
-
-def number(value: float | str | None) -> str:
-    """A figure in a table; a dash if it is unknown."""
-    return value if isinstance(value, str) else "-" if value is None else f"{value:.3g}"
+    shown = {
+        "figure": {
+            name: {case: cases[case]["over_rounds"].get(name) for case in cases}
+            for name in cases["pipeline"]["over_rounds"]
+        },
+        "not measured": [about["error"] for about in cases.values() if about["error"]],
+        "clips a minute, over": found["speedups"],
+        "limits": limits["headline"],
+        "try": limits["advice"] and limits["advice"]["options"],
+        "same_bits": found["same_bits"],
+        "target": found["targets"],
+    }
+    console.show({name: value for name, value in shown.items() if value or value is False})
 
 
 def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
     """Prints differences of settings and machine, every ratio, and the verdict."""
-    console.result(f"A {a}")
-    console.result(f"B {b}")
-    for what, lines in (("setting", found.settings), ("machine", found.machines)):
-        for line in lines:
-            console.result(f"{what} differs: {line}")
-    console.result()
-    console.result("A, B: geometric means over rounds")
-    console.table([*map(_ratio_row, found.ratios)])
-    console.result()
-    if found.same_bits is not None:
-        console.result(f"latents: {'the same bits' if found.same_bits else 'DIFFERENT BITS'}")
-    console.result(found.verdict)
+    console.result("geometric means over rounds")
+    console.show(
+        {
+            **{"A": str(a), "B": str(b)},
+            "settings": "; ".join(found.settings) or "the same",
+            "machines": "; ".join(found.machines) or "the same",
+            "ratios": [*map(_ratio_row, found.ratios)],
+            "latents have the same bits": found.same_bits,
+            "verdict": found.verdict,
+        }
+    )
 
 
-def _ratio_row(ratio: Ratio) -> dict[str, str]:
+def _ratio_row(ratio: Ratio) -> dict[str, Any]:
     words = {True: "noise", False: "differs", None: "one round"}
-    figures = {"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low}
     return {
         "figure": ratio.name,
-        **{name: number(value) for name, value in (figures | {"high": ratio.high}).items()},
-        "": "drift" if ratio.is_baseline else words[ratio.is_noise],
+        **{"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low, "high": ratio.high},
+        "verdict": "drift" if ratio.is_baseline else words[ratio.is_noise],
     }

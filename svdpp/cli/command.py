@@ -102,11 +102,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         """Calls the function, and ends the program if it fails."""
         values = ctx.params
-        console = Console(
-            as_json=values["as_json"],
-            quiet=values["quiet"],
-            set_elsewhere=_set_elsewhere(ctx),
-        )
+        taken = {key: one for key, one in (ctx.obj or {}).items() if not is_given(ctx, key)}
+        console = Console(as_json=values["as_json"], quiet=values["quiet"], defaults=taken)
         with answered(console, debug=values["debug"]):
             known: dict[Any, Any] = {Console: console, click.Context: ctx}
             if _LAUNCHED in self._hints.values():
@@ -179,19 +176,6 @@ def given_options(context: click.Context) -> dict[str, str]:
         for option in context.command.params
         if isinstance(option, Option) and is_given(context, str(option.name))
     }
-
-
-def _set_elsewhere(context: click.Context) -> dict[str, str]:
-    """Source of each option that a file or variable sets, by all names of the option."""
-    found, defaults = {}, context.obj or {}
-    for option in context.command.params:
-        name = str(option.name)
-        if context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP:
-            default = defaults.get(name)
-            repeated = context.params.get("repeat")  # a manifest overrides all other defaults
-            where = str(repeated or (default.source if default else ""))
-            found.update(dict.fromkeys(option.opts, where))
-    return found
 
 
 def help_option(*names: str, help: str, text: str = "") -> Option:

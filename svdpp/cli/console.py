@@ -17,24 +17,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.cli.command_line import as_typed
 from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
 from svdpp.redaction import one_line, printable, redact, redact_all
 
 if TYPE_CHECKING:
+    from svdpp.cli.defaults import Default
     from svdpp.plan.forecast import Span
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
-# Characters of the widest table in a pipe or file.
-_FILE_WIDTH = 1000
+# Characters of the widest table.
+_WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
-# Between two columns of a table.
-_GAP = 2
 # Most rows of a table that are still readable.
 _MAX_ROWS = 100
 
@@ -63,7 +60,7 @@ class Console:
     Args:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
-        set_elsewhere: source of each option that a file or variable sets, by the option's name.
+        defaults: of options, set by a file or variables; an error names those that it may be about.
     """
 
     def __init__(
@@ -71,12 +68,12 @@ class Console:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        set_elsewhere: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Default] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
-        self._set_elsewhere = set_elsewhere or {}
+        self._defaults = defaults or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
@@ -89,7 +86,7 @@ class Console:
 
     def prose(self, text: str, indent: str = "") -> None:
         """Prints sentences of the result; folded between words on a terminal."""
-        width = self.out.width if self.out.is_terminal else _FILE_WIDTH
+        width = self.out.width if self.out.is_terminal else _WIDEST
         self.result(
             textwrap.fill(
                 text,
@@ -114,7 +111,10 @@ class Console:
         """Prints the whole result: with `--json` as JSON, else the same as lines and tables."""
         if self.as_json:
             self.json(value)
-            return
+        self.show(value)
+
+    def show(self, value: Mapping[str, Any]) -> None:
+        """Prints a part of the result as lines and tables; nothing with `--json`."""
         for name, each in value.items():
             if name != "schema_version":
                 self._show(name, each)
@@ -146,29 +146,15 @@ class Console:
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints a table of the result: numbers to the right except in the first column.
-
-        Columns that do not fit side by side become several tables below each other.
-        """
-        rows = [{name: one_line(cell) for name, cell in row.items()} for row in rows]
-        for number, names in enumerate(_divided(rows, self.out.width)):
-            if number:
-                self.result()
-            self._print_table(rows, names)
-
-    def _print_table(self, rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+        """Prints a table of the result: numbers to the right except in the first column."""
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in names:
-            is_text = _is_text(rows, name)
-            justify: Any = "left" if is_text or not table.columns else "right"
-            least = _least_width(rows, [name])
-            table.add_column(name, justify=justify, no_wrap=not is_text, min_width=least)
+        for name in rows[0] if rows else ():
+            is_text = not table.columns or any(row[name][:1].isalpha() for row in rows)
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*(row[name] for name in names))
-        if self.out.is_terminal:
-            self.result(table)
-        elif not self.as_json:  # rich would cut cells to a terminal's usual width
-            Stdout(highlight=False, width=_FILE_WIDTH).print(table)
+            table.add_row(*map(one_line, row.values()))
+        if not self.as_json:  # a terminal folds lines; rich would cut numbers
+            Stdout(highlight=False, width=_WIDEST).print(table)
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""
@@ -196,16 +182,15 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
-        message, hint = as_typed(message), as_typed(hint)
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
 
     def _origins(self, text: str) -> list[str]:
-        """The source of each option in `text` that a file or variable sets."""
-        options = dict.fromkeys(re.findall(r"--[a-z-]+", text))
-        where = self._set_elsewhere
-        return [f"{name} is set by {where[name]}" for name in options if name in where]
+        """The source of each option in `text` for which a file or variable has a default."""
+        named = set(re.findall(r"--[a-z-]+", text))
+        found = [each for each in self._defaults.values() if named & {*each.names}]
+        return [f"{each.source} sets {each.names[0]}" for each in found]
 
     def _sentence(self, message: str, hint: str) -> None:
         self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
@@ -230,31 +215,6 @@ def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, such as `1 clip` or `2 clips`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _divided(rows: Sequence[Mapping[str, str]], width: int) -> list[list[str]]:
-    """The columns of as few equal tables as fit `width`, each with the first one; else of one."""
-    first, *others = rows[0] if rows else [""]
-    for number in range(1, len(others) + 1):
-        size = -(-len(others) // number)
-        tables = [[first, *others[at : at + size]] for at in range(0, len(others), size)]
-        if all(_least_width(rows, names) <= width for names in tables):
-            return tables
-    return [[first, *others]]
-
-
-def _is_text(rows: Sequence[Mapping[str, str]], name: str) -> bool:
-    return any(row[name][:1].isalpha() for row in rows)
-
-
-def _least_width(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> int:
-    """Of a table of these columns in which no number and no word is broken."""
-    widths = []
-    for name in names:
-        cells = [name, *(row[name] for row in rows)]
-        words = [word for cell in cells for word in cell.split()]
-        widths.append(max(map(cell_len, words if _is_text(rows, name) else cells), default=0))
-    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _label(name: str) -> str:

@@ -17,12 +17,16 @@ _PREFIX = "SVDPP_"
 _NOT_OURS = re.compile(r"FORK_SERVER_STARTER|SERVICE_(HOST|PORT)\w*|PORT(_\w+)?")
 
 
+# Name of the parameter, its type, and the option's names.
+_Known = tuple[str, Any, tuple[str, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Default:
     """The value of an option that is not given on the command line."""
 
-    option: str
-    """As it is typed, such as `--frames`."""
+    names: tuple[str, ...]
+    """Of the option as users type it, the one that is set first."""
     parameter: str
     """Name of the parameter."""
     value: Any
@@ -73,10 +77,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path.name!r} is not TOML: {error}") from error
 
 
-def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source: str) -> Default:
+def _default(known: Mapping[str, _Known], key: str, value: Any, source: str) -> Default:
     """The default as a command line has it: a text, true or false, or several texts."""
-    from svdpp.cli.options.sampling import moved_option
-
     name = key.replace("_", "-")
     if name not in known:
         near = get_close_matches(name, known, n=1)
@@ -85,27 +87,27 @@ def _default(known: Mapping[str, tuple[str, Any]], key: str, value: Any, source:
             f"{source} sets {key!r}, which is not an option"
             if source != _PREFIX + key.upper()
             else f"{source} does not name an option",
-            moved_option(f"--{name}") or hint,
+            hint,
         )
-    parameter, kind = known[name]
+    parameter, kind, names = known[name]
     if isinstance(value, list):
         value = tuple(map(str, value))
     elif kind is not bool:
         value = str(value)
-    return Default(option=f"--{name}", parameter=parameter, value=value, source=source)
+    names = tuple(dict.fromkeys((f"--{name}", *names)))
+    return Default(names=names, parameter=parameter, value=value, source=source)
 
 
-def _known_options() -> dict[str, tuple[str, Any]]:
-    """Parameter and type of each shared option, by its long names."""
+def _known_options() -> dict[str, _Known]:
+    """Each shared option by its long names."""
     from svdpp.cli.options.declare import declared
     from svdpp.cli.options.inputs import InputOptions
     from svdpp.cli.options.layout import LayoutOptions, RankOptions
     from svdpp.cli.options.model import ModelOptions
-    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions
+    from svdpp.cli.options.outputs import LogOptions, OutputOptions, TalkOptions, TraceOptions
     from svdpp.cli.options.sampling import SamplingOptions
     from svdpp.cli.options.serve import ServeOptions
     from svdpp.cli.plan import ForecastOptions, SecondsOptions
-    from svdpp.cli.trace_outputs import TraceOptions
 
     groups: tuple[Any, ...] = (
         *(SecondsOptions, ForecastOptions, InputOptions, LayoutOptions),
@@ -113,7 +115,7 @@ def _known_options() -> dict[str, tuple[str, Any]]:
         *(LogOptions, ServeOptions),
     )
     return {
-        name[2:]: (field, hint)
+        name[2:]: (field, hint, about["names"])
         for group in groups
         for field, (hint, about) in declared(group).items()
         for name in about.get("names", ())

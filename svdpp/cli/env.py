@@ -18,7 +18,7 @@ def env(console: Console) -> None:
     from svdpp.diagnostics.environment import environment
 
     defaults = [
-        {"option": each.option, "value": each.value, "source": each.source}
+        {"option": each.names[0], "value": each.value, "source": each.source}
         for each in load_defaults().values()
     ]
     console.answer({**environment(), "defaults": defaults})

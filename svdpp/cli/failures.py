@@ -57,9 +57,7 @@ def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "svdpp"
     refused = RequestError(sentence, near or f"{path} --help shows its usage")
-    defaults = load_defaults().values()
-    elsewhere = {each.option: each.source for each in defaults if each.option not in arguments}
-    Console(as_json="--json" in arguments, set_elsewhere=elsewhere).error(refused)
+    Console(as_json="--json" in arguments, defaults=load_defaults()).error(refused)
     return exit_code_of(refused)
 
 
@@ -72,10 +70,6 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
 def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
     """What is wrong with the command line, and the nearest options; "" if none is near."""
     if isinstance(error, click.NoSuchOption):
-        from svdpp.cli.options.sampling import moved_option
-
-        if moved := moved_option(error.option_name):
-            return moved, ""
         near = sorted({*(error.possibilities or ())} - HIDDEN_NAMES)
         hint = f"did you mean {' or '.join(near)}?" if near else ""
         return f"no such option: {error.option_name}", hint

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import argument
-from svdpp.config import (
-    SAMPLING_CLASSES,
-    ModelConfig,
-    SamplingConfig,
-    own_params,
-    sampling_defaults,
-)
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
 from svdpp.errors import ModelError, RequestError
-
-if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Checkpoint
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 # The same for all families so far; tests/models and tests/driver hold it.
@@ -28,7 +18,6 @@ _VERIFIED = (
     "these schedulers: bitwise equal to diffusers' whole call"
 )
 _NEVER_RAN = "the published weights; a GPU"
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +34,7 @@ def models(console: Console, asked: NameOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
-    configs are read; the memory is that of its default clip on CUDA.
+    configs are read; svdpp plan --memory estimates its memory.
     """
     name = asked.name
     if name is None:
@@ -119,50 +108,15 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         known = ", ".join(SAMPLING_CLASSES)
         raise RequestError(f"there is no family or model {name!r}", f"one of {known}") from error
     about = describe(checkpoint.family)
-    sampling = _default_clip(checkpoint)
-    about["defaults"] = {key: getattr(sampling, key) for key in about["defaults"]}
-    visual = _visual(sampling)
+    visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
-    of_model = {
+    for unused in checkpoint.unused_parameters:
+        about["parameters"].pop(unused, None)
+    return {
+        **about,
         "model": name,
         "inputs": takes[checkpoint.image_use],
         "components": list(checkpoint.weighted),
         "experts": checkpoint.num_experts,
         "schedulers": [checkpoint.scheduler.name],
-        **_memory(checkpoint, sampling),
     }
-    for unused in checkpoint.unused_parameters:
-        about["parameters"].pop(unused, None)
-    return {**about, **of_model}
-
-
-def _default_clip(checkpoint: Checkpoint) -> SamplingConfig:
-    kind: Any = SAMPLING_CLASSES[checkpoint.family]
-    values = dict(sampling_defaults(checkpoint.name))
-    if checkpoint.row.takes_prompt:
-        values["from_image"] = checkpoint.image_use == "needed"
-    asked: SamplingConfig = kind(**values)
-    with contextlib.suppress(RequestError):  # of a model that makes other sizes; see `_memory`
-        return checkpoint.resolve(asked)
-    return asked
-
-
-def _memory(checkpoint: Checkpoint, sampling: SamplingConfig) -> dict[str, Any]:
-    """GiB of each role, for a clip of the default size in the default precision on CUDA."""
-    from svdpp.models.memory import estimate
-
-    dtype: Any = "fp16" if checkpoint.family == "svd" else "bf16"
-    try:
-        model = ModelConfig(name=checkpoint.name, dtype=dtype)
-        found = estimate(checkpoint, model, checkpoint.resolve(sampling), device="cuda")
-    except RequestError as error:  # another size may do
-        return {"memory": None, "why_no_memory": error.message}
-    roles = {
-        role: {
-            "weights_gib": round(part.weight_bytes / _GIB, 2),
-            "work_gib": round(part.activation_bytes / _GIB, 2),
-        }
-        for role in ("encode", "denoise", "decode")
-        if (part := getattr(found, role)) is not None
-    }
-    return {"memory": {"dtype": dtype, **roles}}

@@ -16,7 +16,12 @@ from svdpp.cli.options.inputs import ClipOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import experts_of, needs_image, pairs_of, without_world_hint
+from svdpp.cli.request import (
+    PipelineOptions,
+    PipelineRequest,
+    needs_image,
+    without_world_hint,
+)
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -24,13 +29,11 @@ from svdpp.plan.costs import Costs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from svdpp.plan.choose import Pairs
 
 _DEFAULT_WORLD = 4
 _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
-_SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
 # Options that only --memory uses, and --decode-ranks two of them.
 _OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
 _OF_MEMORY = ("dtype", "device", "height", "width", "memory_opt", "lora", *_OF_CHUNKS)
@@ -46,11 +49,6 @@ class ForecastOptions(ClipOptions):
         "HxG",
         "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
         shown="all ranks are on one host",
-    )
-    arrivals: str | None = LAYOUT.setting(
-        "RATE",
-        "Clips arrive at random at this average rate, such as 2/s, 90/min or 500/h.",
-        shown="all clips are present at the start",
     )
     expert_boundary: int | None = LAYOUT.setting(
         "N",
@@ -156,100 +154,46 @@ def plan(
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
     from svdpp.cli.plan_report import show_comparison, show_layout
-    from svdpp.plan.choose import choose_layout, compare_layouts
-    from svdpp.plan.layout import Layout
+    from svdpp.plan.choose import compare_layouts
+    from svdpp.plan.layout import check_chunks
 
     _refuse_idle(context, forecast, layout)
-    family = model.family
-    world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
-    costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
-    boundary, pairs, why_not = _of_model(model, sampling, ranks, forecast.expert_boundary)
-    if layout.share_experts and boundary is None:
-        raise RequestError(
-            "--share-experts has an effect only with --expert-boundary, or a model of two experts",
-            "add --expert-boundary N, or leave out --share-experts",
-        )
-    if forecast.memory:
-        costs, boundary = _with_memory(costs, model, ranks.device, sampling)
-    num_clips = forecast.num_clips(world_size)
-    limits = forecast.limits(world_size)
-    clips: dict[str, Any] = {
-        "num_clips": num_clips,
-        "arrivals": _arrivals(forecast.arrivals, num_clips),
-    }
-    counts: dict[str, Any] = {
-        "num_steps": sampling.num_steps(family),
-        "world_size": world_size,
-        "costs": costs,
-        "expert_boundary": boundary,
-        "share_experts": layout.share_experts,
-    }
-    chosen: dict[str, Any] = {
-        **counts,
-        "memory_gib": limits,
-        "sooner": num_clips < world_size,
-        "pairs": pairs if forecast.compare or layout.chooses_pairs else "no",
-    }
-    with without_world_hint(forecast.hosts is not None):
-        if forecast.compare:
-            show_comparison(console, counts, num_clips, compare_layouts(**chosen, **clips))
-        elif layout.chooses:
-            size, fixed = layout.pair_size, layout.fixed
-            choice = choose_layout(**chosen, num_clips=num_clips, cfg_parallel=size, fixed=fixed)
-            show_layout(console, choice.layout, **clips, reason=choice.reason)
-        else:
-            chunks = _chunks(layout, model, sampling)
-            show_layout(
-                console, Layout(**counts, **layout.fields(world_size), chunks=chunks), **clips
-            )
-    console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
-    if why_not and layout.cfg_parallel == "auto":
-        console.info(why_not)
-
-
-def _of_model(
-    model: ModelOptions, sampling: SamplingOptions, ranks: RankOptions, boundary: int | None
-) -> tuple[int | None, Pairs, str]:
-    """The boundary of the model's experts; whether there may be pairs, and why not.
-
-    A model of which only the boundary between its experts is given has two calls in each step.
-    """
-    if boundary is not None or model.family == "svd":
-        return boundary, "unproven" if boundary is None else "exact", ""
-    sampled = sampling.to_config(model, from_image=needs_image(model))
-    experts = experts_of(model.to_config("cpu"), sampled)
-    return experts.get("expert_boundary"), *pairs_of(model, sampled, ranks)
-
-
-def _chunks(
-    layout: LayoutOptions, model: ModelOptions, sampling: SamplingOptions
-) -> tuple[int, ...]:
-    """The frames of each chunk that is decoded on its own; empty: each rank decodes as many."""
-    from svdpp.plan.layout import check_chunks, frame_chunks
-
-    if layout.decode_ranks is None:
-        return ()
-    _refuse_auto_chunk(sampling)
-    config = sampling.to_config(model, from_image=needs_image(model))
-    size, frames = config.decode_chunk_size, config.num_frames
-    if size is None and frames is None:
-        return ()
-    if size is None or frames is None:
-        raise RequestError(
-            "a plan of --decode-ranks counts chunks by --frames and --decode-chunk-size together",
-            "give both, or leave both out",
-        )
-    chunks = frame_chunks(frames, size)
-    check_chunks(layout.decode_ranks, chunks)
-    return chunks
-
-
-def _refuse_auto_chunk(sampling: SamplingOptions) -> None:
-    if sampling.measures_chunk:
+    if sampling.measures_chunk and (forecast.memory or layout.decode_ranks):
         raise RequestError(
             "--decode-chunk-size auto needs a device with free memory, and a plan has none",
             "give a number, such as --decode-chunk-size 4",
         )
+    world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
+    family = model.family
+    costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
+    if forecast.memory:
+        costs = replace(costs, **_memory(model, ranks.device, sampling))
+    num_clips = forecast.num_clips(world_size)
+    request = PipelineRequest(
+        options=PipelineOptions(
+            sampling=sampling,
+            model=model,
+            ranks=replace(ranks, world=world_size),
+            layout=layout,
+        ),
+        num_clips=num_clips,
+        costs=costs,
+        expert_boundary=forecast.expert_boundary,
+        memory_gib=forecast.limits(world_size),
+    )
+    with without_world_hint(forecast.hosts is not None):
+        if forecast.compare:
+            rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
+            show_comparison(console, request.counts, rows)
+        else:
+            config, _ = request.resolve()
+            if layout.decode_ranks is not None and config.chunks:
+                check_chunks(layout.decode_ranks, config.chunks)
+            reason = "" if request.choice is None else request.choice.reason
+            show_layout(console, config.layout, num_clips, reason)
+    console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
+    if layout.cfg_parallel == "auto" and (why_not := request.pairs[1]):
+        console.info(why_not)
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -270,24 +214,19 @@ def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
     return num_hosts * per_host, per_host
 
 
-def _with_memory(
-    costs: Costs, model: ModelOptions, device: str, sampling: SamplingOptions
-) -> tuple[Costs, int | None]:
-    """`costs` with the estimated memory of the model's parts, and the boundary of its experts."""
+def _memory(model: ModelOptions, device: str, sampling: SamplingOptions) -> dict[str, Any]:
+    """The estimated memory of the model's parts, as fields of `Costs`."""
     from svdpp.config import PipelineConfig
     from svdpp.driver.memory import estimate_parts
     from svdpp.driver.resolve import resolve
 
-    _refuse_auto_chunk(sampling)
-    asked = PipelineConfig(
+    config = PipelineConfig(
         world_size=1,
         model=model.to_config(device),
         sampling=sampling.to_config(model, from_image=needs_image(model)),
         device=device,
     )
-    config, checkpoint = resolve(asked, weights="none")
-    memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
-    return replace(costs, **memory), config.expert_boundary
+    return estimate_parts(*resolve(config, weights="none")).as_costs()
 
 
 def _refuse_idle(context: click.Context, forecast: ForecastOptions, layout: LayoutOptions) -> None:
@@ -330,19 +269,3 @@ def _remarks(
             else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
             "unless an option gives its time; --costs gives them all"
         )
-
-
-def _arrivals(rate: str | None, num_clips: int) -> list[float]:
-    """When each clip arrives, in seconds; empty if all are present at the start."""
-    if rate is None:
-        return []
-    from svdpp.plan.large_forecast import poisson_arrivals
-
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)/(s|min|h)", rate, re.ASCII)
-    per_second = float(match[1]) / _SECONDS_OF[match[2]] if match else 0.0
-    if not 0 < per_second <= 1e9:
-        raise RequestError(
-            f"--arrivals must be clips per s, min or h, got {rate!r}",
-            "such as --arrivals 2/s, 90/min or 500/h",
-        )
-    return poisson_arrivals(num_clips, per_second)

@@ -28,9 +28,9 @@ _COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "id
 
 
 class _Timed:
-    def __init__(self, layout: Layout, num_clips: int, arrivals: Sequence[float]) -> None:
+    def __init__(self, layout: Layout, num_clips: int) -> None:
         self.layout = layout
-        self.forecast = forecast_layout(layout, num_clips, arrivals)
+        self.forecast = forecast_layout(layout, num_clips)
         #: Of each clip of a long queue.
         self.steady_seconds = steady_seconds_per_clip(layout)
 
@@ -42,38 +42,30 @@ class _Timed:
         console.result(f"  of a long queue, one clip every {self.steady_seconds:.4g} s")
 
 
-def show_layout(
-    console: Console,
-    layout: Layout,
-    num_clips: int,
-    arrivals: Sequence[float] = (),
-    reason: str = "",
-) -> None:
+def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = "") -> None:
     """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
 
-    Args:
-        arrivals: when each clip arrives, in seconds; empty: all are present at the start.
-        reason: why `auto` chose the layout.
+    `reason` says why `auto` chose the layout.
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
     alone |= {"replicas": layout.world_size, "decode_ranks": 1}
-    ours = _Timed(layout, num_clips, arrivals)
-    theirs = _Timed(replace(layout, **alone), num_clips, arrivals)
+    ours = _Timed(layout, num_clips)
+    theirs = _Timed(replace(layout, **alone), num_clips)
     if console.as_json:
         console.json(_layout_json(ours, theirs, reason))
         return
     _print_ranks(console, layout)
     _print_cuts(console, layout, num_clips)
     console.result()
-    _print_picture(console, layout, num_clips, arrivals)
+    _print_picture(console, layout, num_clips)
     console.result()
     if reason:
         console.prose(f"auto picks {reason}")
     ours.show(console, counted(num_clips, "clip"))
-    if arrivals or layout.split != "uniform" or reason:
-        latency, since = ours.forecast.latency, "arrival" if arrivals else "encode"
+    if layout.split != "uniform" or reason:
+        latency = ours.forecast.latency
         console.result(
-            f"a clip takes {latency.mean:.4g} s from its {since}: "
+            f"a clip takes {latency.mean:.4g} s from its encode: "
             f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
         )
     if layout.replica_size * layout.cfg_parallel > 1:
@@ -119,9 +111,7 @@ def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
         console.result(f"clip {clip * layout.replicas} is cut at {inner}")
 
 
-def _print_picture(
-    console: Console, layout: Layout, num_clips: int, arrivals: Sequence[float]
-) -> None:
+def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     """Prints the rank x time grid, of the first clips if there are many."""
     if layout.world_size > _MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
@@ -129,8 +119,7 @@ def _print_picture(
     if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
         num_clips = min(num_clips, 4 * layout.world_size)
         console.result(f"the first {num_clips} clips:")
-    spans = replay(layout.schedule(num_clips), layout.costs, dict(enumerate(arrivals[:num_clips])))
-    console.grid(spans, layout.world_size)
+    console.grid(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
@@ -202,10 +191,9 @@ def gib(peaks: Iterable[float | None]) -> str:
     return "..".join(texts)
 
 
-def show_comparison(
-    console: Console, counts: Mapping[str, Any], num_clips: int, rows: Sequence[Row]
-) -> None:
+def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Prints layouts side by side, then notes on them."""
+    num_clips = counts["num_clips"]
     if console.as_json:
         sizes = {name: counts[name] for name in ("num_steps", "world_size")}
         layouts = [_row_json(row) for row in rows]

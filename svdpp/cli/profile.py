@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from svdpp.cli.command import command
-from svdpp.cli.command_line import typed
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import PromptOptions
@@ -20,7 +19,6 @@ from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.redaction import redact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ def _measure(
     costs = measure(
         config,
         repeats=repeats,
-        source=f"measured by: {redact(typed())}",
+        source="measured by svdpp profile",
         log=console.info,
         open_observer=partial(Progress, console, costs=config.costs),
         prompt=prompt,

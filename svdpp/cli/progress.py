@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -12,6 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from svdpp.cli.console import Console, counted
+from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
@@ -32,7 +35,9 @@ from svdpp.worker.messages import (
 
 # Without a live picture, a line this often shows that the run goes on.
 _LINE_SECONDS = 60.0
-_STATES = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
+# Characters of a clip's name in the line of a rank.
+_NAME = 20
+_WORDS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
 class Progress(Bars):
@@ -62,27 +67,20 @@ class Progress(Bars):
         forecasts: bool = False,
         ranks: bool = True,
     ) -> None:
-        is_live = console.err.is_terminal and not console.err.is_dumb_terminal
-        columns = [
-            TextColumn(
-                f"{{task.fields[{name}]}}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most),
-            )
-            for name, most in (("clip", 20), ("state", None), ("rate", None))
-        ]
         self._remarks, self._title, self._schedule = console, title, schedule
-        self._world_size, self._has_ranks = len(schedule), ranks
+        self._has_ranks = ranks
         scheduled = len({action.clip for actions in schedule for action in actions})
         self.num_clips = scheduled if num_clips is None else num_clips
         self._labels = list(map(one_line, labels)) or [
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
+        self._short = [
+            name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self._labels
+        ]
         self._costs, self._forecasts = costs or Costs(), forecasts
         self._means = MeanCosts()
         self._settled: set[int] = set()
-        self.num_done = 0
-        self.num_failed = 0
+        self.num_done = self.num_failed = 0
         self._joined: set[int] = set()
         self._has_lost_checkpoints = False
         self._started = time.monotonic()
@@ -91,11 +89,13 @@ class Progress(Bars):
         self._makespan: float | None = None
         self._next_forecast = 0.0
         self._next_line = self._started + _LINE_SECONDS
+        is_live = console.err.is_terminal and not console.err.is_dumb_terminal
+        state = Column(no_wrap=True, overflow="ellipsis")
         super().__init__(  # it asks for what is to be shown
             TextColumn("{task.description}"),
             BarColumn(None, table_column=Column(ratio=1, max_width=20)),
             MofNCompleteColumn(),
-            *columns,
+            TextColumn("{task.fields[state]}", markup=False, table_column=state),
             console=console.err,
             refresh_per_second=5 if ranks else 1,
             transient=True,
@@ -104,24 +104,18 @@ class Progress(Bars):
         for rank, actions in enumerate(schedule if ranks else ()):
             steps = sum(one.end - one.start for one in actions if one.kind is Kind.DENOISE)
             total = round(self.num_clips / scheduled * steps)
-            self.add_task(f"rank {rank}", total=total, clip="", state="starting", rate="")
+            self.add_task(f"rank {rank}", total=total, state="starting")
 
     def __call__(self, rank: int, event: Event) -> None:
         """Takes one event of `rank`."""
         if self._has_ranks:
             self._show(rank, event)
         self._means.add(event)
-        if self._begun is None and (
-            isinstance(event, StepDone) or (isinstance(event, Heartbeat) and event.action)
-        ):
-            self._begun = time.monotonic()
         match event:
             case Joined():
                 self._joined.add(rank)
-                is_last = len(self._joined) == self._world_size > 1
-                if self.disable and self._has_ranks and is_last:
-                    seconds = time.monotonic() - self._started
-                    self._say(f"{self._world_size} ranks are ready after {seconds:.1f} s")
+            case StepDone() | Heartbeat(action=Action()):
+                self._begun = self._begun or time.monotonic()
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
                 self._settled.add(event.clip)
                 self._settle(event)
@@ -144,14 +138,32 @@ class Progress(Bars):
         """Clips, time and rate in one line, for after the block."""
         seconds = (self._ended or time.monotonic()) - (self._begun or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
-        lost = f", {self.num_failed} lost" if self.num_failed else ""
-        return f"{self._title}: {counted(self.num_done, 'clip')} in {_clock(seconds)}{rate}{lost}"
+        done = counted(self.num_done, "clip")
+        return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The summary, then the ranks: rich cuts what is too high for the terminal."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
+
+    def _show(self, rank: int, event: Event) -> None:
+        task = self.tasks[rank]
+        match event:
+            case Joined():
+                self.update(task.id, state="ready")
+            case StepDone():
+                state = f"{self._short[event.clip]}, step {event.step + 1}"
+                self.update(task.id, advance=1, state=f"{state}, {event.seconds:.2f} s/step")
+            case Heartbeat(action=None):
+                is_loading = task.fields["state"] in ("starting", "loading")
+                self.update(task.id, state="loading" if is_loading else "idle")
+            case Heartbeat(action=Action() as action):
+                word = "waiting" if event.waiting else _WORDS.get(action.kind)
+                if word is not None:
+                    self.update(task.id, state=f"{self._short[action.clip]}, {word}")
+            case _:
+                pass
 
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
@@ -174,18 +186,20 @@ class Progress(Bars):
     def _counted(self) -> str:
         return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
 
+    @property
+    def _lost(self) -> str:
+        return f", {self.num_failed} lost" if self.num_failed else ""
+
     def _summary(self) -> str:
-        text = f"{self._title}: {self._counted}"
-        text += f", {self.num_failed} lost" if self.num_failed else ""
         now = time.monotonic()
+        elapsed = 0.0 if self._begun is None else now - self._begun
+        how = f"{_clock(elapsed)} elapsed"
         if self._begun is None:
-            left = self._seconds_left(0.0)
-            ready = f"{len(self._joined)} of {counted(self._world_size, 'rank')} ready"
-            text += f", starting, {ready}, {_clock(now - self._started)}"
-        else:
-            left = self._seconds_left(now - self._begun)
-            text += f", {_clock(now - self._begun)} elapsed"
-        return text if left is None else f"{text}, about {_clock(left)} left"
+            ready = f"{len(self._joined)} of {counted(len(self._schedule), 'rank')} ready"
+            how = f"starting, {ready}, {_clock(now - self._started)}"
+        left = self._seconds_left(elapsed)
+        about = "" if left is None else f", about {_clock(left)} left"
+        return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
         """The forecast's makespan at the costs known so far, less the time gone by."""
@@ -201,31 +215,24 @@ class Progress(Bars):
             return None
         costs = self._means.costs_like(self._costs)
         try:
-            of = summarise(replay(self._schedule, costs), self._world_size)
+            of = summarise(replay(self._schedule, costs), len(self._schedule))
         except (RequestError, ValueError):  # no transfer between hosts is timed yet
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
-    def _show(self, rank: int, event: Event) -> None:
-        task = self.tasks[rank]
-        state = task.fields["state"]
-        match event:
-            case Joined():
-                self.update(task.id, state="ready")
-            case StepDone():
-                rate = f"{event.seconds:.2f} s/step"
-                clip = self._labels[event.clip]
-                self.update(
-                    task.id, advance=1, state=f"step {event.step + 1}", clip=clip, rate=rate
-                )
-            case Heartbeat(action=None):
-                state = "loading" if state in ("starting", "loading") else "idle"
-                self.update(task.id, state=state, clip="")
-            case Heartbeat(action=Action() as action):
-                state = "waiting" if event.waiting else _STATES.get(action.kind, state)
-                self.update(task.id, state=state, clip=self._labels[action.clip])
-            case _:
-                pass
+
+def labels(requests: Sequence[ClipRequest]) -> list[str]:
+    """A name for each clip in the progress: its input, and the seed if there are several."""
+    names = [_name(request) for request in requests]
+    if len({request.seed for request in requests}) == 1:
+        return names
+    return [f"{name} seed {request.seed}" for name, request in zip(names, requests, strict=True)]
+
+
+def _name(request: ClipRequest) -> str:
+    if request.image is not None:
+        return Path(request.image).name
+    return "clip" if request.prompt is None else textwrap.shorten(request.prompt, 40)
 
 
 def _clock(seconds: float) -> str:

@@ -64,8 +64,8 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         console.prose(f"{finding.text}{lost}", "  ")
     if (advice := found.advice) is not None:
         console.result("\nWhat would help")
-        console.prose("; ".join(filter(None, (advice.text, advice.note))), "  ")
-        console.result(f"    {advice.command}")
+        console.prose(f"{advice.text}:", "  ")
+        console.result(f"    {advice.options}")
     if found.forecast_error is not None:
         error = f"{found.forecast_error:+.0%}"
         console.result(f"\nthe run took, against the forecast by all measured costs: {error}")
@@ -75,8 +75,8 @@ def _row(rank: RankFigures) -> dict[str, str]:
     row = {"rank": str(rank.rank), "steps": f"{rank.start}:{rank.end}"}
     for name in ("compute", "wait", "transfer", "idle"):
         row[name] = f"{getattr(rank, name) / rank.wall:.0%}" if rank.wall else "-"
-    for name in ("step", "encode", "decode", "write"):
+    for name in ("step", "encode", "decode"):
         work = getattr(rank, name)
         row[name] = f"{work.mean_seconds:.3g} s" if work.count else "-"
-    row["peak GiB"] = f"{rank.peak_bytes / 2**30:.2f}" if rank.peak_bytes else "-"
+    row["GiB"] = f"{rank.peak_bytes / 2**30:.2f}" if rank.peak_bytes else "-"
     return row

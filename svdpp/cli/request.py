@@ -20,7 +20,8 @@ from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint, Use
-    from svdpp.plan.choose import Pairs
+    from svdpp.plan.choose import Choice, Pairs
+    from svdpp.plan.costs import Costs
     from svdpp.plan.layout import Split
 
 
@@ -62,6 +63,12 @@ class PipelineRequest:
     """Whether the clips are those of a server, whose users wait for each."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
+    costs: Costs | None = None
+    """To plan by, with the ranks on each host; None: those of the options."""
+    expert_boundary: int | None = None
+    """Of a model whose configs are not at hand; None: read them."""
+    memory_gib: tuple[float, ...] | None = None
+    """Of each device, to choose a layout by; None: that of this machine's."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
         """The configuration, and a remark on the choice of the layout; "" for none.
@@ -121,6 +128,9 @@ class PipelineRequest:
 
     @cached_property
     def _experts(self) -> dict[str, Any]:
+        if self.expert_boundary is not None:
+            share = self.options.layout.share_experts
+            return {"expert_boundary": self.expert_boundary, "share_experts": share}
         if self.family is not None:
             return {}
         share = self.options.layout.share_experts
@@ -131,7 +141,8 @@ class PipelineRequest:
         layout = self.options.layout
         if not self._experts and self.default_split and not (layout.refined or layout.layout):
             return replace(layout, split=self.default_split)
-        if self._experts and layout.must_divide and not layout.split:
+        is_of_model = self._experts and self.expert_boundary is None
+        if is_of_model and layout.must_divide and not layout.split:
             return replace(layout, split="balanced")
         return layout
 
@@ -148,26 +159,26 @@ class PipelineRequest:
     def _decodes(self) -> bool:
         return self.time_scale is not None or not self.options.model.is_dummy
 
-    def _plan(self) -> tuple[dict[str, Any], str]:
-        """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
+    @cached_property
+    def _costs(self) -> Costs:
+        if self.costs is not None:
+            return self.costs
         costs = self._layout.assumed_costs(decodes=self._decodes, family=self._sampling.family)
         # The launcher, not the costs, knows which ranks share a host.
         per_host = None if self.launched is None else self.launched.ranks_per_host
-        plan, why = {**self._experts, "costs": replace(costs, ranks_per_host=per_host)}, ""
-        if self._layout.chooses:
-            chosen, why = self._chosen(plan)
-            plan |= chosen
-        else:
-            plan |= self._layout.fields(self._world_size)
-        if self.time_scale is not None:  # transfers and files take their real time
-            plan["costs"] = plan["costs"].scaled(self.time_scale)
-        return plan, why
+        return replace(costs, ranks_per_host=per_host)
 
-    def _chosen(self, plan: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """What `auto` chooses, as fields of a `PipelineConfig`, and why."""
-        from svdpp.plan.choose import choose_layout
+    @cached_property
+    def pairs(self) -> tuple[Pairs, str]:
+        """Whether `auto` may choose pairs of ranks, and why not."""
+        if self.expert_boundary is not None:  # such a model has two calls in each step
+            return "exact", ""
+        return pairs_of(self.options.model, self._sampling, self.options.ranks)
 
-        options, layout, world_size = self.options, self._layout, self._world_size
+    @cached_property
+    def counts(self) -> dict[str, Any]:
+        """What layouts are compared by: arguments of `choose_layout` and `compare_layouts`."""
+        layout, world_size = self._layout, self._world_size
         clips = self.num_clips(world_size) if callable(self.num_clips) else self.num_clips
         if clips is None:
             option = "--layout auto" if layout.layout == "auto" else "--cfg-parallel auto"
@@ -175,37 +186,56 @@ class PipelineRequest:
                 f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
                 f"svdpp plan {option} --clips M shows which options to give",
             )
-        pairs: Pairs = "no"
-        no_pairs = ""
-        if layout.chooses_pairs:
-            pairs, no_pairs = pairs_of(options.model, self._sampling, options.ranks)
-        needs, limits = self._memory()
-        plan = {**plan, "costs": replace(plan["costs"], **needs)}
-        choice = choose_layout(
-            **plan,
-            num_steps=self._sampling.num_inference_steps,
-            world_size=world_size,
-            num_clips=clips,
-            memory_gib=limits,
-            cfg_parallel=layout.pair_size,
-            fixed=layout.fixed,
-            decodes=self._decodes,
-            # A server without pairs also takes clips without guidance: only the user gives that up.
-            pairs="no" if self.serves and layout.cfg_parallel is None else pairs,
-            sooner=self.serves or clips < world_size,
-        )
-        names = ("split", "replicas", "decoders", "cfg_parallel")
-        chosen = {"costs": plan["costs"]} | {name: getattr(choice.layout, name) for name in names}
-        if choice.layout.share_experts:  # also if the options do not say so
-            chosen["share_experts"] = True
-        why = f"layout: {choice.reason}"
+        needs, limits = self._memory() if self.memory_gib is None else ({}, self.memory_gib)
+        # A server without pairs also takes clips without guidance: only the user gives that up.
+        may_pair = layout.chooses_pairs and not (self.serves and layout.cfg_parallel is None)
+        return {
+            **self._experts,
+            "costs": replace(self._costs, **needs),
+            "num_steps": self._sampling.num_inference_steps,
+            "world_size": world_size,
+            "num_clips": clips,
+            "memory_gib": limits,
+            "pairs": self.pairs[0] if may_pair else "no",
+            "sooner": self.serves or clips < world_size,
+        }
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """What `auto` chooses; None if the options give the layout."""
+        from svdpp.plan.choose import choose_layout
+
+        layout = self._layout
+        if not layout.chooses:
+            return None
+        size, fixed = layout.pair_size, layout.fixed
+        return choose_layout(**self.counts, cfg_parallel=size, fixed=fixed, decodes=self._decodes)
+
+    def _plan(self) -> tuple[dict[str, Any], str]:
+        """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
+        plan, why, choice = {**self._experts, "costs": self._costs}, "", self.choice
+        if choice is None:
+            plan |= self._layout.fields(self._world_size)
+        else:
+            names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
+            plan |= {name: getattr(choice.layout, name) for name in names}
+            if choice.layout.share_experts:  # also if the options do not say so
+                plan["share_experts"] = True
+            why = self._remark(choice)
+        if self.time_scale is not None:  # transfers and files take their real time
+            plan["costs"] = plan["costs"].scaled(self.time_scale)
+        return plan, why
+
+    def _remark(self, choice: Choice) -> str:
+        layout, why = self._layout, f"layout: {choice.reason}"
         if layout.costs is None and self._decodes and self._sampling.family == "svd":
             why += f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
         elif layout.costs is None:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
-        return chosen, f"{why}; {no_pairs}" if no_pairs and layout.cfg_parallel == "auto" else why
+        no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
+        return f"{why}; {no_pairs}" if no_pairs else why
 
-    def _memory(self) -> tuple[dict[str, float], tuple[float, ...]]:
+    def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
         """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
         if self._device == "cpu" or self.options.model.is_dummy:
             return {}, ()
@@ -220,11 +250,13 @@ def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -
         return "no", "no pairs: devices may differ"
     if model.is_dummy:
         return "exact", ""
-    from svdpp.models.engine.rows import ROWS
-
     sampled = _resolved(model.to_config("cpu", sampled.family), sampled)[1]
     if not sampled.guided:
         return "no", "no pairs: the guidance is off"
+    if sampled.family == "svd":
+        return "unproven", ""
+    from svdpp.models.engine.rows import ROWS
+
     answers: Mapping[str | None, tuple[Pairs, str]] = {
         "calls": ("exact", ""),
         "batch": ("unproven", ""),

@@ -6,34 +6,25 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from svdpp.cli.command import command
-from svdpp.cli.command_line import recordable_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions, OutputOptions
+from svdpp.cli.options.outputs import LogOptions, OutputOptions, TraceOptions
 from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.request import PipelineOptions
-from svdpp.cli.run_report import (
-    announce,
-    labels,
-    print_clips,
-    show_dry_run,
-)
-from svdpp.cli.run_request import RunRequest, without_other_seeds
-from svdpp.cli.trace_outputs import TraceOptions
+from svdpp.cli.run_request import RunRequest
 from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from svdpp.config import PipelineConfig
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan
+    from svdpp.driver.jobs import ClipPlan, OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
     from svdpp.errors import SvdppError
@@ -62,7 +53,6 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
-    context: click.Context,
     console: Console,
     launched: World | None,
     inputs: InputOptions,
@@ -79,7 +69,6 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    inputs, options = without_other_seeds(context, inputs, options)
     asked = RunRequest(
         launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
     )
@@ -97,14 +86,13 @@ def run(
         return
     remarks = [*asked.remarks(found), *([why] if why else [])]
     if output.dry_run:
-        show_dry_run(console, asked, config, found, remarks)
+        _show_dry_run(console, asked, config, found, remarks)
         return
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = _planned(console, asked, config, found, traces)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        given = recordable_options(context, output.place().folder)
-        _Run(console, asked, traces, pipeline, clips).make(refused, given)
+        _Run(console, asked, traces, pipeline, clips).make(refused)
 
 
 def _planned(
@@ -133,16 +121,16 @@ class _Run:
     pipeline: Pipeline
     clips: ClipPlan
 
-    def make(self, refused: Sequence[SvdppError], options: dict[str, Any]) -> None:
+    def make(self, refused: Sequence[SvdppError]) -> None:
         """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
-        from svdpp.diagnostics.report import diagnose, run_again
+        from svdpp.diagnostics.report import diagnose
         from svdpp.driver.jobs import open_manifest
 
         console, clips, policy = self.console, self.clips, self.asked.policy
         lost: list[dict[str, Any]] = [
             {"output": None, "error": error_to_dict(error)} for error in refused
         ]
-        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost, options)
+        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost)
         made, figures = self._perform(manifest)
         lost += [
             {
@@ -152,7 +140,7 @@ class _Run:
             for failure in self.pipeline.failures
         ]
         if made and figures is not None:
-            limits = diagnose(figures, run_again(policy.manifest)).lines
+            limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, *([report] if limits else []))
         if console.as_json:
@@ -167,15 +155,15 @@ class _Run:
     def _perform(self, manifest: RunManifest) -> tuple[list[dict[str, Any]], RunFigures | None]:
         """The metadata of the finished clips, in the order of the request, and the figures."""
         from svdpp.cli.log import EventLog
-        from svdpp.cli.progress import Progress
-        from svdpp.diagnostics.run_recorder import RunRecorder, left_in
+        from svdpp.cli.progress import Progress, labels
+        from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
 
         console, pipeline, requests = self.console, self.pipeline, self.clips.requests
         if not requests:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], None
-        announce(console, pipeline.config, self.clips, self.asked.output.latents_dir)
+        _announce(console, pipeline.config, self.clips, self.asked.output.latents_dir)
         progress = Progress(
             console,
             "run",
@@ -185,20 +173,23 @@ class _Run:
             costs=pipeline.config.costs,
             forecasts=self.asked.knows_costs,
         )
-        recorder = RunRecorder(pipeline, requests)
+        recorder = FigureRecorder(pipeline.config, of_run(pipeline, requests))
         with progress, manifest:
             for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
                 pipeline.observe(observer)
             try:
-                with left_in(manifest, recorder), self.traces.of(pipeline), pipeline:
+                with self.traces.of(pipeline), pipeline:
                     results = sorted(self._results(), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
                 finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
-                hint = f"{finished}; to go on: {self.asked.command_to_go_on}"
+                hint = f"{finished}; to go on: {self.asked.how_to_go_on}"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
+            finally:
+                if (figures := recorder.figures()) is not None:
+                    manifest.measured(figures.to_json())
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
-        return [result.metadata for result in results], recorder.figures()
+        return [result.metadata for result in results], figures
 
     def _results(self) -> Iterator[ClipResult]:
         """Submits the clips, the last ones while earlier ones are made; yields finished ones."""
@@ -210,3 +201,102 @@ class _Run:
                 yield result
                 if handles[0].done() and first + _AT_ONCE < len(clips.requests):
                     break
+
+
+def _announce(
+    console: Console, config: PipelineConfig, clips: ClipPlan, latents_dir: Path | None
+) -> None:
+    num_clips = len(clips.requests)
+    begun = sum(request.done_steps > 0 for request in clips.requests)
+    if latents_dir is not None and not config.layout.links:
+        console.info("--latents-dir has no effect: in this layout no rank sends a latent")
+    console.info(
+        f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
+        f"{config.sampling.width}x{config.sampling.height}, on "
+        f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
+        + (f"; {begun} of them continued from an earlier run" if begun else "")
+    )
+
+
+def print_clips(
+    console: Console,
+    out: Path,
+    skipped: Sequence[Mapping[str, Any]],
+    made: Sequence[Mapping[str, Any]],
+    lost: Sequence[Mapping[str, Any]],
+) -> None:
+    """Prints a line for each clip, and says if it was finished before or lost."""
+    for metadata in skipped:
+        console.result(f"{out / metadata['output']}  (was finished)")
+    for metadata in made:
+        console.result(f"{out / metadata['output']}")
+    for clip in lost:
+        name = out / clip["output"] if clip["output"] else "(no clip)"
+        console.result(f"{name}  (lost: {clip['error']['message']})")
+    if any(metadata.get("memory_pressure") for metadata in made):
+        console.info(
+            "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
+            "differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
+        )
+    if skipped:
+        console.info(f"already finished: {counted(len(skipped), 'clip')}")
+    exact = [metadata for metadata in made if metadata["exact"] is True]
+    if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
+        console.info("not called exact: pairs divide a batch of two; how far apart that is:")
+        console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
+    if exact:
+        path = shlex.quote(str(out / exact[0]["output"]))
+        console.info(f"to prove one: svdpp verify {path}")
+
+
+def _show_dry_run(
+    console: Console,
+    asked: RunRequest,
+    config: PipelineConfig,
+    found: Sequence[ClipInput],
+    remarks: Sequence[str],
+) -> None:
+    """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
+    from svdpp.driver.jobs import check_outputs, plan_clips
+    from svdpp.driver.memory import estimate_ranks
+    from svdpp.driver.resolve import resolve
+
+    policy = asked.policy
+    config, checkpoint = resolve(config, weights="none")
+    assert checkpoint is not None
+    check_outputs(found, asked.seeds, policy)
+    clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
+    console.info(*remarks)
+    about: dict[str, Any] = {
+        "schema_version": 1,
+        "clips": [
+            {name: metadata[name] for name in ("output", "input", "seed")}
+            for metadata in clips.metadata
+        ],
+        "finished": [metadata["output"] for metadata in clips.skipped],
+        "layout": str(config.layout),
+        "world_size": config.world_size,
+        "device": config.device,
+        "ranks": [
+            {"rank": each.rank, "peak_bytes": each.total_bytes}
+            for each in estimate_ranks(config, weights="none")
+        ],
+        "disk": _disk(policy, config, len(clips.requests)),
+    }
+    if not console.as_json:
+        about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
+        sampling = config.sampling
+        console.result(
+            f"{counted(len(clips.requests), 'clip')} to make: "
+            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
+            f"{counted(sampling.num_inference_steps, 'step')}, "
+            f"{config.model.name} {config.model.dtype}"
+        )
+    console.answer(about)
+
+
+def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
+    from svdpp.driver.jobs import estimated_bytes, free_bytes
+
+    one = estimated_bytes(policy.format, policy.crf, config.sampling)
+    return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}

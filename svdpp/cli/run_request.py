@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import click
-
-from svdpp.cli.command import is_given
-from svdpp.cli.command_line import to_go_on
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.outputs import OutputOptions, TraceOptions
 from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
@@ -21,7 +17,6 @@ from svdpp.launch.world import World, is_member
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from svdpp.cli.trace_outputs import TraceOptions
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.image import Photo
@@ -137,9 +132,10 @@ class RunRequest:
         return (is_svd and self.device != "cpu") or layout.costs is not None
 
     @property
-    def command_to_go_on(self) -> str:
-        """The command that continues the run after an interruption."""
-        return to_go_on(self.seeds[0] if self._is_drawn else None)
+    def how_to_go_on(self) -> str:
+        """What continues the run after an interruption, in words."""
+        seed = f"--seed {self.seeds[0]} and " if self._is_drawn else ""
+        return f"the same command with {seed}--resume"
 
     @property
     def _is_drawn(self) -> bool:
@@ -191,14 +187,3 @@ class RunRequest:
     @cached_property
     def _sampling(self) -> SamplingConfig:
         return self.options.sampled(from_image=bool(self.inputs.inputs))
-
-
-def without_other_seeds(
-    context: click.Context, inputs: InputOptions, options: PipelineOptions
-) -> tuple[InputOptions, PipelineOptions]:
-    """The groups, where `--seed` or `--seeds` given overrides a default of the other."""
-    if is_given(context, "seed") and not is_given(context, "seeds"):
-        inputs = replace(inputs, seeds=None)
-    if is_given(context, "seeds") and not is_given(context, "seed"):
-        options = replace(options, sampling=replace(options.sampling, seed=None))
-    return inputs, options

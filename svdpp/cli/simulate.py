@@ -11,18 +11,16 @@ from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import LogOptions
+from svdpp.cli.options.outputs import LogOptions, TraceOptions
 from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.cli.trace_outputs import TraceOptions
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
-    from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
 
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
@@ -89,7 +87,6 @@ def simulate(
     the measured times are those of the rehearsal. The forecast below them replays the same plan
     with the mean of the measured costs.
     """
-    from svdpp.diagnostics.run_recorder import RunRecorder
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import example_requests
 
@@ -115,10 +112,8 @@ def simulate(
         return
     seed = parse_seeds(sampling.seed)[0]
     requests = example_requests(config, num_clips, seed=seed, prompt=prompts.prompt)
-    recorder = RunRecorder(pipeline, requests)
-    pipeline.observe(recorder)
     _perform(console, pipeline, requests, traces)
-    _show(console, pipeline, recorder)
+    _show(console, pipeline)
 
 
 def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
@@ -152,14 +147,8 @@ def _perform(
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 
-def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
-    from svdpp.diagnostics.findings import overrun
-
+def _show(console: Console, pipeline: Pipeline) -> None:
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
-    figures = recorder.figures()
-    reason = "" if figures is None else overrun(figures, times["forecast"].makespan)
-    if reason:
-        console.info(f"warning: {reason}")
     config, ranks = pipeline.config, pipeline.trace.to_json()
     for rank, share in zip(ranks, config.layout.all_shares, strict=True):
         rank.update(start=share.start, end=share.end)
@@ -175,7 +164,6 @@ def _show(console: Console, pipeline: Pipeline, recorder: RunRecorder) -> None:
             "clips": times["measured"].clips,
             **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
             "ranks": ranks,
-            "overrun": reason or None,
         }
     )
     if not console.as_json:

@@ -18,7 +18,6 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.sampling import fit_chunk, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
-from svdpp.cli.run_report import labels
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.process_lifetime import temp_folder
@@ -172,6 +171,7 @@ def _compare(
     asked: ProofOptions,
 ) -> None:
     from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import labels
     from svdpp.verification import verify as proof
 
     names = labels(requests)

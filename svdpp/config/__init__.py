@@ -5,8 +5,13 @@ Options, benchmark YAML, clip metadata and the Python API all create these datac
 """
 
 from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat
-from svdpp.config.families import SAMPLING_CLASSES, SamplingConfig, sampling_from
-from svdpp.config.limits import Param, params_of
+from svdpp.config.families import (
+    SAMPLING_CLASSES,
+    LtxSampling,
+    SamplingConfig,
+    WanSampling,
+    sampling_from,
+)
 from svdpp.config.model import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -23,10 +28,10 @@ from svdpp.config.sampling import (
     DEMO_SAMPLING,
     CommonSampling,
     Fit,
-    LtxSampling,
+    Param,
     PromptedSampling,
     SvdSampling,
-    WanSampling,
     own_params,
+    params_of,
     sampling_defaults,
 )

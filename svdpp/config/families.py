@@ -3,43 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, fields, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
-from svdpp.config.limits import Param, require, shown
-from svdpp.config.sampling import (
-    STRENGTH,
-    LtxSampling,
-    PromptedSampling,
-    SvdSampling,
-    WanSampling,
-)
+from svdpp.config.limits import require, shown
+from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling, SvdSampling
 
-_GUIDANCE = 100.0
-_COMMON = get_type_hints(PromptedSampling, include_extras=True)
+
+@dataclass(frozen=True, kw_only=True)
+class WanSampling(PromptedSampling):
+    """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+    own: ClassVar[Mapping[str, Param]] = {
+        "guidance_scale_2": Param(
+            *(None, MAX_GUIDANCE, "Guidance in the steps of the low-noise expert."),
+            shown_default="guidance_scale",
+        ),
+        "flow_shift": Param(
+            *(None, 100.0, "Shift of the noise levels, such as 3 at 480p and 5 at 720p."),
+            above=True,
+            shown_default="that of the model's scheduler",
+        ),
+    }
+
+    family: Literal["wan"] = "wan"
+    height: int = 480
+    width: int = 832
+    num_frames: int = 81
+    fps: int = 16
+    """Of the file; the model does not depend on it."""
+    guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
+    flow_shift: float | None = None
+    max_sequence_length: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class LtxSampling(PromptedSampling):
+    """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 8
+    latent_axes: ClassVar[str] = "BNC"
+    own: ClassVar[Mapping[str, Param]] = {
+        "guidance_rescale": Param(0.0, 1, "Rescaling of the guided prediction."),
+        "decode_timestep": Param(
+            0.0, 1, "Noise level of the decode, for a VAE that is conditioned on it."
+        ),
+        "decode_noise_scale": Param(
+            None, 1, "Noise added before the decode.", shown_default="decode_timestep"
+        ),
+    }
+
+    family: Literal["ltx"] = "ltx"
+    height: int = 512
+    width: int = 704
+    num_frames: int = 161
+    fps: int = 25
+    guidance_scale: float = 3.0
+    guidance_rescale: float = 0.0
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None
+    max_sequence_length: int = 128
+
+
 # The numbers of a row, in this order.
 _COLUMNS = ("height", "width", "num_frames", "fps", "guidance_scale", "max_sequence_length")
 _LTX: dict[str, Any] = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
 _FRAMEPACK: dict[str, Any] = {"frames_unit": 36, "embedded_guidance": True}
 _VACE = {"conditioning_scale": Param(1.0, 10, "Weight of the reference image.")}
 _CONTROL = {"conditioning_scale": Param(1.0, 10, "Weight of the video.")}
-_V2V = {"strength": replace(STRENGTH, default=0.8)}
+_V2V = {"strength": Param(0.8, 1, "How much of the video is replaced: all of it by 1.", above=True)}
 _LTX_CONDITION = {
-    "guidance_rescale": Param(0.0, 1.0, "Rescaling of the guided video."),
-    "decode_timestep": Param(0.0, 1.0, "Noise level of the decode."),
-    "decode_noise_scale": Param(0.0, 1.0, "Share of noise in the decode."),
-    "strength": Param(1.0, 1.0, "How closely the first frame follows the image."),
-    "image_cond_noise_scale": Param(0.15, 1.0, "Noise that each step adds to the image."),
+    "guidance_rescale": Param(0.0, 1, "Rescaling of the guided video."),
+    "decode_timestep": Param(0.0, 1, "Noise level of the decode."),
+    "decode_noise_scale": Param(0.0, 1, "Share of noise in the decode."),
+    "strength": Param(1.0, 1, "How closely the first frame follows the image."),
+    "image_cond_noise_scale": Param(0.15, 1, "Noise that each step adds to the image."),
 }
 _LTX2 = {
-    "stg_scale": Param(1.0, _GUIDANCE, "Spatio-temporal guidance of the video; 0: none."),
-    "stg_block": Param(28, 1000, "The block that spatio-temporal guidance perturbs."),
-    "modality_scale": Param(3.0, _GUIDANCE, "Guidance of the video by the audio; 1: none."),
-    "guidance_rescale": Param(0.7, 1.0, "Rescaling of the guided video."),
-    "audio_guidance_scale": Param(7.0, _GUIDANCE, "Guidance of the audio by the prompt."),
-    "audio_stg_scale": Param(1.0, _GUIDANCE, "Spatio-temporal guidance of the audio."),
-    "audio_modality_scale": Param(3.0, _GUIDANCE, "Guidance of the audio by the video."),
-    "audio_guidance_rescale": Param(0.7, 1.0, "Rescaling of the guided audio."),
+    "stg_scale": Param(1.0, MAX_GUIDANCE, "Spatio-temporal guidance of the video; 0: none."),
+    "stg_block": Param(28, 1000, "The block that spatio-temporal guidance perturbs.", kind=int),
+    "modality_scale": Param(3.0, MAX_GUIDANCE, "Guidance of the video by the audio; 1: none."),
+    "guidance_rescale": Param(0.7, 1, "Rescaling of the guided video."),
+    "audio_guidance_scale": Param(7.0, MAX_GUIDANCE, "Guidance of the audio by the prompt."),
+    "audio_stg_scale": Param(1.0, MAX_GUIDANCE, "Spatio-temporal guidance of the audio."),
+    "audio_modality_scale": Param(3.0, MAX_GUIDANCE, "Guidance of the audio by the video."),
+    "audio_guidance_rescale": Param(0.7, 1, "Rescaling of the guided audio."),
 }
 
 
@@ -52,20 +104,20 @@ def _row(
     **settings: Any,
 ) -> type[PromptedSampling]:
     """The class of a family's parameters; `settings` are class variables of `CommonSampling`."""
-    defaults = {**dict(zip(_COLUMNS, numbers, strict=True)), "num_inference_steps": steps}
+    numbered = {**dict(zip(_COLUMNS, numbers, strict=True)), "num_inference_steps": steps}
+    numbered |= {each: param.default for each, param in (own or {}).items()}
     name = f"Sampling_{family}"
     made = make_dataclass(
         name,
         [
             ("family", Literal[family], field(default=family)),
-            *((each, _COMMON[each], field(default=value)) for each, value in defaults.items()),
-            *(
-                (each, Annotated[type(param.default), param], field(default=param.default))
-                for each, param in (own or {}).items()
-            ),
+            *((each, type(value), field(default=value)) for each, value in numbered.items()),
         ],
         bases=(base,),
-        namespace={"side_unit": 16, "frames_unit": 4, **settings, "__module__": __name__},
+        namespace={
+            **{"side_unit": 16, "frames_unit": 4, **settings},
+            **{"own": {**base.own, **(own or {})}, "__module__": __name__},
+        },
         frozen=True,
         kw_only=True,
     )

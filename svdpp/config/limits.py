@@ -1,20 +1,15 @@
-"""The upper limits of a request, and what a parameter is; docs/security.md lists the limits.
+"""The upper limits of a request; docs/security.md lists them.
 
 The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
-before any work. `driver.memory` checks whether a run fits in the machine's memory.
-
-A field of a sampling class is annotated with its `Param`. The checks, the options of the command
-line, the fields of requests and `svdpp models` follow from it.
+before any work. `driver.memory` checks whether a run fits in the machine's memory. The ranges of
+sampling parameters are in `config.sampling`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from svdpp.errors import RequestError
 
@@ -28,23 +23,14 @@ MAX_FRAMES = 1024
 MAX_SIDE = 4096
 #: Height x width x frames; enough for 25 frames of 4096 x 2304.
 MAX_CLIP_PIXELS = 2**28
-#: Scale of classifier-free guidance; SVD's default is 1 to 3.
-MAX_GUIDANCE_SCALE = 100.0
-#: Noise added to the image, relative to the image's range; SVD's default is 0.02.
-MAX_NOISE_AUG_STRENGTH = 10.0
-#: Shift of a flow-matching scheduler; Wan's is 3 to 12.
-MAX_FLOW_SHIFT = 100.0
 #: Weight of a LoRA, whose sign may be negative; usual are 0.5 to 1.
 MAX_LORA_WEIGHT = 100.0
-#: Tokens of a prompt, and characters of its text; Wan uses 512 tokens.
-MAX_PROMPT_TOKENS = 4096
+#: Characters of a prompt's text.
 MAX_PROMPT_CHARACTERS = 20_000
-MAX_FPS = 240
 #: Pixels of an image that clips are made from, in millions.
 MAX_MEGAPIXELS = 50
 #: Of an image beyond which others go first while it is prepared.
 LARGE_MEGAPIXELS = 4
-MAX_MOTION_BUCKET_ID = 1023
 #: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000
 #: Intra-op threads of a rank for each core of this machine. More than 1, so that `verify` can
@@ -123,87 +109,3 @@ def shown(value: Any) -> str:
     except ValueError:  # Python does not convert an int of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-@dataclass(frozen=True)
-class Param:
-    """A number that samplers take. `params_of` fills in what the annotated field says itself."""
-
-    default: Any
-    """Of its family; None: that of the model, or of another parameter."""
-    highest: float
-    help: str
-    lowest: float = 0
-    name: str = ""
-    """Of the field."""
-    is_shared: bool = False
-    """Whether it has an option of its own, `option`."""
-    api: str = ""
-    """Its name in HTTP requests and benches, if it is another one."""
-    unit: str = ""
-    above: bool = False
-    """Whether it must be above `lowest`."""
-    shown_default: str = ""
-    """The default in words, for the help."""
-    kind: type[int] | type[float] = float
-    is_optional: bool = False
-    """Whether None is a value of it."""
-
-    @property
-    def option(self) -> str:
-        """The option as users type it."""
-        name = self.field.replace("_", "-")
-        return f"--{name}" if self.is_shared else f"--param {self.name}"
-
-    @property
-    def field(self) -> str:
-        """Its name in HTTP requests and benches."""
-        return self.api or self.name
-
-    def check(self, value: Any) -> None:
-        """Refuses a value of another type or out of range, by the option's name."""
-        if value is None and self.is_optional:
-            return
-        if self.kind is int:
-            unit = f" {self.unit}" if self.unit else ""
-            check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
-            return
-        require(
-            is_number(value) and 0 <= value <= self.highest,
-            f"{self.option} must be a finite number, 0 to {self.highest:g}, got {shown(value)}",
-        )
-        is_low = self.above and value <= self.lowest
-        require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
-
-
-def within(low: float, high: float, help: str, **more: Any) -> Param:
-    """The annotation of a field, which has the type and the default."""
-    return Param(None, high, help, low, **more)
-
-
-def shared(low: float, high: float, help: str, api: str = "", **more: Any) -> Param:
-    """The same for a parameter with an option of its own, named as in requests."""
-    return within(low, high, help, api=api, is_shared=True, **more)
-
-
-@cache
-def params_of(kind: Any) -> dict[str, Param]:
-    """The parameters of a sampling class that have a `Param`, by the name of the field."""
-    hints, found = get_type_hints(kind, include_extras=True), {}
-    for each in fields(kind):
-        parts = list(_parts(hints[each.name]))
-        for param in (part for part in parts if isinstance(part, Param)):
-            found[each.name] = replace(
-                param,
-                name=each.name,
-                default=None if each.default is MISSING else each.default,
-                kind=int if int in parts else float,
-                is_optional=type(None) in parts,
-            )
-    return found
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    yield hint
-    for part in get_args(hint):
-        yield from _parts(part)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from functools import cache
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
-    MAX_FLOW_SHIFT,
-    MAX_FPS,
     MAX_FRAMES,
-    MAX_GUIDANCE_SCALE,
-    MAX_MOTION_BUCKET_ID,
-    MAX_NOISE_AUG_STRENGTH,
-    MAX_PROMPT_TOKENS,
     MAX_SIDE,
     MAX_STEPS,
-    Param,
-    params_of,
+    check_whole,
+    is_number,
     require,
-    shared,
     shown,
-    within,
 )
 from svdpp.config.model import DEMO_MODEL
 from svdpp.errors import RequestError
@@ -43,25 +36,114 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "noise_aug_strength": 0.02,
 }
 
-Steps = Annotated[int, shared(1, MAX_STEPS, "Denoising steps of each clip.", "steps")]
-Height = Annotated[int, shared(8, MAX_SIDE, "Frame height, a multiple of 8.")]
-Width = Annotated[int, shared(8, MAX_SIDE, "Frame width, a multiple of 8.")]
-Frames = Annotated[int, shared(1, MAX_FRAMES, "Frames of each clip.", "frames")]
-Fps = Annotated[int, shared(1, MAX_FPS, "Frames per second, 1 to 240.", unit="frames a second")]
-Chunk = Annotated[
-    int, shared(1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it.")
-]
-Scale = Annotated[
-    float, shared(0, MAX_GUIDANCE_SCALE, "Guidance by the prompt; 1 or less turns guidance off.")
-]
-_TOKENS_HELP = "Tokens of a prompt that the model reads; the rest is cut off."
-Tokens = Annotated[int, shared(1, MAX_PROMPT_TOKENS, _TOKENS_HELP, "max_prompt_tokens")]
-Motion = Annotated[int, shared(0, MAX_MOTION_BUCKET_ID, "Amount of motion, 0 to 1023.")]
-Noise = Annotated[float, shared(0, MAX_NOISE_AUG_STRENGTH, "Noise added to the image.")]
-FirstScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, "Guidance of the first frame.")]
-_LAST_HELP = "Guidance of the last frame; 1 or less turns guidance off."
-STRENGTH = within(0, 1, "How much of the video is replaced: all of it by 1.", above=True)
-LastScale = Annotated[float, shared(0, MAX_GUIDANCE_SCALE, _LAST_HELP)]
+
+@dataclass(frozen=True)
+class Param:
+    """A number that samplers take.
+
+    The checks, the options of the command line, the fields of requests and benches, and
+    `svdpp models` follow from it. `params_of` fills in name and default.
+    """
+
+    default: Any
+    """Of its family; None: that of the model, or of another parameter."""
+    highest: float
+    help: str
+    lowest: float = 0
+    kind: type[int] | type[float] = float
+    api: str = ""
+    """Its name in HTTP requests and benches, if it is another one."""
+    unit: str = ""
+    above: bool = False
+    """Whether it must be above `lowest`."""
+    shown_default: str = ""
+    """The default in words, for the help."""
+    name: str = ""
+
+    @property
+    def option(self) -> str:
+        """The option as users type it."""
+        return f"--{self.field.replace('_', '-')}" if self.is_shared else f"--param {self.name}"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has an option of its own."""
+        return self.name in SHARED
+
+    @property
+    def field(self) -> str:
+        """Its name in HTTP requests and benches."""
+        return self.api or self.name
+
+    def check(self, value: Any) -> None:
+        """Refuses a value of another type or out of range, by the option's name."""
+        if value is None and self.default is None:
+            return
+        if self.kind is int:
+            unit = f" {self.unit}" if self.unit else ""
+            check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
+            return
+        require(
+            is_number(value) and 0 <= value <= self.highest,
+            f"{self.option} must be a finite number, 0 to {self.highest:g}, got {shown(value)}",
+        )
+        is_low = self.above and value <= self.lowest
+        require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
+
+
+#: Of classifier-free guidance; usual are 1 to 10.
+MAX_GUIDANCE = 100.0
+
+
+def _whole(lowest: int, highest: int, help: str, **more: Any) -> Param:
+    return Param(None, highest, help, lowest, int, **more)
+
+
+#: The parameters with an option of their own, by the name of their field.
+SHARED: Mapping[str, Param] = {
+    "num_inference_steps": _whole(1, MAX_STEPS, "Denoising steps of each clip.", api="steps"),
+    "height": _whole(8, MAX_SIDE, "Frame height, a multiple of 8."),
+    "width": _whole(8, MAX_SIDE, "Frame width, a multiple of 8."),
+    "num_frames": _whole(1, MAX_FRAMES, "Frames of each clip.", api="frames"),
+    "fps": _whole(1, 240, "Frames per second, 1 to 240.", unit="frames a second"),
+    "decode_chunk_size": _whole(
+        1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."
+    ),
+    "guidance_scale": Param(
+        None, MAX_GUIDANCE, "Guidance by the prompt; 1 or less turns guidance off."
+    ),
+    "max_sequence_length": _whole(
+        *(1, 4096, "Tokens of a prompt that the model reads; the rest is cut off."),
+        api="max_prompt_tokens",
+    ),
+    "motion_bucket_id": _whole(0, 1023, "Amount of motion, 0 to 1023."),
+    "noise_aug_strength": Param(None, 10.0, "Noise added to the image."),
+    "min_guidance_scale": Param(None, MAX_GUIDANCE, "Guidance of the first frame."),
+    "max_guidance_scale": Param(
+        None, MAX_GUIDANCE, "Guidance of the last frame; 1 or less turns guidance off."
+    ),
+}
+
+
+@cache
+def params_of(kind: Any) -> dict[str, Param]:
+    """The parameters of a sampling class, by the name of the field."""
+    known = {**SHARED, **kind.own}
+    return {
+        each.name: replace(
+            known[each.name],
+            name=each.name,
+            default=None if each.default is MISSING else each.default,
+        )
+        for each in fields(kind)
+        if each.name in known
+    }
+
+
+def own_params(kind: Any) -> dict[str, Param]:
+    """The parameters that the family alone has, by name."""
+    others = params_of(PromptedSampling)
+    return {name: param for name, param in params_of(kind).items() if name not in others}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +161,17 @@ class CommonSampling(ABC):
     #: The further videos that each clip takes, by the argument of `__call__`; the side of their
     #: square frames in pixels, or None: they get the clip's size.
     videos: ClassVar[Mapping[str, int | None]] = {}
+    #: The parameters that the family alone has, by name.
+    own: ClassVar[Mapping[str, Param]] = {}
 
     family: str
-    num_inference_steps: Steps
-    height: Height
-    width: Width
-    num_frames: Frames | None = None
+    num_inference_steps: int
+    height: int
+    width: int
+    num_frames: int | None = None
     """None: that of the model's config."""
-    fps: Fps
-    decode_chunk_size: Chunk | None = None
+    fps: int
+    decode_chunk_size: int | None = None
     """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
     """How a photograph of another shape is fitted to the frame."""
@@ -155,14 +239,14 @@ class SvdSampling(CommonSampling):
     from_image: ClassVar[bool] = True
 
     family: Literal["svd"] = "svd"
-    num_inference_steps: Steps = DEFAULT_NUM_STEPS
-    height: Height = 576
-    width: Width = 1024
-    fps: Fps = 7
-    motion_bucket_id: Motion = 127
-    noise_aug_strength: Noise = 0.02
-    min_guidance_scale: FirstScale = 1.0
-    max_guidance_scale: LastScale = 3.0
+    num_inference_steps: int = DEFAULT_NUM_STEPS
+    height: int = 576
+    width: int = 1024
+    fps: int = 7
+    motion_bucket_id: int = 127
+    noise_aug_strength: float = 0.02
+    min_guidance_scale: float = 1.0
+    max_guidance_scale: float = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,10 +283,10 @@ class PromptedSampling(CommonSampling):
     #: Whether `guidance_scale` is an input of the model, which then runs once for each step.
     embedded_guidance: ClassVar[bool] = False
 
-    num_inference_steps: Steps = 50
-    num_frames: Frames
-    guidance_scale: Scale
-    max_sequence_length: Tokens
+    num_inference_steps: int = 50
+    num_frames: int
+    guidance_scale: float
+    max_sequence_length: int
     from_image: bool = False
     """Whether clips start from a photograph; otherwise they are made from text alone."""
 
@@ -218,69 +302,6 @@ class PromptedSampling(CommonSampling):
     def guided(self) -> bool:
         """See `CommonSampling`; of two experts, the scale of the first decides in diffusers."""
         return self.guidance_scale > 1 and not self.embedded_guidance
-
-
-def own_params(kind: Any) -> dict[str, Param]:
-    """The parameters that the family alone has, by name."""
-    shared = {**params_of(CommonSampling), **params_of(PromptedSampling)}
-    return {name: param for name, param in params_of(kind).items() if name not in shared}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WanSampling(PromptedSampling):
-    """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
-
-    side_unit: ClassVar[int] = 16
-    frames_unit: ClassVar[int] = 4
-
-    family: Literal["wan"] = "wan"
-    height: Height = 480
-    width: Width = 832
-    num_frames: Frames = 81
-    fps: Fps = 16
-    """Of the file; the model does not depend on it."""
-    guidance_scale: Scale = 5.0
-    guidance_scale_2: Annotated[
-        float | None,
-        within(
-            *(0, MAX_GUIDANCE_SCALE, "Guidance in the steps of the low-noise expert."),
-            shown_default="guidance_scale",
-        ),
-    ] = None
-    flow_shift: Annotated[
-        float | None,
-        within(
-            *(0, MAX_FLOW_SHIFT, "Shift of the noise levels, such as 3 at 480p and 5 at 720p."),
-            above=True,
-            shown_default="that of the model's scheduler",
-        ),
-    ] = None
-    max_sequence_length: Tokens = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class LtxSampling(PromptedSampling):
-    """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
-
-    side_unit: ClassVar[int] = 32
-    frames_unit: ClassVar[int] = 8
-    latent_axes: ClassVar[str] = "BNC"
-
-    family: Literal["ltx"] = "ltx"
-    height: Height = 512
-    width: Width = 704
-    num_frames: Frames = 161
-    fps: Fps = 25
-    guidance_scale: Scale = 3.0
-    guidance_rescale: Annotated[float, within(0, 1, "Rescaling of the guided prediction.")] = 0.0
-    decode_timestep: Annotated[
-        float, within(0, 1, "Noise level of the decode, for a VAE that is conditioned on it.")
-    ] = 0.0
-    decode_noise_scale: Annotated[
-        float | None,
-        within(0, 1, "Noise added before the decode.", shown_default="decode_timestep"),
-    ] = None
-    max_sequence_length: Tokens = 128
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:

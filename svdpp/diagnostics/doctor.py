@@ -11,14 +11,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from svdpp.config import (
-    DEMO_MODEL,
     DUMMY_MODEL,
     ClipRequest,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
     SvdSampling,
-    sampling_defaults,
 )
 from svdpp.diagnostics import cut_test
 from svdpp.diagnostics.tiny_copy import NUM_STEPS
@@ -29,13 +27,11 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
 from svdpp.media import output_files, video
-from svdpp.media.inputs import example_requests
 from svdpp.models.checkpoint import Checkpoint
 
 _GIB = 2**30
 #: Enough for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
-_TMPDIR_FIX = "set TMPDIR to a writable folder on a local disk"
 # Small and quick, but real work for libx264.
 _TRIAL_FRAMES, _TRIAL_SIDE = 4, 64
 
@@ -58,8 +54,6 @@ class Examination:
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
-    divided: str = ""
-    """What the cut test has found of divided batches."""
 
     @property
     def model(self) -> Checkpoint:
@@ -116,25 +110,6 @@ def _devices(examination: Examination) -> str:
         threads = f"{config.num_threads} thread{'s' if config.num_threads > 1 else ''}"
         return f"{ranks} on the CPU, {threads} each, over {backend}"
     return f"{ranks} on {config.device}, over {backend}"
-
-
-def _temporary_folder(examination: Examination) -> str:  # noqa: ARG001
-    """Ranks meet in a temporary folder, which other users must not open."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="svdpp-doctor-"))
-        try:
-            mode = folder.stat().st_mode & 0o777
-        finally:
-            folder.rmdir()
-    except OSError as error:
-        raise OutputError(
-            f"no folder can be created in it: {output_files.reason(error)}", _TMPDIR_FIX
-        ) from error
-    if mode != 0o700:
-        raise OutputError(
-            f"folders in {folder.parent} are created with mode {mode:03o}, not 700", _TMPDIR_FIX
-        )
-    return f"{folder.parent}, private folders"
 
 
 def _transfers(examination: Examination) -> str:
@@ -227,66 +202,35 @@ def _memory(examination: Examination) -> str:
     return text
 
 
-def _determinism(examination: Examination) -> str:
-    """Uses the demo model, which loads quickly, with the run's device, dtype and threads."""
-    config = examination.config
-    if not config.model.is_dummy:
-        demo = ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype)
-        sampling = SvdSampling(num_inference_steps=1, **sampling_defaults(DEMO_MODEL))
-        config = replace(config.alone(), model=demo, sampling=sampling, expert_boundary=None)
-    device = "cuda:0" if config.device == "cuda" else config.device
-    config = replace(config, world_size=1, device=device, decode=False)
-    with Pipeline(config) as pipeline:
-        first, second = pipeline.run(example_requests(config, 1) * 2)
-    name = config.model.name
-    if first.metadata["latents_sha256"] != second.metadata["latents_sha256"]:
-        raise VerificationError(f"one clip of the {name} model made twice has different bits")
-    return f"one clip of the {name} model twice, bitwise equal ({config.model.dtype})"
-
-
 def _cut_test(examination: Examination) -> str:
     """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
     config, checkpoint = examination.config, examination.model
     device = "cuda:0" if config.device == "cuda" else config.device
     result = cut_test.differences(replace(config.alone(), device=device), checkpoint)
-    examination.divided, found = result.divided, result.differences
-    if found:
+    if found := result.differences:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
-    return (
+    said = (
         f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
         f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
     )
-
-
-def _pairs(examination: Examination) -> str:
-    """Whether a batch of two has the same bits when a pair of ranks divides it."""
-    branches = examination.model.row.branches
-    if branches == "calls":
-        return "--cfg-parallel 2 divides no batch: the bits are those of one rank"
-    if branches is None:
-        raise _Skipped("--cfg-parallel 2 cannot divide the steps of this model")
-    return (
-        f"--cfg-parallel 2 divides a batch of two: after {NUM_STEPS} steps of the tiny copy the "
-        f"latents are {examination.divided} ({examination.config.model.dtype}); svdpp verify "
-        "--cfg-parallel 2 tries the model itself"
-    )
+    if result.divided:
+        said += f"; --cfg-parallel 2 divides a batch of two: the latents are {result.divided}"
+    return said
 
 
 _REPORT = "report it with the output of svdpp env"
-_RANKS = ("devices", "temporary folder")
 
 _CHECKS: dict[str, _Attempt] = {
     "devices": _Attempt(
         _devices, "svdpp env shows the devices; --device cpu --model demo needs none"
     ),
-    "temporary folder": _Attempt(_temporary_folder, _TMPDIR_FIX),
     "ffmpeg": _Attempt(_ffmpeg, "pip install --force-reinstall imageio-ffmpeg"),
     "output folder": _Attempt(_output, "name another folder with --out"),
     "model": _Attempt(_model, "copy or download the model again, or --model demo"),
     "memory": _Attempt(_memory, "fewer ranks, or a smaller clip", ("devices",)),
-    "transfers": _Attempt(_transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", _RANKS),
-    "determinism": _Attempt(_determinism, _REPORT, _RANKS),
-    "cut test": _Attempt(_cut_test, _REPORT, _RANKS),
-    "pairs": _Attempt(_pairs, "", ("cut test",)),
+    "transfers": _Attempt(
+        _transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", ("devices",)
+    ),
+    "cut test": _Attempt(_cut_test, _REPORT, ("devices",)),
 }

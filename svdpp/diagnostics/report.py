@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from svdpp.plan.choose import choose_layout
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
 # A smaller gain is within the noise of a forecast.
 _WORTH_A_CHANGE = 1.05
@@ -29,9 +29,8 @@ class Advice(NamedTuple):
     """The layout that finishes the same clips first on the same ranks, by forecast."""
 
     text: str
-    note: str
-    command: str
-    """To type."""
+    options: str
+    """To add to the command."""
     times_as_fast: float
 
 
@@ -46,21 +45,17 @@ class Diagnosis:
 
     @property
     def headline(self) -> str:
-        """The most useful line: the costliest finding, and the advice."""
-        helps = [f"What helps: {self.advice.text}"] if self.advice else []
-        return ". ".join([self.findings[0].text, *helps])
+        """The costliest finding."""
+        return self.findings[0].text
 
     @property
     def lines(self) -> list[str]:
-        """What limits the ranks and what to try, for a terminal; a command has its own line.
-
-        None for fewer clips than fill the ranks once and leave one to compare.
-        """
+        """What limits the ranks and what to try, for the end of a run; none for few clips."""
         if not self._is_measured:
             return []
-        lines = [f"limited by: {self.findings[0].short}"]
+        lines = [self.headline]
         if self.advice is not None:
-            lines += [f"try: {self.advice.text}", f"  {self.advice.command}"]
+            lines += [f"try {self.advice.text}:", f"  {self.advice.options}"]
         return lines
 
     @property
@@ -99,20 +94,26 @@ class Diagnosis:
         }
 
 
-def diagnose(
-    figures: RunFigures, command: Callable[[Layout], str], without: Collection[str] = ()
-) -> Diagnosis:
+def diagnose(figures: RunFigures, costs: Path, prefix: str = "--", equals: str = " ") -> Diagnosis:
     """The diagnosis of `figures`.
 
     Args:
-        command: does the same work again in another layout, at the measured costs.
-        without: kinds of findings to leave out.
+        costs: a file that has the measured costs.
+        prefix: of an option of the layout, such as `--pipeline.` in a bench.
+        equals: between such an option and its value.
     """
-    findings = tuple(find_limits(figures, without))
-    return Diagnosis(figures=figures, findings=findings, advice=_best_layout(figures, command))
+
+    def options(layout: Layout) -> str:
+        given = {name: str(getattr(layout, name)) for name in ("split", "replicas", "decoders")}
+        if layout.split != "uniform":
+            given["costs"] = shlex.quote(str(costs))
+        return " ".join(f"{prefix}{name}{equals}{value}" for name, value in given.items())
+
+    findings = tuple(find_limits(figures))
+    return Diagnosis(figures=figures, findings=findings, advice=_best_layout(figures, options))
 
 
-def _best_layout(figures: RunFigures, command: Callable[[Layout], str]) -> Advice | None:
+def _best_layout(figures: RunFigures, options: Callable[[Layout], str]) -> Advice | None:
     """Both sides are forecasts, so that what no forecast knows of is in neither."""
     if not figures.forecast_seconds:
         return None
@@ -133,8 +134,9 @@ def _best_layout(figures: RunFigures, command: Callable[[Layout], str]) -> Advic
     if times < _WORTH_A_CHANGE:
         return None
     text = f"{layout}, {times:.2f} times as fast at the measured costs"
-    note = "each device needs room for the whole model" if layout.replica_size == 1 else ""
-    return Advice(text, note, command(layout), times)
+    if layout.replica_size == 1:
+        text += ", if each device has room for the whole model"
+    return Advice(text, options(layout), times)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,22 +178,8 @@ def read_report(path: Path) -> RunReport:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
-    diagnosis = None if figures is None else diagnose(figures, run_again(manifest))
+    diagnosis = None if figures is None else diagnose(figures, manifest)
     return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
-
-
-def run_again(manifest: Path) -> Callable[[Layout], str]:
-    """Makes the command that does the run of `manifest` again in another layout."""
-    source = shlex.quote(str(manifest))
-
-    def command(layout: Layout) -> str:
-        costs = "" if layout.split == "uniform" else f" --costs {source}"
-        return (
-            f"svdpp run --from {source} --layout pipeline --split {layout.split} --replicas "
-            f"{layout.replicas} --decoders {layout.decoders}{costs} --out out-again"
-        )
-
-    return command
 
 
 def _find_manifest(path: Path) -> Path:

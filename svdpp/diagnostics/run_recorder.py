@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.run_manifest import RunManifest
 from svdpp.driver.trace import RankStats, Trace
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
@@ -145,27 +143,12 @@ class FigureRecorder:
         return summarise(spans, self._config.world_size).makespan
 
 
-class RunRecorder(FigureRecorder):
-    """Records the figures of a pipeline's run."""
-
-    def __init__(self, pipeline: Pipeline, requests: Sequence[ClipRequest]) -> None:
-        def schedule(clips: int) -> Schedule | None:
-            kept = list(requests)[-_KEPT_CLIPS:]
-            is_whole = clips == len(kept) and not pipeline.failures
-            return pipeline.schedule(kept) if is_whole else None
-
-        super().__init__(pipeline.config, schedule)
-
-
-@contextlib.contextmanager
-def left_in(manifest: RunManifest, recorder: FigureRecorder) -> Iterator[None]:
-    """Leaves the figures in the run's manifest when the block ends, also after a failure."""
-    try:
-        yield
-    finally:
-        figures = recorder.figures()
-        if figures is not None:
-            manifest.measured(figures.to_json())
+def of_run(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> Callable[[int], Schedule | None]:
+    """What the ranks do in a pipeline's run, for `FigureRecorder`; None if some clips are lost."""
+    kept = requests[-_KEPT_CLIPS:]
+    return lambda clips: (
+        pipeline.schedule(kept) if clips == len(kept) and not pipeline.failures else None
+    )
 
 
 def _parts_of_time(trace: Trace, rank: int) -> dict[str, float]:

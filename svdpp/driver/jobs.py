@@ -189,12 +189,10 @@ def open_manifest(
     config: PipelineConfig,
     clips: ClipPlan,
     lost: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any] | None = None,
 ) -> RunManifest:
     """The manifest of a run that is about to begin.
 
-    `lost` has an entry for each input that could not be read; `options` are the user's, besides
-    images and seeds, for `--from`.
+    `lost` has an entry for each input that could not be read.
     """
     run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,7 +200,6 @@ def open_manifest(
         "world_size": config.world_size,
         "device": config.device,
         "num_inference_steps": config.sampling.num_inference_steps,
-        "options": dict(options or {}),
     }
     before = [
         {**_entry(metadata), **how_made(metadata), "state": "done"} for metadata in clips.skipped

@@ -320,7 +320,6 @@ def compare_layouts(
     world_size: int,
     num_clips: int,
     costs: Costs,
-    arrivals: Sequence[float] = (),
     memory_gib: Sequence[float] = (),
     expert_boundary: int | None = None,
     share_experts: bool = False,
@@ -361,7 +360,7 @@ def compare_layouts(
             else:
                 layout = Layout(**counts, **options)
                 note = _needs_more(layout, memory_gib)
-            forecast = forecast_layout(layout, num_clips, arrivals)
+            forecast = forecast_layout(layout, num_clips)
         except RequestError as error:
             rows.append(Row(name=name, note=error.message))
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,11 +77,8 @@ class _Replay:
     rank never holds more than one unsent packet for each neighbour.
     """
 
-    def __init__(
-        self, schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule = schedule
-        self.clip_arrivals = arrivals or {}
         self.costs = costs
         self.spans: list[Span] = []
         self.clock = [0.0] * len(schedule)
@@ -134,8 +131,6 @@ class _Replay:
                 return meeting
             self.clock[rank] = self.transfer_ends[meeting]
         start = self.clock[rank]
-        if action.kind in (Kind.ENCODE, Kind.LOAD):
-            start = max(start, self.clip_arrivals.get(action.clip, 0.0))
         self.clock[rank] = start + self.costs.of(action, rank)
         self.spans.append(Span(rank, action, start, self.clock[rank]))
         return None
@@ -193,25 +188,13 @@ class _Replay:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
 
 
-def replay(
-    schedule: Schedule, costs: Costs, arrivals: Mapping[int, float] | None = None
-) -> list[Span]:
-    """Forecast when each rank does its ENCODE, LOAD, DENOISE, DECODE, GATHER, in no order of ranks.
-
-    Args:
-        arrivals: time at which a clip arrives; 0 for a clip that is not in it.
-    """
-    return _Replay(schedule, costs, arrivals).run()
+def replay(schedule: Schedule, costs: Costs) -> list[Span]:
+    """Forecast when each rank does its actions but transfers, in no order of ranks."""
+    return _Replay(schedule, costs).run()
 
 
-def summarise(
-    spans: Iterable[Span], world_size: int, arrivals: Mapping[int, float] | None = None
-) -> Forecast:
-    """Sum up spans, forecast or measured.
-
-    Args:
-        arrivals: time at which a clip arrived; its first action for a clip that is not in it.
-    """
+def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
+    """Sum up spans, forecast or measured."""
     spans = list(spans)
     if not spans:
         raise ValueError("no spans to sum up")
@@ -224,9 +207,8 @@ def summarise(
         last[clip] = max(last.get(clip, span), span, key=_end)
         if not span.action.helps:
             finishers[clip] = max(finishers.get(clip, span), span, key=_end)
-    came = {clip: span.start for clip, span in first.items()} | dict(arrivals or {})
     return sum_up(
-        [(came[clip], last[clip].end) for clip in sorted(first)],
+        [(first[clip].start, last[clip].end) for clip in sorted(first)],
         busy=sum(span.end - span.start for span in spans),
         world_size=world_size,
         num_finishers=len({span.rank for span in finishers.values()}),

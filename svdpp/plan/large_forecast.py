@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -27,31 +26,26 @@ _LARGE_SAMPLE = 65_536
 Way = tuple[tuple[int, float], ...]
 
 
-def forecast_layout(layout: Layout, num_clips: int, arrivals: Sequence[float] = ()) -> Forecast:
+def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast `num_clips` clips in `layout` with the costs of the layout.
 
     The result equals a replay of the action lists. It takes about a microsecond for each visit of a
     clip at a rank, and computes one replica only if all replicas are alike.
-
-    `arrivals` are the times at which the clips arrive, increasing; empty: all at the start.
     """
     if layout.decode_ranks > layout.cfg_parallel:
-        came = dict(enumerate(arrivals))
-        spans = replay(layout.schedule(num_clips), layout.costs, came)
-        return summarise(spans, layout.world_size, came)
+        return summarise(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
     alike = layout.replicas_are_alike
-    _check_size(layout, num_clips, all_replicas=bool(arrivals) or not alike)
+    _check_size(layout, num_clips, all_replicas=not alike)
     known: dict[tuple[int, int, Cuts], tuple[Way, float]] = {}
     clips = [(0.0, 0.0)] * num_clips
     times: list[tuple[float, float]] = []
     busy = 0.0
     for replica in range(min(layout.replicas, num_clips)):
         own = range(replica, num_clips, layout.replicas)
-        if arrivals or not alike or len(own) != len(times):
+        if not alike or len(own) != len(times):
             pairs = list(_ways(layout, own, 0 if alike else replica, known))
             ways, seconds = [way for way, _ in pairs], sum(work for _, work in pairs)
-            own_arrivals = arrivals[replica :: layout.replicas]
-            times = list(clip_times(ways, layout.costs.transfer, own_arrivals))
+            times = list(clip_times(ways, layout.costs.transfer))
         clips[replica :: layout.replicas] = times
         busy += seconds
     return sum_up(
@@ -153,9 +147,9 @@ def _busy(route: Route, costs: Costs) -> float:
 
 
 def clip_times(
-    ways: Iterable[Way], transfer: Callable[[int, int], float], arrivals: Sequence[float] = ()
+    ways: Iterable[Way], transfer: Callable[[int, int], float]
 ) -> Iterator[tuple[float, float]]:
-    """Yield the start (arrival, if `arrivals` are given) and end of each clip.
+    """Yield the start and end of each clip.
 
     The rules are those of the replay. A visit waits only for earlier clips, or for its own clip at
     the previous rank, so clips can be computed one after the other. A transfer waits for its
@@ -165,10 +159,9 @@ def clip_times(
     free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
     before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
     over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
-    for index, way in enumerate(ways):
-        end = here = arrivals[index] if arrivals else 0.0
-        begun = here if arrivals else free[way[0][0]]
-        source = -1
+    for way in ways:
+        end = here = 0.0
+        begun, source = free[way[0][0]], -1
         for rank, seconds in way:
             if source >= 0:
                 link = source, rank
@@ -178,13 +171,3 @@ def clip_times(
             before[rank], free[rank] = turned, (end := max(turned, here) + seconds)
             source = rank
         yield begun, end
-
-
-def poisson_arrivals(num_clips: int, per_second: float, seed: int = 0) -> list[float]:
-    """Arrival times of a Poisson process with `per_second` clips on average."""
-    gaps = random.Random(seed)
-    now, times = 0.0, []
-    for _ in range(num_clips):
-        now += gaps.expovariate(per_second)
-        times.append(now)
-    return times

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.bench.compare import ROUNDS, SUMMARY
-from svdpp.bench.config import BenchConfig, read_config
-from tests.bench.made_up_benches import FIGURES, leave_bench
-from tests.diagnostics.made_up_runs import EVEN, delayed, replayed
+from svdpp.bench.config import read_config
+from tests.bench.made_up_benches import leave_bench
+from tests.diagnostics.made_up_runs import EVEN, replayed
 
 _DECODE = replayed(replace(EVEN, decode_seconds=1.0))
 
@@ -19,13 +19,6 @@ _DECODE = replayed(replace(EVEN, decode_seconds=1.0))
 def _limits(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / SUMMARY).read_text())["limits"]
     return found
-
-
-def _asked(command: str) -> BenchConfig:
-    program, name, config, *changes = shlex.split(command)
-    assert (program, name) == ("svdpp", "bench")
-    point = read_config(config, [change.removeprefix("--") for change in changes])
-    return point
 
 
 def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> None:
@@ -42,15 +35,8 @@ def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> Non
 
 
 def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> None:
-    """Data parallel is not advised by forecast: it is measured beside the pipeline."""
     folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0)))
-    asked = _asked(_limits(folder)["advice"]["command"]).pipeline
+    options = shlex.split(_limits(folder)["advice"]["options"])
+    asked = read_config("smoke", [each.removeprefix("--") for each in options]).pipeline
     assert (asked.split, asked.replicas) == ("alternating", 1)
     assert asked.costs == str(folder / "costs.json")
-    assert _limits(leave_bench(tmp_path, _DECODE))["advice"] is None
-
-
-def test_writing_limits_no_bench(tmp_path: Path) -> None:
-    figures = delayed(FIGURES, 1, 20.0, writer_wait=20.0)
-    limits = _limits(leave_bench(tmp_path, replace(figures, write_tail=2.0)))
-    assert [each["kind"] for each in limits["findings"]] == ["balanced"]

@@ -19,7 +19,7 @@ from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.files import read_costs
 from svdpp.diagnostics.run_recorder import FigureRecorder
-from svdpp.errors import InputError, OutOfMemoryError
+from svdpp.errors import OutOfMemoryError
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
 
@@ -76,11 +76,6 @@ def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
     assert [each.seed for each in requests] == [7] * 4 + [8] * 4 + [7]
     names = [Path(str(each.image)).stem for each in requests]
     assert names[:5] == ["astronaut", "chelsea", "coffee", "rocket", "astronaut"]
-
-
-def test_images_are_read_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        bench_of("demo", f"workload.images=[{tmp_path}/absent.jpg]")
 
 
 def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(

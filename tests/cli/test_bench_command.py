@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
 from tests.bench.test_bench_runner import round_of
 from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
-from tests.trace_format import check_trace
 
 TINY = (
     *("--model.name=dummy", "--model.latent_shape=[1, 4, 2, 8, 8]", "--workload.clips=2"),
@@ -37,21 +35,15 @@ def test_overrides_stand_anywhere() -> None:
         (("smok",), 2, ("did you mean 'smoke'?",)),
         (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
         (("smoke", "-x"), 2, ("no such option: -x",)),
-        (("smoke", "--pipeline.wrold=3"), 2, ("did you mean 'pipeline.world'?",)),
         (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),
         (("smoke", "--pipeline.split=[uniform, zigzag]"), 2, ("pipeline.split",)),
         (("smoke", "--workload.height=65"), 2, ("multiple of 8 from 8 to 4096, got 65",)),
-        (("smoke", "--precision=amp"), 2, ("precision must be 'fp32'",)),
         (("smoke", "--model.name=/absent"), 5, ("/absent",)),
         (("smoke", "--workload.images=[/absent.jpg]"), 7, ("/absent.jpg",)),
-        (("smoke", "--trace", "photo.jpg"), 2, ("--trace must end in .json",)),
         (("smoke", "--results", "/dev/null"), 8, ("/dev/null",)),
         (("smoke", "--compare", "a", "b"), 2, ("and no configuration",)),
         (("--compare", "/absent/a", "/absent/b"), 7, ("/absent/a/summary.json",)),
-        (("--compare", "a", "b", "--baseline", "c"), 2, ("and no configuration",)),
-        (("smoke", "--baseline", "/absent"), 7, ("/absent/summary.json",)),
         (("smoke", "--precision=[fp32, bf16]"), 2, ("precision must be 'fp32'",)),
-        (("smoke", "--targets.overhed=<= 1"), 2, ("no figure 'overhed'", "'overhead'")),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(
@@ -76,19 +68,18 @@ def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
         one.rounds = [round_of(PIPELINE, n, sha256=sha256[n]) for n in range(2)]
-        return {"targets": outcomes, "baseline": {"slower": ["pipeline: step, s"]}}
+        return {"targets": outcomes}
 
     monkeypatch.setattr(bench, "_run", run)
     arguments = ("bench", "smoke", *TINY, "--results", str(tmp_path))
     assert_error(svdpp_here(*arguments), 3, "bits differ")
     sha256[1] = "aa"
-    slower = "slower than the baseline by more than noise: pipeline: step, s"
-    assert_error(svdpp_here(*arguments), 10, f"missed 1 target: overhead; {slower}")
+    assert_error(svdpp_here(*arguments), 10, "missed 1 target: overhead")
 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_targets_and_a_baseline_of_a_real_bench(tmp_path: Path) -> None:
+def test_targets_of_a_real_bench(tmp_path: Path) -> None:
     asked = ("bench", "smoke", *TINY, "--pipeline.replicas=2", "-q", "--measure.repeats=4")
     targets = ("--targets.step_seconds.p95=< 100", "--targets.makespan_seconds=< 0.000000001")
     answer = svdpp_alone(*asked, *targets, "--json", cwd=tmp_path)
@@ -100,12 +91,6 @@ def test_targets_and_a_baseline_of_a_real_bench(tmp_path: Path) -> None:
     written = json.loads((tmp_path / found["folder"] / "summary.json").read_text())
     assert written["targets"] == found["targets"]
 
-    possible = ("--targets.pipeline_over_diffusers=> 0.000001", "--baseline", found["folder"])
-    answer = svdpp_alone(*asked, *possible, cwd=tmp_path)
-    assert answer.code == 0, answer
-    assert re.search(r"pipeline_over_diffusers +> 0\.000001 .* met", answer.out)
-    assert "pipeline / diffusers" in answer.out
-
 
 @pytest.mark.processes
 @pytest.mark.long
@@ -113,7 +98,7 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = svdpp_here("bench", "smoke", *TINY, "--json", "--trace", "t.json")
+    answer = svdpp_here("bench", "smoke", *TINY, "--json")
 
     assert answer.code == 0, answer
     (found,) = json.loads(answer.out)
@@ -122,9 +107,6 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert len(found["latents_sha256"]) == 2
     assert "nothing of SVD" in answer.err
     folder = tmp_path / found["folder"]
-    trace = json.loads((tmp_path / "t.json").read_text())
-    check_trace(trace)
-    assert trace[0]["args"]["round"] == 0
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
@@ -143,8 +125,8 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     assert compared["equal"] is True
     assert compared["same_bits"] is True
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
-    assert answer.out.endswith("equal: every difference is within noise\n")
-    assert max(map(len, answer.out.splitlines()[2:])) <= 80
+    assert answer.out.endswith("verdict: equal: every difference is within noise\n")
+    assert max(map(len, answer.out.splitlines()[3:])) <= 80
 
 
 @pytest.mark.long

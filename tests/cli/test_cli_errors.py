@@ -59,34 +59,6 @@ def test_inputs_that_name_no_images(what: str) -> None:
     assert_error(svdpp_here("run", what, *DEMO), 7, repr(what))
 
 
-ODD_NAMES = [
-    "a b.png",
-    "a\nb.png",
-    "a\r\tb\x1b[31m.png",
-    "é你😀.png",
-    "-y.png",
-    "--json.png",
-    "[red]x.png",
-    "{clip}%s.png",
-    "'\".png",
-    "\udcff.png",  # a byte that is not UTF-8
-]
-
-
-@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-@pytest.mark.parametrize("exists", [False, True], ids=["missing", "no image"])
-def test_odd_names_do_not_break_the_message(name: str, exists: bool) -> None:
-    if exists:
-        Path(name).write_text("hello")
-    answer = svdpp_here("run", *DEMO, "--", name)
-
-    assert_error(answer, 7, repr(name).encode("utf-8", "backslashreplace").decode())
-    assert not [char for char in answer.err if not char.isprintable() and char != "\n"]
-
-
-# --- models, devices, worlds --------------------------------------------------------------------
-
-
 # --- outputs ------------------------------------------------------------------------------------
 
 

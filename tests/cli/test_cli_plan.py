@@ -112,13 +112,6 @@ def test_what_is_printed_fits_the_terminal_and_uses_it(options: str, width: int)
     assert width - 25 < max(map(len, answer.out.splitlines())) <= width
 
 
-def test_quiet_keeps_the_result_and_nothing_else() -> None:
-    talking, quiet = svdpp_here("plan"), svdpp_here("plan", "-q")
-
-    assert (quiet.code, quiet.out, quiet.err) == (0, talking.out, "")
-    assert talking.err != ""
-
-
 A100 = ("--costs", "svd-xt-a100", "--steps", "25")
 
 
@@ -138,14 +131,6 @@ def test_replicas_are_shown_once() -> None:
         (6, 14),
         (7, 21),
     ]
-
-
-def test_of_many_clips_the_first_are_drawn() -> None:
-    answer = svdpp_here("plan", "--clips", "50000", *STEPS_ALONE)
-
-    assert "the first 16 clips:" in answer.out
-    assert sum(line.startswith("rank") for line in answer.out.splitlines()) == 1 + 4
-    assert "50000 clips on 4 ranks: 3.5e+05 s" in answer.out
 
 
 def test_of_many_ranks_the_first_are_listed() -> None:
@@ -192,31 +177,6 @@ def test_device_memory_says_that_costs_lack_memory() -> None:
     answer = svdpp_here("plan", "--layout", "auto", "--device-memory", "9")
 
     assert "--device-memory leaves out no layout: these costs have no memory" in answer.err
-
-
-def test_arrivals_give_percentiles() -> None:
-    options = ("plan", *A100, "--world", "4", "--split", "alternating", "--clips", "500")
-    answer = svdpp_here(*options, "--arrivals", "6/min")
-    one, other = (
-        strict_json(svdpp_here(*options, "--arrivals", rate, "--json").out)["forecast"]
-        for rate in ("6/min", "0.1/s")
-    )
-
-    assert one == other
-    assert re.search(r"a clip takes .* s from its arrival: p50 .*, p90 .*, p99", answer.out)
-    latency = one["latency_seconds"]
-    assert 32.15 < latency["p50"] < latency["p90"] < latency["p99"]
-    assert one["seconds_per_clip"] == pytest.approx(32.15 / 4, rel=0.01)  # when no rank waits
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("more", [(), ("--arrivals", "100/s")], ids=str)
-def test_a_fleet_is_planned(more: tuple[str, ...]) -> None:
-    large_forecast = ("--world", "4096", "--clips", "100000", "--costs", "svd-xt-a100")
-    answer = svdpp_here("plan", *large_forecast, "--layout", "auto", *more)
-
-    assert "100000 clips on 4096 ranks" in answer.out
-    assert len(answer.out.splitlines()) < 20
 
 
 @pytest.mark.parametrize(

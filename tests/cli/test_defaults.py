@@ -74,12 +74,12 @@ REFUSED = [
     (
         "gpus = 2.5",
         "'2.5' is not a valid integer",
-        "--gpus is set by svdpp.toml",
+        "svdpp.toml sets --gpus",
     ),
     (
         "split = 'fair'",
         "--split 'fair' is not one of",
-        "--split is set by svdpp.toml",
+        "svdpp.toml sets --split",
     ),
 ]
 
@@ -112,7 +112,7 @@ def test_variables_that_name_no_option(name: str, answer: int) -> None:
 def test_what_the_command_line_says_is_not_blamed_on_the_file() -> None:
     _write("split = 'alternating'")
     sentence: Answer = svdpp_here("plan", "--layout", "auto")
-    assert_error(sentence, 2, "leave out --split", "--split is set by svdpp.toml")
+    assert_error(sentence, 2, "leave out --split", "svdpp.toml sets --split")
     given = svdpp_here("plan", "--layout", "auto", "--split", "balanced")
     assert "svdpp.toml" not in given.err
 

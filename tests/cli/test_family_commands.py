@@ -194,7 +194,7 @@ def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> Non
     ("line", "words"),
     [
         ("profile --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
-        ("simulate --model LTX --flow-shift 3", "--flow-shift is now --param flow_shift=X"),
+        ("simulate --model LTX --flow-shift 3", "no such option: --flow-shift"),
         ("simulate --model LTX --param stg_scale=3", "has no parameter 'stg_scale'"),
         ("simulate --model LTX --share-experts", "--share-experts is for models with two experts"),
         ("doctor --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
@@ -282,7 +282,7 @@ def test_doctor_tries_everything(folders: dict[str, str], tmp_path: Path) -> Non
         *("--world", "2", "--out", str(tmp_path)),
     )
     assert answer.code == 0, answer
-    assert answer.out.count("ok ") == 10
+    assert answer.out.count("ok ") == 7
 
 
 @pytest.mark.usefixtures("without_memory")
@@ -293,7 +293,6 @@ def test_no_costs_of_another_model_are_quoted(folders: dict[str, str], tmp_path:
     done = svdpp_here(*given("run", "wan", folders), *asked, "--out", str(tmp_path / "out"))
     assert done.code == 0, done
     assert "svd-xt" not in done.out + done.err
-    assert "forecast: none without --costs; svdpp profile measures them" in done.out
 
 
 @pytest.mark.processes
@@ -340,19 +339,15 @@ def test_the_families_are_listed_with_their_parameters() -> None:
     assert_error(svdpp_here("models", "./sora"), 5, "there is no folder './sora'")
 
 
-def test_a_checkpoint_is_shown_with_its_memory(folders: dict[str, str]) -> None:
+def test_a_checkpoint_is_shown(folders: dict[str, str]) -> None:
     about = json.loads(svdpp_here("models", folders["ltx"], "--json").out)["families"][0]
     assert (about["family"], about["inputs"]) == ("ltx", ["text", "an image"])
-    assert about["memory"].keys() == {"dtype", "encode", "denoise", "decode"}
-    assert about["memory"]["decode"]["work_gib"] > 0
     assert "unet" in svdpp_here("models", "demo").out
+    assert "experts: 2" in svdpp_here("models", folders["wan"]).out
 
 
 def test_a_size_that_the_model_cannot_make_is_one_sentence(folders: dict[str, str]) -> None:
     """The tiny model's table of positions ends before those of the default size."""
-    shown = svdpp_here("models", folders["wan"]).out
-    assert "experts: 2" in shown
-    assert "memory: -\nwhy no memory: model " in shown
     asked = ("--prompt", "a cat", "--steps", "4", "--gpus", "2", "--dry-run")
     answer = svdpp_here("run", "--model", folders["wan"], *ON_CPU, *asked)
     assert_error(answer, 2, "cannot make a clip of 832x480 and 81 frames", "--height")

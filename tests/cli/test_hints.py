@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli import command_line
+from svdpp.cli.run_request import RunRequest
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.cli.test_help import parsed
 
@@ -22,7 +22,7 @@ _VALUES = {"SECONDS": "0.01", "FILE": "costs.json"}
 
 def hinted(error: str) -> list[list[str]]:
     """The options that a hint names, each with its value, if any."""
-    hint = error.partition("\nhint: ")[2].partition("; to go on")[0]
+    hint = error.partition("\nhint: ")[2]
     found = re.findall(
         r"(--[a-z][a-z-]*)(?: (\d[\w.:]*(?:,\d+)*|auto|alternating|balanced|demo|cpu|[A-Z]+\b))?",
         hint,
@@ -102,27 +102,15 @@ def test_a_model_in_capitals_is_told_the_spelling() -> None:
 NASTY = "$(touch x); 'a' b.jpg"
 
 
-@pytest.mark.parametrize(
-    ("typed", "drawn", "to_go_on"),
-    [
-        (["run", "a.jpg"], None, "svdpp run a.jpg --resume"),
-        (["run", "a.jpg", "--overwrite", "-o", "x y"], None, "svdpp run a.jpg -o 'x y' --resume"),
-        (["run", "a.jpg", "--resume"], None, "svdpp run a.jpg --resume"),
-        (["run", "a.jpg", "--seed", "random"], 7, "svdpp run a.jpg --seed 7 --resume"),
-        (["run", "a.jpg", "--seed=random"], 7, "svdpp run a.jpg --seed=7 --resume"),
-    ],
-)
-def test_the_command_that_goes_on(typed: list[str], drawn: int | None, to_go_on: str) -> None:
-    command_line.remember(typed)
-
-    assert command_line.to_go_on(drawn) == to_go_on
-    parsed(to_go_on)
+@pytest.mark.parametrize(("options", "words"), [("", ""), ("--seed random", r"--seed \d+ and ")])
+def test_how_an_interrupted_run_goes_on(options: str, words: str) -> None:
+    values = parsed(f"svdpp run a.jpg {options}")
+    groups = {name: values[name] for name in ("options", "inputs", "prompts", "output")}
+    said = RunRequest(launched=None, **groups).how_to_go_on
+    assert re.fullmatch(f"the same command with {words}--resume", said)
 
 
 def test_suggested_commands_quote_what_the_user_has_named() -> None:
-    command_line.remember(["run", NASTY])
-    assert shlex.split(command_line.to_go_on(None)) == ["svdpp", "run", NASTY, "--resume"]
-
     Path("in").mkdir()
     for folder in ("in", "."):
         Path(folder, NASTY).write_bytes(Path(PHOTO).read_bytes())

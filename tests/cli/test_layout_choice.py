@@ -41,13 +41,6 @@ def test_what_is_given_is_taken_and_the_rest_left_to_the_default() -> None:
         config_with(costs="a-card")
 
 
-def test_auto_says_why_and_whose_costs_it_took() -> None:
-    config, why = config_with(layout="auto")
-    assert config.replicas == 4
-    assert why.startswith("layout: data parallel: ")
-    assert "by the costs of svd-xt-a100" in why
-
-
 @pytest.mark.parametrize("option", ["layout", "cfg_parallel"])
 def test_auto_needs_the_number_of_clips(option: str) -> None:
     with pytest.raises(RequestError, match=r"auto needs .* only rank 0 knows it"):

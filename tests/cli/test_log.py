@@ -43,17 +43,6 @@ def test_the_files_of_a_long_life_are_bounded(
     assert json.loads(last)["record"]["message"] == "clip 199 is finished"
 
 
-def test_the_file_gets_errors_as_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    open_log(verbosity=0, log_file=path, write=lambda _: None)
-    try:
-        raise KeyError("%s")
-    except KeyError:
-        logger.exception("a callback about a job failed")
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line)["record"]["exception"]["type"] == "KeyError"
-
-
 def test_the_file_gets_everything_as_json_lines(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "new" / "run.jsonl"

@@ -39,14 +39,14 @@ from tests.driver.dummies import HANG_SECONDS
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def _console(*, terminal: bool, quiet: bool = False, width: int = 80, height: int = 24) -> Console:
+def _console(*, terminal: bool, quiet: bool = False) -> Console:
     console = Console(quiet=quiet)
     console.err = RichConsole(
         file=io.StringIO(),
         force_terminal=terminal,
         color_system=None,
-        width=width,
-        height=height,
+        width=80,
+        height=24,
         legacy_windows=False,
     )
     return console
@@ -120,97 +120,57 @@ EVENTS: tuple[tuple[int, Event], ...] = (
 
 def test_a_terminal_shows_a_line_a_rank() -> None:
     console = _console(terminal=True)
-    _shown(console)
+    _shown(console, labels=["a-very-long-name-of-an-image-that-goes-on.jpg", "b.jpg"])
     lines = _picture(_written(console))[-3:]
 
     # Two clips of two halves of 14 steps each; two steps have taken 2 s each.
     assert lines[0] == "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"
-    assert re.fullmatch(r"rank 0 +[━╸╺ ]+ +2/28 +clip 1 +step 2 +2.00 s/step", lines[1])
-    assert re.fullmatch(r"rank 1 +[━╸╺ ]*0/28 +clip 1 +waiting", lines[2])
+    long = "a-very-long-name-of…"
+    assert re.fullmatch(rf"rank 0 +[━╸╺ ]* 2/28 {long}, step 2, 2.00 s/step", lines[1])
+    assert re.fullmatch(rf"rank 1 +[━╸╺ ]*0/28 {long}, waiting", lines[2])
     assert max(map(len, lines)) < 80
 
 
-def test_what_is_not_measured_yet_weighs_as_it_does_in_the_assumed_costs() -> None:
-    """A decode takes as long as four steps: 3 x 28 s, and twice 8 s that overlap."""
+@pytest.mark.parametrize(
+    ("about", "events", "said"),
+    [
+        # What is not measured weighs as in the assumed costs: a decode takes as long as four steps.
+        (
+            {"decodes": True, "costs": Costs(step_seconds=0.5, decode_seconds=2.0)},
+            None,
+            "run: 0 of 2 clips, 0:00 elapsed, about 1:40 left",
+        ),
+        (
+            {"costs": Costs(step_seconds=2.0), "forecasts": True},
+            1,
+            "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00, about 1:24 left",
+        ),
+        ({"ranks": False}, None, "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"),
+    ],
+)
+def test_the_summary(about: dict[str, Any], events: int | None, said: str) -> None:
     console = _console(terminal=True)
-    costs = Costs(step_seconds=0.5, decode_seconds=2.0)
-    _shown(console, decodes=True, costs=costs)
-
-    assert "about 1:40 left" in _summary(console)
-
-
-def test_known_costs_tell_the_time_before_the_first_step() -> None:
-    console = _console(terminal=True)
-    with _progress(console, costs=Costs(step_seconds=2.0), forecasts=True) as progress:
-        progress(0, Joined(device="cpu", load_seconds=0.1))
-
-    last = _summary(console)
-    assert last == "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00, about 1:24 left"
+    with _progress(console, **about) as progress:
+        for rank, event in EVENTS[:events]:
+            progress(rank, event)
+    assert _summary(console) == said
+    assert ("rank 0" in _written(console)) == about.get("ranks", True)
 
 
-def test_photographs_are_named_and_long_names_cut() -> None:
-    console = _console(terminal=True)
-    labels = ["a-very-long-name-of-a-photograph.jpg", "b.jpg"]
-    _shown(
-        console,
-        ClipDone(clip=1, metadata={"output": "b_0.mp4", "wall_seconds": 9.96}),
-        labels=labels,
-    )
-
-    assert "a-very-long-name-of…" in _picture(_written(console))[-2]
-    assert "run: 1 of 2 clips: b.jpg -> b_0.mp4, 10.0 s" in _written(console)
-
-
-def test_the_closing_line_counts() -> None:
-    console = _console(terminal=False)
+def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts() -> None:
     lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
-    progress = _shown(console, ClipFailed(clip=0, error=lost), ClipDone(clip=1, metadata={}))
-
-    assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
-    assert "run: clip 1 is lost: it cannot be written\n" in _written(console)
-
-
-def test_a_dumb_terminal_gets_plain_lines() -> None:
-    console = _console(terminal=True)
-    console.err = RichConsole(
+    made = ClipDone(clip=1, metadata={"output": "b_1.mp4", "wall_seconds": 9.96})
+    console, dumb = _console(terminal=False), _console(terminal=True)
+    dumb.err = RichConsole(
         file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"}
     )
-    _shown(console, ClipDone(clip=1, metadata={"output": "b.mp4"}))
-
-    assert _written(console).splitlines()[1:] == ["run: 1 of 2 clips: clip 2 -> b.mp4"]
-    assert "\x1b" not in _written(console)
-
-
-def test_a_watch_without_ranks_is_one_line() -> None:
-    """As in a bench, where the display must not take CPU time from the measurement."""
-    console = _console(terminal=True)
-    _shown(console, ClipDone(clip=1, metadata={"output": "b.mp4"}), ranks=False)
-
-    assert _summary(console).startswith("run: 1 of 2 clips, 0:00 elapsed")
-    assert "rank 0" not in _written(console)
-
-
-@pytest.mark.parametrize("width", [79, 45])
-def test_no_line_is_longer_than_the_terminal(width: int) -> None:
-    console = _console(terminal=True, width=width)
-    _shown(console, world_size=7)
-    lines = _picture(_written(console))[-8:]
-
-    assert [line.split()[0] for line in lines] == ["run:"] + ["rank"] * 7
-    assert max(map(len, lines)) <= width
-
-
-def test_elsewhere_every_clip_is_a_plain_line() -> None:
-    console = _console(terminal=False)
-    _shown(
-        console, ClipDone(clip=1, metadata={"output": "cat_1.mp4"}), ClipDone(clip=0, metadata={})
-    )
-
-    assert re.sub(r"\d+\.\d s", "N s", _written(console)).splitlines() == [
-        "run: 2 ranks are ready after N s",
-        "run: 1 of 2 clips: clip 2 -> cat_1.mp4",
-        "run: 2 of 2 clips: clip 1",
-    ]
+    for each in (console, dumb):
+        progress = _shown(each, ClipFailed(clip=0, error=lost), made)
+        assert _written(each).splitlines() == [
+            "run: clip 1 is lost: it cannot be written",
+            "run: 1 of 2 clips: clip 2 -> b_1.mp4, 10.0 s",
+        ]
+        assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -15,10 +15,7 @@ from svdpp.plan.large_forecast import forecast_layout
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
 from tests.cli.test_help import parsed
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-QUICK = pytest.mark.usefixtures("without_memory")
+pytestmark = pytest.mark.usefixtures("elsewhere", "without_memory")
 
 
 def photograph(name: str) -> str:
@@ -84,7 +81,6 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
 # --- what is said before a run ------------------------------------------------------------------
 
 
-@QUICK
 def test_photographs_that_are_stretched_are_named_once() -> None:
     options = ("run", PHOTO, photograph("other.jpg"), *DEMO, *TINY, "--dry-run")
     stretched, cropped = svdpp_here(*options), svdpp_here(*options, "--fit", "crop")
@@ -96,7 +92,6 @@ def test_photographs_that_are_stretched_are_named_once() -> None:
     assert "fit:" not in svdpp_here(*options, "--width", "48").err  # the photographs' shape
 
 
-@QUICK
 def test_a_drawn_seed_is_printed_and_kept() -> None:
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seed", "random", "--dry-run", "--json")
 
@@ -105,10 +100,9 @@ def test_a_drawn_seed_is_printed_and_kept() -> None:
     assert clip["output"] == f"rocket_{clip['seed']}.mp4"
 
 
-@pytest.mark.long
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--costs", "svd-xt-a100", "--dry-run")
-    result = dry_run(PHOTO, "--seeds", "1-2", "--costs", "svd-xt-a100")
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--dry-run")
+    result = dry_run(PHOTO, "--seeds", "1-2")
 
     assert answer.code == 0
     for words in (
@@ -120,18 +114,12 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]
     assert (result["layout"], result["world_size"]) == ("1 replica of 2 ranks, uniform", 2)
-    assert result["forecast"]["makespan_seconds"] > result["forecast"]["first_clip_seconds"] > 0
-    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
-    for rank in result["ranks"]:
-        parts = (rank["weight_bytes"], rank["work_bytes"], rank["process_bytes"])
-        assert rank["peak_bytes"] == sum(parts) > 10**8
     assert 0 < result["disk"]["needed_bytes"] < result["disk"]["free_bytes"]
 
 
 # --- inputs -------------------------------------------------------------------------------------
 
 
-@QUICK
 def test_subfolders_are_taken_where_that_is_asked_for() -> None:
     for name in ("photos/a/b/deep.jpg", "photos/a/one.jpg", "photos/.hidden/no.jpg"):
         photograph(name)
@@ -145,7 +133,6 @@ def test_subfolders_are_taken_where_that_is_asked_for() -> None:
     assert "--recursive" not in svdpp_here("run", "empty", *DEMO, *TINY).err
 
 
-@QUICK
 def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None:
     photograph("photos/one.jpg")
     Path("photos/bad.png").write_text("x")
@@ -175,7 +162,6 @@ def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
 # --- outputs ------------------------------------------------------------------------------------
 
 
-@QUICK
 def test_names_of_clips() -> None:
     two = (PHOTO, photograph("b c.jpg"))
     assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
@@ -210,17 +196,6 @@ def test_names_that_cannot_be(out: str, more: tuple[str, ...], words: tuple[str,
     assert list(Path().iterdir()) == []
 
 
-@QUICK
-def test_two_photographs_of_one_name_are_numbered_by_a_template() -> None:
-    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
-    refused = svdpp_here("run", *two, *DEMO, *TINY)
-
-    assert_error(refused, 2, "would both become 'rocket_0.mp4'", "out/{name}_{index}.mp4")
-    hint = refused.err.splitlines()[-1].split("'")[1]
-    assert names(*two, "--out", hint) == ["rocket_1.mp4", "rocket_2.mp4"]
-
-
-@QUICK
 @pytest.mark.processes
 def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
     two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
@@ -241,31 +216,3 @@ def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
     assert answer.code in (2, 8)
     assert_error(answer, answer.code, name)
     assert Path(name).read_text() == '{"mine": 1}'
-
-
-@QUICK
-@pytest.mark.processes
-def test_a_run_is_repeated_from_its_manifest() -> None:
-    photo = photograph("in/a photo.jpg")
-    common = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--threads", "1")
-    first = svdpp_here(
-        *("run", photo, *DEMO, *common, "--seed", "random", "-o", "made/one.mp4", "--json", "-q")
-    )
-    assert first.code == 0, first
-    assert sorted(path.name for path in Path("made").iterdir()) == [
-        *("one.mp4", "one.mp4.json", "one.run.json"),
-    ]
-    shutil.move("made", "moved")  # a folder next to that of the photographs, as before
-    again = ("run", "--from", "moved/one.run.json")
-
-    assert_error(svdpp_here(*again), 2, "1 output exists already", "moved/one.mp4", "--overwrite")
-    second = svdpp_here(*again, "-o", "again.mp4", "--json", "-q")
-    assert second.code == 0, second
-    (one,), (other,) = json.loads(first.out), json.loads(second.out)
-    assert one["latents_sha256"] == other["latents_sha256"]
-    assert one["parameters_sha256"] == other["parameters_sha256"]
-    assert (one["output"], other["output"]) == ("one.mp4", "again.mp4")
-    changed = svdpp_here(*again, "--seed", "3", "-o", "{name}.gif", "--dry-run", "--json", "-q")
-    (clip,) = json.loads(changed.out)["clips"]
-    assert (clip["seed"], clip["output"]) == (3, "a photo.gif")
-    assert_error(svdpp_here("run", "--from", "moved/one.mp4.json"), 7, "is not a run's manifest")

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
-from svdpp.cli.run_report import print_clips
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan
@@ -38,7 +37,9 @@ def test_the_command_that_proves_a_clip_names_it(
 ) -> None:
     console, heard = Console(), io.StringIO()
     console.err = RichConsole(file=heard, width=80)
-    print_clips(console, Path("out"), [], [{"output": output, "format": format, "exact": True}], [])
+    run.print_clips(
+        console, Path("out"), [], [{"output": output, "format": format, "exact": True}], []
+    )
     assert f"svdpp verify {named}\n" in heard.getvalue()
 
 
@@ -46,7 +47,7 @@ def test_clips_of_divided_batches_are_not_called_exact() -> None:
     console, heard = Console(), io.StringIO()
     console.err = RichConsole(file=heard, width=80)
     clip = {"output": "cat_0.mp4", "format": "mp4", "exact": "unproven", "cfg_parallel": 2}
-    print_clips(console, Path("out"), [], [clip], [])
+    run.print_clips(console, Path("out"), [], [clip], [])
     assert "svdpp verify --cfg-parallel 2" in heard.getvalue()
     assert "to prove one" not in heard.getvalue()
 

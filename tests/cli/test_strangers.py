@@ -11,43 +11,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
-from tests.cli.shell import DEMO, PHOTO, TINY, Answer, assert_error, python, svdpp_alone
-from tests.media.pictures import encoded, gradient, png
+from tests.cli.shell import PHOTO, TINY, Answer, assert_error, python, svdpp_alone
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 pytestmark = pytest.mark.long
 
 MAX_CPU_SECONDS = 5
 MAX_BYTES = 300 * 2**20
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\nshowpage\n"
-
 #: Bytes of a file, or a function that creates something else in its place.
 Content = bytes | Callable[[Path], Any]
-
-BAD_IMAGES: dict[str, tuple[Content, str]] = {
-    "truncated.png": (encoded(gradient(), "PNG")[:-30], "is damaged or truncated"),
-    "bomb.png": (png(9500, 9500, 8, 0, bytes(9501 * 9500)), "is too large: 9500x9500 pixels"),
-    "eps.jpg": (EPS, "is not an image in PNG, JPEG, WEBP, BMP, TIFF or GIF"),
-    "zero.png": (b"", "is empty (0 bytes)"),
-    "folder.png": (Path.mkdir, "is a folder without images"),
-    "pipe.png": (os.mkfifo, "is not a regular file"),
-    "device.png": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
-    "loop.png": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
-    "dangling.png": (lambda path: path.symlink_to("nowhere"), "does not exist"),
-}
-
-ROTATED = Image.Exif()
-ROTATED[ExifTags.Base.Orientation] = 6
-GOOD_IMAGES = {
-    "really-png.jpg": encoded(gradient(), "PNG"),
-    "no-suffix": encoded(gradient(), "JPEG"),
-    "transparent.png": encoded(Image.new("RGBA", (32, 32), (255, 0, 0, 0)), "PNG"),
-    "rotated.jpg": encoded(gradient(), "JPEG", exif=ROTATED),
-    "animated.gif": encoded(gradient(), "GIF", save_all=True, append_images=[gradient()]),
-}
 
 
 def put(path: Path, content: Content) -> None:
@@ -91,25 +65,6 @@ def run_batch(commands: list[tuple[str, ...]], cwd: Path) -> list[Outcome]:
 def assert_quick_and_small(outcome: Outcome, base: Outcome) -> None:
     assert outcome.cpu_seconds < MAX_CPU_SECONDS
     assert outcome.peak_bytes - base.peak_bytes < MAX_BYTES
-
-
-def test_the_image_corpus(tmp_path: Path) -> None:
-    for name, (content, _) in BAD_IMAGES.items():
-        put(tmp_path / name, content)
-    for name, good in GOOD_IMAGES.items():
-        put(tmp_path / name, good)
-    commands = [("run", name, *DEMO) for name in ("gone.png", *BAD_IMAGES)]
-    # All valid images at once: the run fails at the model, which is checked after them.
-    commands.append(("run", *GOOD_IMAGES, "--device", "cpu", "--model", "./gone"))
-    base, *outcomes, taken = run_batch(commands, tmp_path)
-
-    assert_error(base.answer, 7, "'gone.png' does not exist")
-    for (name, (_, words)), outcome in zip(BAD_IMAGES.items(), outcomes, strict=True):
-        assert_error(outcome.answer, 7, repr(name), words)
-        assert_quick_and_small(outcome, base)
-    assert_error(taken.answer, 5, "there is no folder './gone'")
-    assert_quick_and_small(taken, base)
-    assert not (tmp_path / "out").exists()
 
 
 def change_json(name: str, **values: Any) -> Callable[[Path], None]:

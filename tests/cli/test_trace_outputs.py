@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.trace_outputs import TraceOptions
+from svdpp.cli.options.outputs import TraceOptions
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError

@@ -79,14 +79,14 @@ def delayed(figures: RunFigures, rank: int, seconds: float, **changes: Any) -> R
     return replace(figures, ranks=tuple(ranks), makespan=figures.makespan + seconds)
 
 
-def leave(folder: Path, figures: RunFigures | None, options: dict[str, Any] | None = None) -> Path:
+def leave(folder: Path, figures: RunFigures | None) -> Path:
     """Writes the `run.json` of a run with these figures."""
     folder.mkdir(parents=True, exist_ok=True)
     clips = [
         {"output": "a_0.mp4", "input": "a.jpg", "seed": 0, "state": "done"},
         {"output": "a_1.mp4", "state": "failed", "error": {"message": "a latent is not finite"}},
     ]
-    content = {"schema_version": 1, "model": "demo", "options": options or {}, "clips": clips}
+    content = {"schema_version": 1, "model": "demo", "clips": clips}
     if figures is not None:
         content["measured"] = figures.to_json()
     path = folder / "run.json"

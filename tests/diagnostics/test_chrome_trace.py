@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.chrome_trace import TraceFile
-from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutputError
 from svdpp.worker.device import status_bytes
@@ -87,37 +84,6 @@ def test_a_transfer_is_an_arrow_from_its_sender_to_its_receiver(tmp_path: Path) 
         e["ph"] + str(e["pid"]) + e["id"] for e in _written(tmp_path) if e["ph"] in "sf"
     )
     assert arrows == ["f10-1, clip 0, step 2", "s00-1, clip 0, step 2"]
-
-
-@pytest.mark.processes
-def test_the_trace_of_real_ranks_holds_every_step_and_hop(tmp_path: Path) -> None:
-    config = PipelineConfig(
-        world_size=2,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=4),
-    )
-    pipeline = Pipeline(config)
-    file = TraceFile(tmp_path / "trace.json", {"note": 'a "quoted" word'})
-    pipeline.observe(file)
-    with pipeline:
-        pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
-    file.close()
-    events = json.loads((tmp_path / "trace.json").read_text())
-
-    check_trace(events)
-    assert events[0]["args"] == {"note": 'a "quoted" word'}
-    steps = sorted(
-        (e["pid"], e["args"]["clip"], e["args"]["step"]) for e in events if e.get("cat") == "step"
-    )
-    assert steps == sorted((step // 2, clip, step) for clip in range(3) for step in range(4))
-    for name, rank in (("send", 0), ("recv", 1)):
-        transfers = [e for e in events if e["name"].startswith(name)]
-        assert [(e["pid"], e["args"]["clip"]) for e in transfers] == [(rank, c) for c in range(3)]
-    arrows = [e["id"] for e in events if e["ph"] in "sf"]
-    assert len(arrows) == 2 * len(set(arrows)) == 2 * 3
-    memory = _counted(events, "memory")
-    assert {rank for rank, _, _ in memory} == {0, 1}
-    assert all(1 < values["MiB"] < 100_000 for _, _, values in memory)
 
 
 def test_the_file_of_a_killed_run_is_a_trace(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_difference_fails_the_check(
     found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut_test, "differences", lambda *_: cut_test.Found(found, ""))
-    names = ("devices", "temporary folder", "model", "cut test")
+    names = ("devices", "model", "cut test")
     monkeypatch.setattr(doctor, "_CHECKS", {name: doctor._CHECKS[name] for name in names})
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     *_, check = doctor.examine(doctor.Examination(config, tmp_path))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import run_recorder
-from svdpp.diagnostics.report import read_report
-from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder, left_in
+from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.run_manifest import RunManifest
 from svdpp.worker.messages import ActionDone, ClipDone, StepDone
 
 
@@ -24,8 +21,9 @@ def _config() -> PipelineConfig:
     )
 
 
-def _recorder(num_clips: int) -> RunRecorder:
-    return RunRecorder(Pipeline(_config()), [ClipRequest(seed=s) for s in range(num_clips)])
+def _recorder(num_clips: int) -> FigureRecorder:
+    requests = [ClipRequest(seed=seed) for seed in range(num_clips)]
+    return FigureRecorder(_config(), of_run(Pipeline(_config()), requests))
 
 
 def _make_clip(recorder: FigureRecorder, clip: int, *, wait: float = 0.0) -> None:
@@ -71,21 +69,10 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips(monkeypatch: pytest.Mon
     assert len(json.dumps(figures.to_json())) < 10_000
 
 
-def test_a_run_that_fails_leaves_its_figures(tmp_path: Path) -> None:
+def test_a_run_that_fails_has_figures_if_it_made_a_step() -> None:
     recorder = _recorder(3)
-    manifest = RunManifest(tmp_path / "run.json", {"model": "dummy"}, [{"output": "a.mp4"}])
-    with pytest.raises(RuntimeError, match="died"), manifest, left_in(manifest, recorder):
-        _make_clip(recorder, 0)
-        raise RuntimeError("a rank died")
-    report = read_report(tmp_path)
-    assert report.diagnosis is not None
-    assert report.diagnosis.figures.clips == 1
-    assert report.diagnosis.figures.forecast_seconds is None  # not all clips were made
-    assert report.diagnosis.findings
-
-
-def test_a_run_that_ends_before_its_first_step_leaves_none(tmp_path: Path) -> None:
-    manifest = RunManifest(tmp_path / "run.json", {}, [])
-    with manifest, left_in(manifest, _recorder(1)):
-        pass
-    assert "measured" not in json.loads((tmp_path / "run.json").read_text())
+    assert recorder.figures() is None
+    _make_clip(recorder, 0)
+    figures = recorder.figures()
+    assert figures is not None
+    assert (figures.clips, figures.forecast_seconds) == (1, None)  # not all clips were made

@@ -6,7 +6,7 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.figures import RankFigures, RunFigures
-from svdpp.diagnostics.run_recorder import FigureRecorder, RunRecorder
+from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.plan.costs import Costs
@@ -85,7 +85,7 @@ def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
     )
     requests = [ClipRequest(seed=seed) for seed in range(6)]
     pipeline = Pipeline(config)
-    recorder = RunRecorder(pipeline, requests)
+    recorder = FigureRecorder(config, of_run(pipeline, requests))
     pipeline.observe(recorder)
     with pipeline:
         pipeline.run(requests)

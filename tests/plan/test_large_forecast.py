@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import Forecast, replay, summarise
-from svdpp.plan.large_forecast import clip_times, forecast_layout, poisson_arrivals, way_of
+from svdpp.plan.large_forecast import clip_times, forecast_layout, way_of
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, build_schedule
 from tests.plan.plans import costs, layouts, route_lists
@@ -23,26 +21,23 @@ A100 = PRESETS["svd-xt-a100"]
 
 
 @pytest.mark.long
-@given(route_lists(), costs, st.data())
+@given(route_lists(), costs)
 @settings(max_examples=200)
 def test_any_routes_are_walked_as_they_are_replayed(
-    case: tuple[list[Route], int], costs: Costs, data: st.DataObject
+    case: tuple[list[Route], int], costs: Costs
 ) -> None:
-    """Clips start and end at the same times, with and without arrivals."""
+    """Clips start and end at the same times."""
     routes, world_size = case
-    gaps = data.draw(st.lists(st.integers(0, 40), min_size=len(routes), max_size=len(routes)))
-    arrivals = [gap / 4 for gap in itertools.accumulate(gaps)]
-    arrivals = data.draw(st.sampled_from([[], arrivals]))
     # A last visit without work has no span, so the replay does not give its end.
     routes = [Route(route.clip, route.ranges) for route in routes]
-    spans = replay(build_schedule(routes, world_size), costs, dict(enumerate(arrivals)))
+    spans = replay(build_schedule(routes, world_size), costs)
     ways = [way_of(route, costs) for route in routes]
 
-    times = list(clip_times(ways, costs.transfer, arrivals))
+    times = list(clip_times(ways, costs.transfer))
     for clip, (begun, end) in enumerate(times):
         own = [span for span in spans if span.action.clip == clip]
         assert end == max(span.end for span in own)
-        assert begun == (arrivals[clip] if arrivals else min(span.start for span in own))
+        assert begun == min(span.start for span in own)
     busy = sum(span.end - span.start for span in spans)
     assert busy == sum(seconds for way in ways for _, seconds in way)
 
@@ -142,47 +137,24 @@ def test_a_slow_rank_gets_less() -> None:
     assert forecast_layout(data_parallel, 200).seconds_per_clip == pytest.approx(15)
 
 
-# --- arrivals and large worlds --------------------------------------------------------------------
-
-
-def test_arrivals_are_as_dense_as_asked_and_the_same_each_time() -> None:
-    times = poisson_arrivals(20_000, 2.0)
-
-    assert times == sorted(times) == poisson_arrivals(20_000, 2.0)
-    assert times != poisson_arrivals(20_000, 2.0, seed=1)
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert statistics.fmean(gaps) == pytest.approx(0.5, rel=0.03)
-    assert statistics.pstdev(gaps) == pytest.approx(0.5, rel=0.03)  # exponential: as wide as long
-
-
-def test_waiting_is_that_of_queueing_theory() -> None:
-    """One rank with random arrivals is an M/D/1 queue: it waits rho / 2 (1 - rho) services."""
-    layout = Layout(num_steps=10, world_size=1)
-    forecast = forecast_layout(layout, 100_000, poisson_arrivals(100_000, 0.06))
-
-    rho = 0.6
-    waiting = 10 * rho / (2 * (1 - rho))
-    assert forecast.latency.mean == pytest.approx(10 + waiting, rel=0.03)
-    assert forecast.bubble == pytest.approx(1 - rho, rel=0.03)
-    assert 10 <= forecast.latency.p50 < forecast.latency.p90 < forecast.latency.p99
+# --- large worlds ---------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_the_time_of_a_forecast_grows_with_its_clips() -> None:
     """Not with clips times ranks, nor with their square: four times the clips, a few times as long.
 
-    4096 ranks in replicas and 100,000 clips with random arrivals take some seconds.
+    4096 ranks in replicas and 100,000 clips take some seconds.
     """
     layout = Layout(num_steps=28, world_size=4096, split="alternating", replicas=1024, costs=A100)
     seconds = []
     for clips in (25_000, 100_000):
         begun = time.process_time()
-        forecast = forecast_layout(layout, clips, poisson_arrivals(clips, 2.0))
+        forecast = forecast_layout(layout, clips)
         seconds.append(time.process_time() - begun)
 
     assert seconds[1] < 10 * seconds[0]
     assert forecast.clips == 100_000
-    assert forecast.seconds_per_clip == pytest.approx(0.5, rel=0.02)
 
 
 def test_what_would_take_minutes_is_refused() -> None:

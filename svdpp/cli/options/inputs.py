@@ -1,12 +1,10 @@
-"""The options for a run's inputs: images and seeds, or the manifest of another run."""
+"""The options for a run's inputs: images, prompts and seeds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import click
 
 from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.config.files import read_small_file
@@ -21,15 +19,6 @@ from svdpp.errors import InputError, RequestError
 if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
     from svdpp.media.image import Photo
-
-
-def _take_from(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Makes the options of an earlier run the defaults."""
-    if path is not None:
-        from svdpp.cli.command_line import recorded_options
-
-        context.default_map = {**(context.default_map or {}), **recorded_options(path)}
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +125,4 @@ class InputOptions(ImageOptions):
     keep_going: bool = RECOVERY.switch(
         "If some images cannot be used, make the clips of the others; the exit code "
         "is the highest of all errors."
-    )
-    repeat: Path | None = RECOVERY.setting(
-        "RUN.json",
-        "Repeat the run of this manifest; options on the command line replace its own.",
-        "--from",
-        shown="none",
-        is_eager=True,
-        callback=_take_from,
     )

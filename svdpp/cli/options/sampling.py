@@ -134,13 +134,6 @@ class SamplingOptions:
         return sampling
 
 
-def moved_option(name: str) -> str:
-    """What takes the place of an option that earlier versions had; "" if `name` was none."""
-    field = name.removeprefix("--").replace("-", "_")
-    known = {one for kind in SAMPLING_CLASSES.values() for one in own_params(kind)}
-    return f"{name} is now --param {field}=X" if field in known - _SHARED.keys() else ""
-
-
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     """The values of `--param NAME=VALUE` by name, in the types of the family's parameters."""
     known = own_params(SAMPLING_CLASSES[family])
