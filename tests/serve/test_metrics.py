@@ -64,7 +64,7 @@ def test_the_queue_is_read_at_each_scrape() -> None:
 
     assert server.value("svdpp_queue_depth") == 7
     assert server.value("svdpp_jobs", state="queued") == 7
-    assert 60 <= server.value("svdpp_queue_age_seconds") < 70
+    assert 60 <= server.value("svdpp_queue_age_seconds") < 600
     assert server.value("svdpp_restarts_total") == 3
     assert server.value("svdpp_live_ranks") == 2
     assert server.value("svdpp_resident_bytes", process="server") > 10 * 2**20
