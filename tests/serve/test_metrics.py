@@ -95,16 +95,6 @@ def test_events_of_the_ranks_are_counted() -> None:
         assert found == pytest.approx(expected), state
 
 
-def test_a_restarted_rank_was_not_idle_while_it_was_dead() -> None:
-    server = Server()
-    for start in (0.0, 1000.0):
-        server.metrics(0, Joined(device="cpu", load_seconds=1))
-        action = "DENOISE c0 0:3"
-        server.metrics(0, ActionDone(action=action, start=start, end=start + 2, waited=0))
-
-    assert server.value("svdpp_rank_seconds_total", rank=0, state="compute") == 4
-
-
 def test_the_service_scores_its_promises() -> None:
     server = Server()
     assert server.metrics.eta_error() == {"clips": 0, "median": None, "p10": None, "p90": None}
