@@ -43,8 +43,8 @@ serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0
 test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects some tests
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
 
-test-ci: $(STAMP) ## Run the other tests: many processes, the fault table, whole commands
-	$(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
+test-ci: $(STAMP) ## Run the other tests: processes, faults, commands, rehearsed GPU tests
+	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
 	  -m "(long or processes) and not promise and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
@@ -56,7 +56,7 @@ test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threa
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); GPU_TESTS=small; BUNDLE=FOLDER: no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-rehearse-gpu: $(STAMP) ## Run the code of the GPU tests on the CPU, with small models
+rehearse-gpu: $(STAMP) ## Run the code of the GPU tests alone on the CPU, with small models
 	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -m gpu -n $(or $(WORKERS),2) --dist worksteal \
 	  tests/gpu $(ARGS)
 

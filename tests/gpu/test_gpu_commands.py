@@ -83,6 +83,7 @@ def test_bench_smoke_is_bitwise(machine: Machine, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.no_rehearsal  # on the CPU tests/serve/test_server.py does the same
 def test_serve_makes_a_clip_and_proves_it(machine: Machine, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     with HttpServer(tmp_path / "data", *machine.options, *machine.steps) as server:

@@ -26,7 +26,7 @@ from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
-from tests.faults.processes import wait_until
+from tests.faults.processes import allowing_for_others, wait_until
 from tests.faults.stops import InjectedStop
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
@@ -84,10 +84,10 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
 def test_a_rank_that_is_gone_is_named(
     machine: Machine, report: Report, number: signal.Signals
 ) -> None:
-    config = machine.config(3, heartbeat_timeout_seconds=4.0)
+    config = machine.config(3, heartbeat_timeout_seconds=allowing_for_others(4))
     seconds = seconds_until_named(Pipeline(config), machine.requests(3), number)
     report.add(f"rank 1 by {number.name}", seconds_until_the_run_ended=seconds)
-    assert seconds < 30
+    assert seconds < allowing_for_others(30)
 
 
 def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_pa
         assert cancelled.cancel()
         release.touch()
         with pytest.raises(CancelledError):
-            cancelled.result(120)
-        beside = after.result(120).metadata
+            cancelled.result(300)
+        beside = after.result(300).metadata
         alone = pipeline.run(second).metadata
     assert beside["latents_sha256"] == alone["latents_sha256"]
     assert beside["frames_sha256"] == alone["frames_sha256"]

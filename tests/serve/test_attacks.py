@@ -141,47 +141,6 @@ def test_a_longer_length_than_the_body_is_refused_early(server: HttpServer) -> N
     assert raw(server, head).startswith(b"HTTP/1.1 413 ")
 
 
-SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        HEAD + FORM + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        HEAD + FORM + b"Content-Length: 0\r\nContent-Length: 4\r\n\r\n",
-        HEAD + b"Host: localhost\r\n\r\n",
-        b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
-    ],
-    ids=range(4),
-)
-def test_no_request_hides_in_another(server: HttpServer, head: bytes) -> None:
-    answer = raw(server, head + SMUGGLED)
-
-    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ")), answer[:300]
-    assert answer.count(b"HTTP/1.1 ") == 1, answer
-
-
-@pytest.mark.parametrize(
-    ("target", "host", "status"),
-    [
-        (b"http://evil.example/v1/videos", b"localhost", b"404"),
-        (b"/v1/videos", b"localhost:80@evil.example", b"403"),
-        (b"/v1/videos", b"[::1].evil.example", b"403"),
-        (b"/v1/videos/../../etc/passwd", b"localhost", b"404"),
-        (b"/page/..%2f..%2fapi.py", b"localhost", b"404"),
-        (b"/v1/videos/" + b"a" * 60_000, b"localhost", b"404"),
-    ],
-    ids=range(6),
-)
-def test_other_hosts_and_paths(
-    server: HttpServer, target: bytes, host: bytes, status: bytes
-) -> None:
-    head = b"GET " + target + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
-    answer = raw(server, head)
-    assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
-    assert len(answer) < 5000
-
-
 def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
     """Bodies that never end, as many as there may be, do not keep other requests waiting."""
     url = httpx.URL(server.url)

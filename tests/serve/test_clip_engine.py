@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,10 @@ import pytest
 from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
-from tests.faults.processes import allowing_for_others
+from tests.driver.dummies import HANG_SECONDS
 from tests.serve.engines import (
-    STEPS,
-    Serving,
     demo_config,
     demo_job,
     dummy_config,
@@ -56,6 +52,7 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
     with serving(tmp_path, config, grace=0.4, stop=(1, 1, 5)) as service:
         ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
+        service.wait_final(ids[:1])
     store = JobQueue(tmp_path)
     states = [job.state for job_id in ids if (job := store.get(job_id))]
     store.close()
@@ -71,24 +68,11 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
 
 def test_closing_while_the_ranks_start_is_quick(tmp_path: Path) -> None:
     begun = time.monotonic()
-    with serving(tmp_path, dummy_config(4)) as service:
+    with serving(tmp_path, dummy_config(4), grace=2 * HANG_SECONDS) as service:
         (job_id,) = service.add(1)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < HANG_SECONDS
     with serving(tmp_path, dummy_config(1)) as service:
         assert service.wait_final([job_id])[0].state is JobState.COMPLETED
-
-
-def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(1), stop=(0, 0, 1)) as service:
-        ids = service.add(*range(6))
-        service.wait_for_step(ids[0], 1)
-        assert service.engine.cancel(ids[5], 0.0)
-        assert service.job(ids[5]).state is JobState.CANCELLED
-        service.go_on()
-        states = [job.state for job in service.wait_final(ids)]
-        assert service.engine.cancel(ids[0], 0.0), "it is finished"
-        assert service.engine.cancel("no job", 0.0)
-    assert states == [JobState.COMPLETED] * 5 + [JobState.CANCELLED]
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
@@ -116,62 +100,6 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
     assert {job.state for job in others} == {JobState.COMPLETED}
     assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-def test_states_steps_and_places_follow_a_clip(tmp_path: Path) -> None:
-    states: list[JobState] = []
-    steps: list[int] = []
-    places: list[int] = []
-
-    def note(job: Job) -> None:
-        if job.seed == 4:
-            states.append(job.state)
-
-    config, stop = dummy_config(2, step_seconds=0.02), (1, 4, 5)
-    with serving(tmp_path, config, on_changed=note, stop=stop) as service:
-        ids = service.add(*range(5))
-
-        def is_seen_on_its_way() -> bool:
-            clip = service.engine.feeder.get(ids[4])
-            estimate = service.engine.estimates.all(max_age=0.0).get(ids[4])
-            steps.append(0 if clip is None else clip.progress.steps_done)
-            if estimate is not None and estimate.place is not None:
-                places.append(estimate.place)
-            return 0 < steps[-1] < STEPS
-
-        service.wait(is_seen_on_its_way, "none of its steps is seen")
-        service.go_on()
-        service.wait_final(ids)
-        service.wait(lambda: len(service.ended) == 5, "not ended")
-    assert states == [JobState.IN_PROGRESS, JobState.COMPLETED]
-    assert steps == sorted(steps)
-    assert places == sorted(places, reverse=True)
-    assert len(set(places)) > 1
-
-
-@pytest.mark.timing
-def test_promises_are_kept(tmp_path: Path) -> None:
-    config = dummy_config(2, step_seconds=0.1)
-    with serving(tmp_path, config) as service:
-        service.wait_final(service.add(9))  # the first steps of a process take longer
-        ids = []
-        for seed in range(6):
-            ids += service.add(seed)
-            estimate = service.engine.estimates.of(ids[-1])
-            assert estimate is not None
-            service.store.set_promise(ids[-1], estimate.eta_seconds)
-        assert 0 < service.engine.estimates.seconds_until_room() < 3
-        jobs = service.wait_final(ids)
-        assert service.engine.estimates.of(ids[0]) is None
-    promises = [job.promised_seconds or 0.0 for job in jobs]
-    errors = [
-        ((job.finished_at or 0.0) - job.created_at - promise) / promise
-        for job, promise in zip(jobs, promises, strict=True)
-    ]
-    print("promised", [f"{each:.2f}" for each in promises], "errors", [f"{e:.3f}" for e in errors])
-    # On a busy machine the ranks become slower after the promise.
-    assert min(errors) > -0.5
-    assert max(errors) < allowing_for_others(0.5)
 
 
 def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
@@ -223,37 +151,3 @@ def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None
         requests = [ClipRequest(seed=7, sampling=job.sampling) for job in jobs]
         expected = pipeline.run(requests)
     assert latents(jobs) == [result.metadata["latents_sha256"] for result in expected]
-
-
-def _resident(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _make(service: Serving, seeds: range) -> None:
-    """Makes clips, at most 20 of which are open; removes their rows, as the retention does."""
-    for first in range(seeds.start, seeds.stop, 20):
-        ids = service.add(*range(first, first + 20))
-        jobs = service.wait_final(ids)
-        assert {job.state for job in jobs} == {JobState.COMPLETED}
-        for job_id in ids:
-            service.store.remove(job_id)
-    service.ended.clear()
-    gc.collect()
-
-
-@pytest.mark.full
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_clips(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2)) as service:
-        _make(service, range(0, 200))
-        processes = {"server": os.getpid(), **{f"rank {r}": p for r, p in enumerate(service.pids)}}
-        before = {name: _resident(pid) for name, pid in processes.items()}
-        _make(service, range(200, 2200))
-        after = {name: _resident(pid) for name, pid in processes.items()}
-        assert service.engine.restarts == 0
-    growth = {name: after[name] / before[name] - 1 for name in processes}
-    print({name: f"{100 * share:.2f} %" for name, share in growth.items()})
-    # In a process without pytest the server grows by less than 1 %.
-    assert growth.pop("server") < 0.03
-    assert max(growth.values()) < 0.02, growth

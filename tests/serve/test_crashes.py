@@ -95,12 +95,10 @@ def expected_latents(seed: int, steps: int = _STEPS) -> str:
     return tensor_sha256(latent)
 
 
-def _restarts(server: HttpServer) -> int:
-    return int(server.client.get("/health").json()["restarts"])
-
-
 @pytest.mark.long
+@pytest.mark.timing
 def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path) -> None:
+    """And a server beside a rank that is stopped."""
     with HttpServer(folder, *_OPTIONS) as server:
         ids = _begin(server)
         server.stop(signal.SIGKILL)
@@ -108,22 +106,18 @@ def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path)
         assert [_id(server, seed) for seed in _SEEDS] == ids  # a client tries again
         _assert_all_made(server, ids)
         second = _begin(server, "second")
-        os.kill(ranks_of(server.process.pid)[1], signal.SIGKILL)
-        _assert_all_made(server, second, before=ids)
-        assert _restarts(server) == 1
-        third = _begin(server, "third")
         ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
         assert fork_server is not None
         os.kill(fork_server, signal.SIGKILL)
         os.kill(ranks[0], signal.SIGKILL)
-        _assert_all_made(server, third, before=[*ids, *second])
-        assert _restarts(server) >= 2
+        _assert_all_made(server, second, before=ids)
+        assert server.client.get("/health").json()["restarts"] >= 1
         assert fork_server_of(server.process.pid) not in (None, fork_server)
         last = _begin(server, "last")
-        os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
+        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *_OPTIONS) as server:
-        _assert_all_made(server, last, before=[*ids, *second, *third])
+        _assert_all_made(server, last, before=[*ids, *second])
 
 
 def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
@@ -135,17 +129,6 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
         service.go_on()
         service.wait_final(ids)
         service.wait(lambda: not left.exists(), "the checkpoint stays")
-
-
-@pytest.mark.long
-@pytest.mark.timing
-def test_a_server_killed_beside_a_stopped_rank(folder: Path) -> None:
-    with HttpServer(folder, *_OPTIONS) as server:
-        ids = _begin(server)
-        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
-        server.stop(signal.SIGKILL)
-    with HttpServer(folder, *_OPTIONS) as server:
-        _assert_all_made(server, ids)
 
 
 @pytest.mark.long

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, OutputError
 from svdpp.launch.world import World
 from svdpp.serve.job import JobState
-from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
     Serving,
     demo_config,
@@ -88,10 +85,9 @@ def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> N
         for restarts in (1, 2):
             service.wait(lambda: service.engine.state == "ready", "not ready")
             service.kill(0)
-            service.wait(lambda: service.engine.state == "restarting", "no back-off")
-            assert service.engine._retry_at - time.monotonic() <= 0.2 * restarts
             doubled = pytest.approx(0.4 * restarts)
             service.wait(lambda: service.engine._back_off == doubled, "it does not double")  # noqa: B023
+            assert service.engine._retry_at - time.monotonic() <= 0.2 * restarts
             service.wait(lambda: service.engine.state == "ready", "not ready")
         service.wait_final(service.add(1))
         service.wait(lambda: service.engine._back_off == 0.2, "it is not reset")
@@ -154,22 +150,6 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     clips = {path.name for path in (tmp_path / "clips").iterdir()}
     assert clips == {f"{job.id}{suffix}" for job in ended for suffix in (".mp4", ".mp4.json")}
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-@pytest.mark.long
-@pytest.mark.timing
-def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
-    timeout = allowing_for_others(3)
-    config = dummy_config(2, step_seconds=0.05, heartbeat_timeout_seconds=timeout)
-    with serving(tmp_path, config, stop=(1, 0, 5)) as service:
-        ids = service.add(0, 1, 2)
-        service.wait_for_step(ids[0], 5)
-        os.kill(service.pids[1], signal.SIGSTOP)
-        service.go_on()
-        jobs = service.wait_final(ids)
-        assert service.engine.restarts == 1
-    assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert latents(jobs) == hashes(config, [0, 1, 2])
 
 
 def test_a_full_disk_delays_a_result_and_loses_none(

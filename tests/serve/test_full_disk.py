@@ -48,15 +48,6 @@ def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
             assert reserve.exists()
 
 
-def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", SIZE) as disk:
-        with contextlib.closing(JobQueue(disk / "data")) as store:
-            id = add(store)
-        with full(disk), contextlib.closing(JobQueue(disk / "data")) as store:
-            assert store.cancel_waiting(id)
-            assert store.remove(id)
-
-
 @pytest.mark.processes
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:

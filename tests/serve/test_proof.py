@@ -164,6 +164,7 @@ def test_a_proof_that_fails_says_why_and_can_be_requested_again(
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
+    """A clip that is removed is let go."""
     with _proving(made, tmp_path, when_idle=False) as proving:
         assert proving.prover.request(proving.ids[1])
         assert proving.prover.request(proving.ids[1])
@@ -182,33 +183,22 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         proving.idle.set()
         wait_until(_children, HANG_SECONDS, "it does not go on")
         assert not proving.prover.request("video_unknown")
+        assert proving.prover.request(proving.ids[0])
+        for id in proving.ids:
+            proving.prover.stop(id)
+        assert _children() == []
+        assert proving.proofs() == ["none"] * 3
 
 
-@pytest.mark.long
 def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     with _proving(made, tmp_path, when_idle=False) as proving:
         for id in proving.ids[:2]:
             assert proving.prover.request(id)
-        proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")
     (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
     with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
         # One that cannot be verified any more is not said to be running.
         assert proving.proofs() == ["failed", "running", "none"]
         assert proving.store.to_prove() == [proving.ids[1]]
-
-
-@pytest.mark.long
-def test_a_clip_that_is_removed_is_let_go(made: tuple[Path, list[str]], tmp_path: Path) -> None:
-    with _proving(made, tmp_path, when_idle=False) as proving:
-        proving.idle.set()
-        for id in proving.ids:
-            assert proving.prover.request(id)
-        wait_until(_children, HANG_SECONDS, "no process")
-        for id in proving.ids:
-            proving.prover.stop(id)
-        assert _children() == []
-        assert proving.proofs() == ["none"] * 3
 
 
 @pytest.mark.long

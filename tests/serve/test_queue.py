@@ -78,27 +78,13 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.files() == {}
 
 
-@pytest.mark.parametrize(
-    ("error", "stored"),
-    [
-        (
-            RankError("rank 1 died", "look", details={"rank": 1}),
-            {
-                **{"type": "RankError", "message": "rank 1 died", "hint": "look"},
-                "details": {"rank": 1},
-            },
-        ),
-        (
-            {"message": "no", "details": {"x": float("nan"), "p": Path("x"), 3: [float("inf"), 1]}},
-            {"message": "no", "details": {"x": None, "p": "x", "3": [None, 1]}},
-        ),
-    ],
-    ids=["an error", "details that are no JSON"],
-)
-def test_a_failure_is_kept_with_its_details(store: JobQueue, error: Any, stored: Any) -> None:
+def test_a_failure_is_kept_with_its_details(store: JobQueue) -> None:
+    """Also with those that JSON does not have."""
     id = in_state(store, JobState.IN_PROGRESS)
+    error = RankError("rank 1 died", "look", details={"x": float("nan"), "p": Path("x"), 3: [1]})
     assert store.fail(id, error, token_of(store, id))
-    assert job_of(store, id).error == stored
+    about = {"type": "RankError", "message": "rank 1 died", "hint": "look"}
+    assert job_of(store, id).error == {**about, "details": {"x": None, "p": "x", "3": [1]}}
 
 
 def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:

@@ -21,7 +21,7 @@ from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_rows import save_tiny
 from tests.serve.http_server import PHOTO, HttpServer, error_of, schema_of_form
 from tests.serve.test_page import driver, opened
-from tests.serve.test_serve_families import WAN, made
+from tests.serve.test_serve_families import WAN
 
 __all__ = ["driver"]  # a fixture
 
@@ -43,33 +43,24 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_clips_are_made_from_videos(driver: Any, tmp_path: Path) -> None:
-    file = Path(save_video(tmp_path / "a.mp4"))
-    data, folder = file.read_bytes(), str(save_tiny_wan(tmp_path / "wan"))
+def test_clips_are_made_from_videos(tmp_path: Path) -> None:
+    data, folder = (
+        Path(save_video(tmp_path / "a.mp4")).read_bytes(),
+        str(save_tiny_wan(tmp_path / "wan")),
+    )
     asked = ("--model", folder, "--family", "wan_v2v")
     with HttpServer(tmp_path / "data", *WAN, *asked) as server:
         server.wait_ready()
         schema = schema_of_form(server)
         assert schema["properties"]["input_reference"]["description"].startswith("The video: MP4")
-        video = made(server, photo=data, name="a.mp4", prompt="the sea", strength=0.5)
-        assert (video["proof"], video["strength"]) == ("equal", 0.5)
-        answer = server.client.get(f"/v1/videos/{video['id']}/input")
+        (id,) = server.add(photo=data, name="a.mp4", prompt="the sea", strength=0.5)
+        assert server.wait_for(id, "completed")["strength"] == 0.5
+        answer = server.client.get(f"/v1/videos/{id}/input")
         assert (answer.content, answer.headers["content-type"]) == (data, "video/mp4")
         text = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
         form = {"input_reference": text, "prompt": "the sea"}
-        answer = server.client.post("/v1/videos", json=form)
-        assert answer.status_code == 202, answer.text
-        server.wait_for(answer.json()["id"], "completed")
-        with contextmanager(opened)(driver, server) as page:
-            page.wait_text("#drop", "Choose videos")
-            page.run("document.querySelector('details').open = true")
-            page.fill("prompt", "the sea")
-            page.fill("strength", 0.7)
-            page.choose(file)
-            page.one("#make").click()
-            page.wait(lambda: len(page.all(".card")) == 3)
-        (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
-        assert (newest["input"]["name"], newest["strength"]) == ("a.mp4", 0.7)
+        answer = server.client.post("/v1/videos/sync", json=form)
+        assert answer.status_code == 200, answer.text
         few = server.request(photo=data, name="a.mp4", prompt="the sea", frames=9)
         assert "has 7 of the 9 frames" in error_of(few, 422, "invalid_image")["message"]
 
@@ -93,8 +84,8 @@ def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -
         assert error_of(few, 422, "invalid_image")["details"]["field"] == "face_video"
         assert not list((tmp_path / "data" / "photos").iterdir())
         given = {"prompt": "the sea", "pose_video": pose, "face_video": face, "key": "a"}
-        video = made(server, **given)
-        assert video["proof"] == "equal"
+        (id,) = server.add(**given)
+        video = server.wait_for(id, "completed")
         assert video["videos"].keys() == {"pose_video", "face_video"}
         uploads = f"/v1/videos/{video['id']}/input?field="
         assert server.client.get(f"{uploads}pose_video").content == pose[1]

@@ -98,14 +98,6 @@ def drip(handler: BaseHTTPRequestHandler) -> None:
             time.sleep(0.05)
 
 
-def flood(handler: BaseHTTPRequestHandler) -> None:
-    """An answer whose body has no end."""
-    status(200)(handler)
-    with suppress(OSError):
-        while True:
-            handler.wfile.write(bytes(65536))
-
-
 @contextmanager
 def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
     receiver = Receiver(list(answers))
@@ -346,37 +338,12 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(
     assert store.take_callback(0) is None
 
 
-def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
-    go_on = threading.Event()
-
-    def hang(_: BaseHTTPRequestHandler) -> None:
-        go_on.wait(HANG_SECONDS)
-
-    with (
-        receiving(hang) as slow,
-        receiving(status(200)) as other,
-        sending(store, slow.host, other.host) as sender,
-    ):
-        ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
-        sender.wake()
-        assert after_tries(store, ids[-1])["status"] == "delivered"
-        assert callback(store, ids[0])["status"] == "pending"
-        go_on.set()
-
-
-@pytest.mark.parametrize(
-    ("answer", "outcome"),
-    [(drip, "no answer within 0.5 s"), (flood, None)],
-    ids=["slow headers", "endless body"],
-)
-def test_an_answer_is_read_up_to_its_headers_and_its_deadline(
-    store: JobQueue, monkeypatch: pytest.MonkeyPatch, answer: Answer, outcome: str | None
-) -> None:
+def test_an_answer_has_a_deadline(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 0.5)
-    with receiving(answer) as receiver, sending(store, receiver.host) as sender:
+    with receiving(drip) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
         sender.wake()
-        assert after_tries(store, id)["error"] == outcome
+        assert after_tries(store, id)["error"] == "no answer within 0.5 s"
 
 
 # --- where webhooks may go ------------------------------------------------------------------------
@@ -422,16 +389,6 @@ def test_a_host_that_is_not_allowed_is_refused(store: JobQueue, url: str) -> Non
 )
 def test_only_addresses_of_the_internet_are_public(address: str, is_public: bool) -> None:
     assert webhooks._is_public(address) == is_public
-
-
-def test_a_name_of_a_private_address_is_refused(store: JobQueue) -> None:
-    with receiving(status(200)) as receiver:
-        host = receiver.host.replace("127.0.0.1", "localhost")
-        with sending(store, host, receiver.host) as sender:
-            id = made(store, f"http://{host}/")
-            sender.wake()
-            assert after_tries(store, id)["error"] == "localhost has an address that is not public"
-    assert receiver.requests == []
 
 
 @pytest.mark.parametrize("second", ["127.0.0.1", "93.184.215.14"])
