@@ -316,14 +316,13 @@ class JobQueue:
         self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
     ) -> bool:
         statement = _PUT_BACK.format(_EXPIRED if is_lost else "true")
-        with self.change() as database:
+        with self._ending(id, token), self.change() as database:
             values = time.time(), int(counts), int(is_lost), id, token
             rows = database.execute(statement, values).fetchall()
             for is_cancelled, turn, owner in rows:
                 if not is_cancelled:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
                     self._tell(database, _QUEUED)
-        self._forget(id, token)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -429,7 +428,7 @@ class JobQueue:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
         try:
-            with self.change() as database:
+            with self._ending(id, token), self.change() as database:
                 is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
             if not is_ended and (id, token) in self._unanswered:
                 job = self.get(id)
@@ -437,9 +436,22 @@ class JobQueue:
         except OutputError:
             self._unanswered.add((id, token))
             raise
-        self._forget(id, token)
         self._unanswered.discard((id, token))
         return is_ended
+
+    @contextlib.contextmanager
+    def _ending(self, id: str, token: int) -> Iterator[None]:
+        """Strikes a claim off that ends in the block, so that a renewal does not take it for lost.
+
+        If the block raises, the claim is there again.
+        """
+        is_own = self._forget(id, token)
+        try:
+            yield
+        except BaseException:
+            if is_own:
+                self._claims.setdefault(id, token)
+            raise
 
     def _forget(self, id: str, token: int) -> bool:
         """Strikes a claim off, unless the job has been claimed again; whether it had it."""

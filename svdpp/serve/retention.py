@@ -6,7 +6,6 @@ be removed again; so what has no row was never meant to go, and is kept.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import stat
@@ -30,9 +29,12 @@ _OWN = {
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]+(-video_[0-9a-f]{32}(-[0-9a-f]{8})?)?")
 _TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
+_LATENT = re.compile(r"[0-9a-f]{64}_step\d{1,6}\.safetensors")
 _ID_LENGTH = len(new_id())
 # A file that is younger may be of a request or of a rank of another host.
 _YOUNG_SECONDS = 3600.0
+# Clips that wait or run for longer may have to begin again.
+_LATENTS_SECONDS = 7 * 86400.0
 
 
 def sweep(
@@ -101,6 +103,10 @@ def remove_leftovers(queue: JobQueue, folder: Path, requests: Collection[str] = 
             output_files.remove_abandoned(folder / name)
             for path in _regular_files(folder / name, _TEMPORARY, time.time() - _YOUNG_SECONDS):
                 path.unlink(missing_ok=True)
+        # A fleet may never be without a clip, which is when `Feeder` removes all.
+        oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
+        for path in _regular_files(folder / LATENTS, _LATENT, oldest):
+            path.unlink(missing_ok=True)
         for path in _regular_files(folder / PHOTOS, _UPLOAD, math.inf):
             server, id = f"{path.name}-".split("-")[1:3]
             if server in others or id in requests:
@@ -160,14 +166,19 @@ def _regular_files(folder: Path, own: re.Pattern[str], oldest: float) -> list[Pa
     """Those with a name of `own` that were written before `oldest`."""
     if folder.is_symlink() or not folder.exists():
         return []
-    found = []
-    for path in sorted(folder.iterdir()):
-        if own.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another server has removed it
-                about = path.lstat()
-                if stat.S_ISREG(about.st_mode) and about.st_mtime <= oldest:
-                    found.append(path)
-    return found
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if own.fullmatch(path.name) and _is_older(path, oldest)
+    ]
+
+
+def _is_older(path: Path, oldest: float) -> bool:
+    try:
+        about = path.lstat()
+    except FileNotFoundError:  # another thread, or server, has removed it
+        return False
+    return stat.S_ISREG(about.st_mode) and about.st_mtime <= oldest
 
 
 def _errors(folder: Path) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,26 @@ def test_a_renewed_claim_is_not_lost(opened: Open) -> None:
     assert other.recover() == []
 
 
+def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
+    queue = opened()
+    ids = [add(queue, created_at=float(age)) for age in range(3)]
+    tokens = {id: taken(queue).token for id in ids}
+    change = queue.change
+
+    @contextlib.contextmanager
+    def followed(alone: str = "") -> Iterator[Any]:
+        with change(alone) as database:
+            yield database
+        assert queue.renew(lambda _: 0) == ([], [])
+
+    queue.change = followed  # type: ignore[method-assign]
+    assert queue.complete(ids[0], {}, tokens[ids[0]])
+    assert queue.put_back(ids[1], tokens[ids[1]], counts=False)
+    with lost_answers(queue), pytest.raises(OutputError):
+        queue.complete(ids[2], {}, tokens[ids[2]])
+    assert queue.renew(lambda _: 0) == ([(ids[2], 1)], [])
+
+
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     """After an outage all leases have ended, and those who hold them renew them first."""
     holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=30.0)
@@ -340,6 +361,17 @@ def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) 
     killed.release()
     remove_leftovers(other, folder, {own})
     assert left() == kept | of_own
+
+
+def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_path: Path) -> None:
+    queue, latents = opened(), tmp_path / "data" / "latents"
+    latents.mkdir()
+    new, old = (latents / f"{digit * 64}_step3.safetensors" for digit in "ab")
+    for path, days in ((new, 6), (old, 8)):
+        path.touch()
+        os.utime(path, times=(time.time() - 86400 * days,) * 2)
+    remove_leftovers(queue, tmp_path / "data")
+    assert list(latents.iterdir()) == [new]
 
 
 def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
