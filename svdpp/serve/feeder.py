@@ -248,8 +248,7 @@ class Feeder:
             self._submit(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            left = self._persist(lambda: self._queue.counts(with_held=True))  # held ones may go on
-            if not left[JobState.QUEUED] + left[JobState.IN_PROGRESS]:
+            if not self._persist(self._queue.has_unfinished):
                 self._to_request.forget_all()
             self.has_latents = False
 
@@ -400,8 +399,7 @@ class Feeder:
         for path in (clip, Path(f"{clip}.json")):
             self._persist(functools.partial(store.put, path))
         is_completed = self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
-        if job.token:
-            remove_lost_clips(store, job, is_lost=not is_completed)
+        remove_lost_clips(store, job, is_lost=not is_completed)
         if is_completed:
             self._to_request.unpublish(job)
         self._tell(job.id)
@@ -413,7 +411,9 @@ class Feeder:
         return is_failed
 
     def _put_back(self, job: Job, *, counts: bool) -> None:
-        self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts))
+        if self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts)):
+            # Ranks that died may have written the clip, and not said so.
+            remove_lost_clips(self._to_request.folder, job, is_lost=True)
         self._tell(job.id)
         self._is_queue_empty = False
 

@@ -101,6 +101,8 @@ class PhotoFolder:
                 mark.touch(mode=0o600)
             yield check
         except BaseException as error:
+            if isinstance(error, InputError):
+                check()  # a file that others have removed cannot be decoded
             if not isinstance(error, QueueAwayError):
                 output_files.remove(mark)
             raise

@@ -77,9 +77,10 @@ class Prover:
 
     def start(self) -> None:
         """Starts the thread, with the requests that an earlier server has not answered."""
-        for id in self._queue.to_prove():
-            if not self.request(id):
-                self._queue.set_proof(id, "none")
+        with contextlib.suppress(QueueAwayError):  # the thread finds them once it is back
+            for id in self._queue.to_prove():
+                if not self.request(id):
+                    self._queue.set_proof(id, "none")
         self._thread.start()
 
     def close(self) -> None:

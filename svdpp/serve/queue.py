@@ -39,6 +39,10 @@ AGEING_SECONDS = 600.0
 #: The claims of one job that may end because nobody renews them; with the last one it has failed.
 MAX_LOST = 5
 
+# A server that can make few of the jobs looks for them now and then, as it has other things to do.
+_MAX_TRIES, _MAX_PASSED = 20, 1000
+# Of the claims that have ended, which other servers look at, too: so renewals are not late.
+_MAX_RECOVERED = 100
 #: What a server says when there is a new job.
 _QUEUED = "queued"
 # Until then the list has a server that says nothing.
@@ -51,6 +55,7 @@ def _any_of(states: Iterable[JobState]) -> str:
 
 _NAMES = tuple(column.name for column in fields(Job))
 _COLUMNS = ", ".join(_NAMES)
+_SAMPLING = _NAMES.index("sampling")
 _FINAL = _any_of(state for state in JobState if state.is_final)
 _WAITING = "state = 'queued' AND held IS NULL"
 _OPEN = f"(state = 'in_progress' OR {_WAITING})"
@@ -147,7 +152,7 @@ class QueueFullError(SvdppError):
 
 
 class _CannotMakeError(Exception):
-    """This server's ranks cannot make the job that comes next; its argument is the job's id."""
+    """This server's ranks cannot make the job that comes next; its argument is its `sampling`."""
 
 
 class JobQueue:
@@ -188,10 +193,10 @@ class JobQueue:
         self.kind: str | None = None
         """The weights of the jobs that this server takes, or their model; None: of all jobs."""
         self.why_not: Callable[[Job], str | None] = lambda _: None
-        """Why this server cannot make a job of its kind; None: it can."""
+        """Why this server cannot make a job of its kind, by its parameters; None: it can."""
         # The tokens of what this server has claimed. They are 0 in a queue that is not shared.
         self._claims: dict[str, int] = {}
-        # What its ranks cannot make; looked at again after each renewal.
+        # The parameters, as the rows have them, that its ranks cannot make.
         self._passed: set[str] = set()
         # Claims whose end may have been stored, although the database went away before it said so.
         self._unanswered: set[tuple[str, int]] = set()
@@ -234,7 +239,7 @@ class JobQueue:
         """The same without what its ranks cannot make."""
         (own, values), passed = self._own, list(self._passed)
         if passed:
-            own += f" AND id NOT IN ({_marks(passed)})"
+            own += f" AND sampling NOT IN ({_marks(passed)})"
         return own, [*values, *passed]
 
     # --- changes ----------------------------------------------------------------------------------
@@ -268,7 +273,7 @@ class JobQueue:
 
         Jobs with large images are passed over, but for the one whose image is `prepared`.
         """
-        while True:
+        for _ in range(_MAX_TRIES):
             makeable, known = self._makeable
             following = _NEXT.format(f"{makeable} AND (id = ? OR NOT {_LARGE})")
             values = *known, prepared
@@ -280,6 +285,7 @@ class JobQueue:
                         return job
             except _CannotMakeError as passed_job:
                 self._passed.add(passed_job.args[0])
+        return None
 
     def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
         claim = time.time(), self.server, int(self.is_shared), self.lease_seconds
@@ -296,9 +302,9 @@ class JobQueue:
         try:
             job = _job_of(row)
         except RequestError as error:  # a newer svdpp has accepted it
-            raise _CannotMakeError(row[0]) from error
+            raise _CannotMakeError(row[_SAMPLING]) from error
         if self.why_not(job) is not None:
-            raise _CannotMakeError(job.id)
+            raise _CannotMakeError(row[_SAMPLING])
         return job
 
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
@@ -315,14 +321,13 @@ class JobQueue:
         self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
     ) -> bool:
         statement = _PUT_BACK.format(_EXPIRED if is_lost else "true")
-        with self.change() as database:
+        with self._ending(id, token), self.change() as database:
             values = time.time(), int(counts), int(is_lost), id, token
             rows = database.execute(statement, values).fetchall()
             for is_cancelled, turn, owner in rows:
                 if not is_cancelled:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
                     self._tell(database, _QUEUED)
-        self._forget(id, token)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -401,7 +406,8 @@ class JobQueue:
         if self._database.connected_seconds < (self.lease_seconds or 0):
             return []
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
-        ended = map(tuple, self.rows(f"{claims} ORDER BY started_at, turn, seq"))
+        most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
+        ended = map(tuple, self.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
         others = [claim for claim in ended if claim not in self._claims.items()]
         # Its server may have renewed it since.
         ids = [id for id, token in others if self._recover(id, token)]
@@ -427,7 +433,7 @@ class JobQueue:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
         try:
-            with self.change() as database:
+            with self._ending(id, token), self.change() as database:
                 is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
             if not is_ended and (id, token) in self._unanswered:
                 job = self.get(id)
@@ -435,9 +441,22 @@ class JobQueue:
         except OutputError:
             self._unanswered.add((id, token))
             raise
-        self._forget(id, token)
         self._unanswered.discard((id, token))
         return is_ended
+
+    @contextlib.contextmanager
+    def _ending(self, id: str, token: int) -> Iterator[None]:
+        """Strikes a claim off that ends in the block, so that a renewal does not take it for lost.
+
+        If the block raises, the claim is there again.
+        """
+        is_own = self._forget(id, token)
+        try:
+            yield
+        except BaseException:
+            if is_own:
+                self._claims.setdefault(id, token)
+            raise
 
     def _forget(self, id: str, token: int) -> bool:
         """Strikes a claim off, unless the job has been claimed again; whether it had it."""
@@ -457,7 +476,8 @@ class JobQueue:
 
         `step_of` says how many steps of a job are done, for other servers to tell.
         """
-        self._passed = set()
+        if len(self._passed) > _MAX_PASSED:
+            self._passed = set()
         claims = dict(self._claims)
         if not claims:
             return [], []
@@ -536,7 +556,7 @@ class JobQueue:
 
     def next_large(self) -> Job | None:
         """The next of the queued jobs with large images that this server can make."""
-        while True:
+        for _ in range(_MAX_TRIES):
             makeable, values = self._makeable
             following = _NEXT.format(f"{makeable} AND {_LARGE}")
             rows = self.rows(f"SELECT {_COLUMNS} FROM jobs WHERE id = ({following})", *values)
@@ -544,6 +564,7 @@ class JobQueue:
                 return self._to_make(rows[0]) if rows else None
             except _CannotMakeError as passed_job:
                 self._passed.add(passed_job.args[0])
+        return None
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -554,9 +575,14 @@ class JobQueue:
         own = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
         return self._jobs(own, self.server)
 
-    def counts(self, *, with_held: bool = False) -> dict[JobState, int]:
+    def has_unfinished(self) -> bool:
+        """Whether a job has not ended, perhaps one that this server cannot make."""
+        unfinished = _any_of(state for state in JobState if not state.is_final)
+        return bool(self.rows(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
+
+    def counts(self) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
-        where = "" if with_held else "WHERE state != 'queued' OR held IS NULL"
+        where = "WHERE state != 'queued' OR held IS NULL"
         numbers = dict(self.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
         return {state: numbers.get(str(state), 0) for state in JobState}
 

@@ -31,12 +31,13 @@ _OWN = {
 }
 _UPLOAD = re.compile(r"\.upload-[0-9a-f]+(-video_[0-9a-f]{32}(-[0-9a-f]{8})?)?")
 _TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
+_LATENT = re.compile(r"[0-9a-f]{64}_step\d{1,6}\.safetensors")
 _ID_LENGTH = len(new_id())
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _ANY = re.compile(r".*", re.DOTALL)
 #: A file that is younger may be of a request or of a rank of another host.
 YOUNG_SECONDS = 3600.0
-# Clips that wait or run for longer may have to begin again at another server.
+# Clips that wait or run for longer may have to begin again.
 _LATENTS_SECONDS = 7 * 86400.0
 
 
@@ -91,9 +92,8 @@ def _sizes(queue: JobQueue, folder: Path) -> Mapping[str, int]:
 
 
 def remove_lost_clips(store: FileStore, job: Job, *, is_lost: bool) -> None:
-    """Remove what the claims of a job before this one have written; with `is_lost`, this one's."""
-    numbers = [job.token] if is_lost else range(1, job.token)
-    for number in numbers:
+    """Remove what the claims of a job before this one have written; with `is_lost`, also this."""
+    for number in range(1, job.token + is_lost):
         clip = clip_file(store.folder, job.id, number)
         for path in (clip, Path(f"{clip}.json")):
             store.discard(path)
@@ -128,6 +128,10 @@ def remove_leftovers(
             output_files.remove_abandoned(folder / name)
             for path in _regular_files(folder / name, _TEMPORARY, time.time() - YOUNG_SECONDS):
                 path.unlink(missing_ok=True)
+        # A fleet may never be without a clip, which is when `Feeder` removes all.
+        oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
+        for path in _regular_files(folder / LATENTS, _LATENT, oldest):
+            path.unlink(missing_ok=True)
         for path in _regular_files(folder / PHOTOS, _UPLOAD, math.inf):
             server, id = f"{path.name}-".split("-")[1:3]
             if server in others or id in requests:
@@ -135,7 +139,8 @@ def remove_leftovers(
             with queue.without(id) as is_missing:
                 for file in path.parent.glob(f"{id}.*") if id and is_missing else ():
                     file.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+                # In the block, because a job whose mark is there would be stored after it.
+                path.unlink(missing_ok=True)
         # Listed before the queue is asked: what is begun meanwhile is not among them.
         written = _regular_files(folder / CLIPS, _OWN[CLIPS], math.inf)
         tokens = queue.clips()

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.errors import OutputError
+from svdpp.errors import ClosedError, OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
 from svdpp.serve.app import create_app
@@ -35,7 +35,7 @@ from svdpp.serve.database import QueueAwayError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_leftovers, set_strangers_aside, sweep
+from svdpp.serve.retention import set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import FileStore, StoreAwayError
 
@@ -79,7 +79,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     try:
         service = Service(settings, queue)
         queue.recover()
-        remove_leftovers(queue, service.folder)
+        service.remove_leftovers()
         set_strangers_aside(queue, service.folder)
         hold(queue, service.capabilities, service.admission)
     except BaseException:
@@ -209,6 +209,8 @@ class Server:
                 service.remove_leftovers()
                 if limits != (None, None):
                     sweep(service.queue, service.folder, time.time(), *limits)
+            except ClosedError:
+                return
             except OutputError as error:
                 if not isinstance(error, QueueAwayError | StoreAwayError):
                     logger.error("old files cannot be removed: {}", error)

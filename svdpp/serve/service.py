@@ -100,7 +100,7 @@ class Service:
         self._live: set[str] = set()
         self._gone: set[str] = set()
         self._is_in_doubt = False
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._look_at = 0.0
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
         self.metrics = Metrics(queue, self.engine, self.followers)
@@ -283,15 +283,18 @@ class Service:
 
         Also what requests have left whose jobs may have been stored, and all there is each hour.
         """
-        if not self.queue.is_shared:
-            return
         before, self._live = self._live, self.queue.lives()
         self._gone |= before - self._live
         if not (self._gone or self._is_in_doubt or time.monotonic() > self._look_at):
             return
-        self._is_in_doubt, self._look_at = False, time.monotonic() + _LOOK_SECONDS
-        remove_leftovers(self.queue, self.folder, self.photos.requests, self._in_use())
-        self._gone &= self.queue.claimants()
+        was_in_doubt, self._is_in_doubt = self._is_in_doubt, False
+        try:
+            remove_leftovers(self.queue, self.folder, self.photos.requests, self._in_use())
+            self._gone &= self.queue.claimants()
+        except OutputError:
+            self._is_in_doubt |= was_in_doubt
+            raise
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
 

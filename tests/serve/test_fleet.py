@@ -218,6 +218,24 @@ def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: s
         assert done.token > 2
 
 
+def test_a_clip_that_is_written_when_its_ranks_die_is_not_left(
+    tmp_path: Path, database: str
+) -> None:
+    """Another claim writes another file."""
+    with serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own:
+        job = demo_job(tmp_path, 1)
+        own.store.add(job, max_open=None)
+        own.engine.feeder.wake()
+        own.wait_for_step(job.id, 2)
+        clip = own.job(job.id).clip_in(tmp_path)
+        clip.parent.mkdir(exist_ok=True)
+        clip.touch()
+        own.kill(0)
+        own.wait(lambda: not clip.exists(), "its file is left")
+        own.go_on()
+        own.wait_final([job.id])
+
+
 @pytest.mark.parametrize(("kind", "fewest", "most"), [("demo", 1, 40), ("another", 200, 200)])
 def test_a_new_job_wakes_few_servers_of_a_large_fleet(
     tmp_path: Path, database: str, kind: str, fewest: int, most: int

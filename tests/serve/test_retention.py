@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from svdpp.errors import OutputError
+from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_job, remove_leftovers, set_strangers_aside, sweep
+from svdpp.serve.server import Server, build
+from svdpp.serve.service import ServerSettings, Service
+from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import add
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
@@ -125,6 +132,73 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     assert all(path.parent == place and path.stat().st_size in (25, 50) for path in moved)
     assert ids(store) == ids_of_files(folder) == {id, waiting}
     assert set_strangers_aside(store, folder) == []
+
+
+def test_files_that_another_server_removes_meanwhile(
+    store: JobQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = finished(store, folder, 1.0)
+    gone = folder / "photos" / f".upload-{'0' * 16}"
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), gone])
+    remove_leftovers(store, folder)
+    assert set_strangers_aside(store, folder) == []
+    monkeypatch.undo()
+    assert ids_of_files(folder) == {kept}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    _, service = build(_settings(tmp_path), None)
+    yield service
+    service.queue.close()
+
+
+def _settings(folder: Path) -> ServerSettings:
+    return ServerSettings(
+        config=dummy_config(), folder=folder / "served", sizes=((64, 64),), max_open=9
+    )
+
+
+def test_what_a_server_leaves_that_dies_soon_after_this_one_began(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.queue, "lives", lambda: {"a"})
+    service.remove_leftovers()
+    left = service.folder / "photos" / f".upload-a-{new_id()}"
+    left.touch()
+    service.remove_leftovers()
+    assert left.exists()
+    monkeypatch.setattr(service.queue, "lives", set)
+    service.remove_leftovers()
+    assert not left.exists()
+
+
+def test_files_of_a_doubtful_request_are_looked_for_until_the_database_answers(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(QueueAwayError), service.photos.request(new_id()):
+        service._is_in_doubt = True
+        raise QueueAwayError("away")
+
+    def away() -> dict[str, int | None]:
+        raise QueueAwayError("away")
+
+    with monkeypatch.context() as during:
+        during.setattr(service.queue, "clips", away)
+        during.setattr("svdpp.media.output_files.remove_abandoned", lambda _: away())
+        with pytest.raises(QueueAwayError):
+            service.remove_leftovers()
+    assert len(list((service.folder / "photos").iterdir())) == 1
+    service.remove_leftovers()
+    assert list((service.folder / "photos").iterdir()) == []
+
+
+def test_the_removal_ends_quietly_with_the_queue(tmp_path: Path) -> None:
+    app, service = build(replace(_settings(tmp_path), keep_seconds=1.0), None)
+    service.queue.close()
+    with socket.socket() as bound:
+        Server(app, service, bound, grace_seconds=0.0)._keep_in_limits()
 
 
 def _untouched(path: Path) -> tuple[int, ...]:

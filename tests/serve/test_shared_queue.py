@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.photos import PhotoFolder
@@ -21,12 +23,13 @@ from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
-from tests.serve.store_jobs import add, new_job, take_all
+from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
 
 pytestmark = pytest.mark.long
 
 Open = Callable[..., JobQueue]
 _LEASE = 0.3
+_SHORT = replace(SAMPLING, num_inference_steps=2)
 
 
 @pytest.fixture
@@ -61,6 +64,10 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
         yield
     finally:
         queue.change = change  # type: ignore[method-assign]
+
+
+def _too_short(job: Job) -> str | None:
+    return "too few steps" if job.sampling == _SHORT else None
 
 
 def taken(queue: JobQueue) -> Job:
@@ -220,11 +227,30 @@ def test_a_renewed_claim_is_not_lost(opened: Open) -> None:
     holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     add(holder)
     taken(holder)
-    end = time.monotonic() + 4 * _LEASE
-    while time.monotonic() < end:
-        assert holder.renew(lambda _: 0) == ([], [])
-        if holder.rows("SELECT lease_until > clock() FROM jobs") == [(True,)]:
-            assert other.recover() == []
+    holder.lease_seconds = 3000.0
+    assert holder.renew(lambda _: 0) == ([], [])
+    time.sleep(2 * _LEASE)  # until the first lease has ended
+    assert other.recover() == []
+
+
+def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
+    queue = opened()
+    ids = [add(queue, created_at=float(age)) for age in range(3)]
+    tokens = {id: taken(queue).token for id in ids}
+    change = queue.change
+
+    @contextlib.contextmanager
+    def followed(alone: str = "") -> Iterator[Any]:
+        with change(alone) as database:
+            yield database
+        assert queue.renew(lambda _: 0) == ([], [])
+
+    queue.change = followed  # type: ignore[method-assign]
+    assert queue.complete(ids[0], {}, tokens[ids[0]])
+    assert queue.put_back(ids[1], tokens[ids[1]], counts=False)
+    with lost_answers(queue), pytest.raises(OutputError):
+        queue.complete(ids[2], {}, tokens[ids[2]])
+    assert queue.renew(lambda _: 0) == ([(ids[2], 1)], [])
 
 
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
@@ -337,6 +363,17 @@ def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) 
     assert left() == kept | of_own
 
 
+def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_path: Path) -> None:
+    queue, latents = opened(), tmp_path / "data" / "latents"
+    latents.mkdir()
+    new, old = (latents / f"{digit * 64}_step3.safetensors" for digit in "ab")
+    for path, days in ((new, 6), (old, 8)):
+        path.touch()
+        os.utime(path, times=(time.time() - 86400 * days,) * 2)
+    remove_leftovers(queue, tmp_path / "data")
+    assert list(latents.iterdir()) == [new]
+
+
 def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
     opened: Open, tmp_path: Path
 ) -> None:
@@ -351,30 +388,86 @@ def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
     assert other.get(job.id) is None
 
 
+def test_it_stores_none_either_while_its_photograph_is_removed(
+    opened: Open, tmp_path: Path
+) -> None:
+    stopped, other = opened(), opened()
+    job, folder = new_job(), tmp_path / "data"
+    without = other.without
+    with PhotoFolder(folder / "photos", server=stopped.server).request(job.id) as check:
+        (folder / "photos" / job.photo).touch()
+
+        @contextlib.contextmanager
+        def followed(id: str) -> Iterator[bool]:
+            with without(id) as is_missing:
+                yield is_missing
+            with pytest.raises(OutputError, match="stopped"):
+                stopped.add(job, max_open=None, check=check)
+
+        other.without = followed  # type: ignore[method-assign]
+        remove_leftovers(other, folder)
+    assert list((folder / "photos").iterdir()) == []
+
+
+def test_an_upload_that_is_removed_while_it_is_decoded_is_no_mistake_of_the_client(
+    opened: Open, tmp_path: Path
+) -> None:
+    stopped, other = opened(), opened()
+    folder = tmp_path / "data"
+    photos = PhotoFolder(folder / "photos", server=stopped.server)
+    with pytest.raises(OutputError, match="stopped"), photos.request(new_id()):
+        remove_leftovers(other, folder)
+        raise InputError("'photo.png' cannot be decoded")
+
+
+def test_claims_that_end_together_are_put_back_part_by_part(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever does it renews its own in time."""
+    monkeypatch.setattr("svdpp.serve.queue._MAX_RECOVERED", 2)
+    slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
+    ids = {add(slow) for _ in range(3)}
+    assert set(take_all(slow)) == ids
+    ended = "SELECT count(*) FROM jobs WHERE lease_until < clock()"
+    wait_until(lambda: other.rows(ended) == [(3,)], 30, lambda: "no lease ends")
+    assert [len(recovered(other)) for _ in range(2)] == [2, 1]
+
+
 def test_a_server_takes_only_what_it_can_make(opened: Open) -> None:
     """By its weights, and by its ranks, for which some numbers of steps are too few."""
     svd, wan = opened(), opened()
     svd.kind, wan.kind = "weights of svd", "wan"
     first = add(svd, model="svd", weights="weights of svd")
     other = add(svd, model="svd", weights="newer weights")
-    text = add(svd, model="wan")
-    assert [id for id, _ in wan.waiting()] == [text]
-    wan.why_not = lambda job: "too few steps" if job.id == text else None
+    short = add(svd, model="wan", sampling=_SHORT)
+    assert [id for id, _ in wan.waiting()] == [short]
+    wan.why_not = _too_short
     assert wan.take_next() is None
     second = add(wan, model="wan")
     assert taken(wan).id == second
     assert take_all(svd) == [first]
-    wan.why_not = lambda _: None
-    assert wan.renew(lambda _: 0) == ([], [])  # and looks again at what it has passed over
-    assert taken(wan).id == text
-    assert [job.id for job in svd.page(owner=None, limit=9, states=[JobState.QUEUED])] == [other]
+    queued = svd.page(owner=None, limit=9, states=[JobState.QUEUED], order="asc")
+    assert [job.id for job in queued] == [other, short]
+
+
+def test_many_clips_that_a_server_cannot_make_cost_one_look(opened: Open) -> None:
+    queue = opened()
+    for _ in range(50):
+        add(queue, sampling=_SHORT)
+    own, changes, change = add(queue, created_at=2000.0), [], queue.change
+    queue.why_not = _too_short
+    queue.change = lambda alone="": changes.append(alone) or change(alone)  # type: ignore[method-assign, func-returns-value]
+    assert taken(queue).id == own
+    assert len(changes) == 2
+    assert queue.take_next() is None
+    assert len(changes) == 2
 
 
 def test_a_large_image_that_the_ranks_cannot_take_stops_nothing(opened: Open) -> None:
     queue = opened()
-    too_large = add(queue, photo_pixels=40_000_000, created_at=1.0)
+    add(queue, photo_pixels=40_000_000, created_at=1.0, sampling=_SHORT)
     large = add(queue, photo_pixels=40_000_000, created_at=2.0)
-    queue.why_not = lambda job: "too few steps" if job.id == too_large else None
+    queue.why_not = _too_short
     following = queue.next_large()
     assert following is not None
     assert following.id == large

@@ -105,6 +105,10 @@ class FaultyFleet:
     def _is_ready(server: FaultyServer) -> bool:
         return server.restarts is not None or (not server.is_running and server.wait_ready())
 
+    def are_ready(self) -> bool:
+        """Whether all servers are; one that has ended is started again."""
+        return all(self._is_ready(server) for server in self.servers)
+
     def _stop_server(self, server: FaultyServer) -> None:
         """Sometimes it is killed before it goes on."""
         server.signal(signal.SIGSTOP)
@@ -170,13 +174,13 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
                     fleet.fault()
                     print(f"{clients.num_done} done", file=sys.stderr, flush=True)
                 end = time.monotonic() + _HANG_SECONDS + _SECONDS_OF_JOB * asked.jobs
-                while not clients.are_done and time.monotonic() < end:
-                    [fleet._is_ready(server) for server in fleet.servers]
+                # At the end servers may still start, after the last fault.
+                while not (fleet.are_ready() and clients.are_done) and time.monotonic() < end:
                     time.sleep(0.2)
             finally:
                 clients.close()
             served = time.monotonic() - begun
-            _wait(lambda: not fleet.wrong_files(), 60.0)
+            _wait(lambda: not fleet.wrong_files())
         finally:
             ends = fleet.close()
         return _summary(fleet, wanted, ends, served, begun)

@@ -22,14 +22,20 @@ from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
 
 # The limit of silence is 0.8 of it; a stopped rank is found after that.
 _TIMEOUT = 12.0
+_MODEL = "demo"
 _OPTIONS = (
-    *("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1"),
+    *("--model", _MODEL, "--device", "cpu", "--world", "2", "--threads", "1"),
     *("--width", "64", "--height", "64", "--frames", "2", "--steps", "8"),
     *("--decode-chunk-size", "2", "--timeout", str(_TIMEOUT)),
 )
 _READY_SECONDS = 180.0
 _RESTART_SECONDS = _TIMEOUT + 60.0
-_ORPHAN_SECONDS = 5.0
+_DRAIN_SECONDS = 90.0
+# A fork server that still loads libtorch notices only then that its server has ended.
+_ORPHAN_SECONDS = 30.0
+_START_LINE = "--- start\n"
+# How a server ends at SIGTERM before Python, or the command, has handlers for it.
+_ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 FAULTS = ("kill the server", "kill a rank", "stop a rank", "kill the fork server")
 
 
@@ -79,7 +85,7 @@ class FaultyServer:
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
         with self.log.open("ab") as log:
-            log.write(b"--- start\n")
+            log.write(_START_LINE.encode())
             log.flush()
             return subprocess.Popen(
                 [*command, "--port", str(self.port), *_OPTIONS, *self._options],
@@ -104,7 +110,10 @@ class FaultyServer:
         self._process = self._start()
 
     def replace(self) -> None:
-        """Has the server finish or hand back what it has; another one takes its port."""
+        """Has the server finish or hand back what it has; another one takes its port.
+
+        It may still be starting.
+        """
         if code := self._drained():
             self.tally.unasked.append(f"exit code {code} after SIGTERM")
         self._end("a drain")
@@ -194,8 +203,12 @@ class FaultyServer:
         return True
 
     def _note_end(self) -> None:
-        tail = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-        self.tally.unasked.append(f"exit code {self._process.returncode}: {tail}")
+        log = self._log_of_start()
+        if _has_listened(log) or "does not answer" not in log:
+            tail = log.strip().splitlines()[-1:]
+            self.tally.unasked.append(f"exit code {self._process.returncode}: {tail}")
+        else:
+            self.tally.faults["a start without the database"] += 1
         self._end("an end by itself")
         self._process = self._start()
 
@@ -217,9 +230,20 @@ class FaultyServer:
         return code
 
     def _drained(self) -> int:
+        """Its exit code; 0 also if it had not begun to listen, and so had nothing to finish."""
         self._process.terminate()
         try:
-            return self._process.wait(90)
+            code = self._process.wait(_DRAIN_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+        is_at_start = code in _ENDS_AT_START and not _has_listened(self._log_of_start())
+        return 0 if is_at_start else code
+
+    def _log_of_start(self) -> str:
+        """What the present process has written."""
+        return self.log.read_text(errors="replace").rpartition(_START_LINE)[2]
+
+
+def _has_listened(log: str) -> bool:
+    return f"starting {_MODEL} at http" in log
