@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: What the extra `serve` installs, by the names of its modules.
 _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 #: What the extra `fleet` installs.
-_FLEET = ("psycopg",)
+_FLEET = ("psycopg", "fsspec", "s3fs")
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
 #: Clips can have any number of steps, which a uniform split does not allow.
@@ -180,6 +180,7 @@ def _settings(
         callback_hosts=asked.callback_hosts or (),
         callback_secrets=_secrets(asked),
         queue_url=asked.queue,
+        store_url=asked.files,
         lease_seconds=asked.lease,
     )
 

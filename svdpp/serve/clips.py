@@ -6,6 +6,8 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -23,11 +25,14 @@ from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job
+from svdpp.serve.store import FileStore, StoreAwayError
 from svdpp.worker import latent_checkpoints
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
+# Jobs, of which the ranks have far fewer.
+_REMEMBERED = 1000
 
 
 class Admission:
@@ -173,15 +178,27 @@ class ToRequest:
     The dummy model has no checkpoint and writes no files.
     """
 
-    def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None, folder: Path) -> None:
+    def __init__(
+        self, config: PipelineConfig, checkpoint: Checkpoint | None, store: FileStore
+    ) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self.folder = folder.absolute()
+        self._store = store
+        self.folder = store.folder
         self.latents_folder = self.folder / LATENTS
+        self._publishing = threading.Lock()
+        # The steps of the latent checkpoints that this server has put into the store, by job.
+        self._published: dict[str, int] = {}
 
     def __call__(self, job: Job) -> ClipToMake:
-        """What the ranks get for `job`, which continues from its latest latent checkpoint."""
+        """What the ranks get for `job`, which continues from its latest latent checkpoint.
+
+        Files that only the store has are fetched.
+        """
+        for path in job.uploads_in(self.folder):
+            self._store.fetch(path)
         metadata, key = self._metadata_and_key(job)
+        self._fetch_latents(job, key)
         request = replace(
             self._made_from(job).request(job.seed),
             output=None if self._checkpoint is None else self._output(job),
@@ -195,11 +212,63 @@ class ToRequest:
         """Removes the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
             latent_checkpoints.prune(self.latents_folder, self._metadata_and_key(job)[1])
+        self.unpublish(job)
 
     def forget_all(self) -> None:
         """Removes all latent checkpoints; only if no job is unfinished."""
         for key in latent_checkpoints.saved_keys(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
+
+    def publish(self, job: Job, key: str) -> None:
+        """Puts the latest latent checkpoint into the store, for other servers to continue from."""
+        step = max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
+        before = self._published.get(job.id, 0)
+        if step <= before:
+            return
+        kept = self.latents_folder / f".published-{job.id}"
+        with self._publishing:
+            try:
+                # By another name, because a rank may remove the file at any time.
+                kept.unlink(missing_ok=True)  # of a server that was killed
+                os.link(latent_checkpoints.path_of(self.latents_folder, key, step), kept)
+            except FileNotFoundError:
+                return
+            self._note_published(job, before)  # the store may have it also after an error
+            try:
+                self._store.put(kept, _object_of(job, key, step))
+            finally:
+                kept.unlink()
+            self._note_published(job, step)
+            if before:
+                self._store.remove_object(_object_of(job, key, before))
+
+    def unpublish(self, job: Job) -> None:
+        """Removes the job's latent checkpoints from the store, if there may be some."""
+        with self._publishing, contextlib.suppress(StoreAwayError):  # then they are leftovers
+            if self._published.pop(job.id, None) is not None or job.token > 1:
+                for name in self._store.objects(f"{LATENTS}/{job.id}"):
+                    self._store.remove_object(name)
+
+    def _note_published(self, job: Job, step: int) -> None:
+        self._published[job.id] = step
+        if len(self._published) > _REMEMBERED:
+            del self._published[next(iter(self._published))]
+
+    def _fetch_latents(self, job: Job, key: str) -> None:
+        """Gets the latest latent checkpoint of an earlier claim."""
+        if not (self._store.is_remote and job.token > 1):
+            return
+        names = self._store.objects(f"{LATENTS}/{job.id}")
+        own = latent_checkpoints.saved_steps(self.latents_folder, key)
+        steps = [
+            step
+            for step in range(1, job.sampling.num_inference_steps + 1)
+            if _object_of(job, key, step) in names
+        ]
+        if steps and steps[-1] > max(own, default=0):
+            path = latent_checkpoints.path_of(self.latents_folder, key, steps[-1])
+            self._store.fetch(path, _object_of(job, key, steps[-1]))
+            self._note_published(job, steps[-1])
 
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
@@ -227,3 +296,8 @@ class ToRequest:
             )
             identity = latents_key(metadata, weights_identity(self._checkpoint))
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()
+
+
+def _object_of(job: Job, key: str, step: int) -> str:
+    """The name of a latent checkpoint in the store, by the job, of which other servers know."""
+    return f"{LATENTS}/{job.id}/{latent_checkpoints.path_of(Path(), key, step)}"

@@ -7,7 +7,6 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from loguru import logger
@@ -46,7 +45,6 @@ class Engine:
     attempt, and fails with the second one.
 
     Args:
-        folder: the data folder.
         on_changed: called with each job that has reached another state.
         costs: assumed before there is a measurement.
         first_back_off: seconds before the first restart; each further one doubles them, up to 60.
@@ -56,7 +54,6 @@ class Engine:
         self,
         config: PipelineConfig,
         queue: JobQueue,
-        folder: Path,
         *,
         on_changed: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
@@ -72,7 +69,7 @@ class Engine:
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
         self._observers: list[Observer] = []
-        self._to_request = ToRequest(self.config, self.checkpoint, folder)
+        self._to_request = ToRequest(self.config, self.checkpoint, queue.store)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
         self._costs = MeasuredCosts(
             assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
@@ -156,6 +153,13 @@ class Engine:
             with self._changed:
                 self._changed.wait(min(left, _POLL_SECONDS))
         return True
+
+    def publish_latents(self) -> None:
+        """Puts the latest latent checkpoints of the clips in progress into the store."""
+        for clip in self.feeder.clips():
+            key = clip.to_make.request.latents_key
+            if key is not None and not clip.is_lost:
+                self._to_request.publish(clip.job, key)
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -24,6 +25,7 @@ from svdpp.serve.events import Notifier
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_lost_clips
+from svdpp.serve.store import StoreAwayError
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
@@ -216,6 +218,7 @@ class Feeder:
         return (
             (self._is_woken or not self._is_queue_empty or is_image_ready)
             and not self.is_disk_low
+            and not self._queue.store.why_away
             and self._seconds_left() == math.inf
             and self.num_free > 0
             # Else this server could claim the same job again, and have it twice.
@@ -290,6 +293,9 @@ class Feeder:
             return
         try:
             to_make = self._to_request(job)
+        except StoreAwayError:  # another server may reach it
+            self._put_back(job, counts=False)
+            return
         except Exception as error:
             self._fail(job, error)
             return
@@ -389,8 +395,13 @@ class Feeder:
             self._changed.notify_all()
 
     def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
+        clip, store = job.clip_in(self._to_request.folder), self._queue.store
+        for path in (clip, Path(f"{clip}.json")):
+            self._persist(functools.partial(store.put, path))
         is_completed = self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
-        remove_lost_clips(self._to_request.folder, job, is_lost=not is_completed)
+        remove_lost_clips(store, job, is_lost=not is_completed)
+        if is_completed:
+            self._to_request.unpublish(job)
         self._tell(job.id)
 
     def _fail(self, job: Job, error: BaseException) -> bool:
@@ -410,14 +421,14 @@ class Feeder:
         self._persist(lambda: self._notifier.changed(job_id))
 
     def _persist(self, change: Callable[[], _T]) -> _T:
-        """Asks or changes the queue, however long the disk is full or the database away."""
+        """Asks or changes the queue, or puts files, however long the disk is full or these away."""
         while True:
             try:
                 return change()
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                if not isinstance(error, QueueAwayError):
+                if not isinstance(error, QueueAwayError | StoreAwayError):
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))

@@ -107,6 +107,11 @@ class Job:
         """The files of its further videos, by name."""
         return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
 
+    def uploads_in(self, folder: Path) -> list[Path]:
+        """The files of the photograph and the videos."""
+        photo = self.photo_in(folder)
+        return [*([photo] if photo else []), *self.videos_in(folder).values()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetServer:

@@ -29,6 +29,8 @@ from svdpp.media.image import MAX_PIXELS, Photo
 from svdpp.serve.database import QueueAwayError
 
 _MAX_NAME = 100
+# Less than `retention.YOUNG_SECONDS`, after which its photograph is removed from a store.
+_REQUEST_SECONDS = 1800.0
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
 #: Longer answers are not a decoder's own.
@@ -85,12 +87,12 @@ class PhotoFolder:
 
         By the mark of a server that was killed, `retention.remove_leftovers` finds the files of no
         job; it stays if the database has gone away, which may have the job. Yields a function that
-        refuses a job whose mark is gone, because others took this server for dead.
+        refuses a job whose mark is gone, because others took this server for dead, or is too old.
         """
         mark = self._folder / f".upload-{self._server}-{id}"
 
         def check() -> None:
-            if not mark.exists():
+            if not mark.exists() or mark.stat().st_mtime < time.time() - _REQUEST_SECONDS:
                 raise OutputError("the server was stopped for too long during a request")
 
         self.requests.add(id)

@@ -32,6 +32,7 @@ from svdpp.redaction import without_folders
 from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import StoreAwayError
 
 Verdict = Literal["equal", "different"]
 
@@ -124,7 +125,7 @@ class Prover:
             try:
                 if any(self._verify(id) for id in self._to_verify()):
                     continue
-            except QueueAwayError:  # which `fleet` logs
+            except (QueueAwayError, StoreAwayError):  # they are logged elsewhere
                 pass
             except Exception:
                 logger.exception("the verification of a clip failed")
@@ -183,11 +184,13 @@ class Prover:
         self._on_verdict(verdict)
 
     def _missing(self, job: Job) -> str:
-        """Which file the verification lacks; empty if it has all."""
+        """Which file the verification lacks, also after a look in the store; empty if none."""
         clip = job.clip_in(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         needed |= {"image": photo} if (photo := job.photo_in(self._folder)) else {}
         needed |= job.videos_in(self._folder)
+        for path in needed.values():
+            self._queue.store.fetch(path)
         gone = [name for name, path in needed.items() if not path.is_file()]
         return f"file missing: the {' and the '.join(gone)}" if gone else ""
 

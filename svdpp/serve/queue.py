@@ -30,6 +30,7 @@ from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error
 from svdpp.serve.database import Database, Statements
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_sqlite import QueueFile
+from svdpp.serve.store import FileStore
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -163,6 +164,7 @@ class JobQueue:
         folder: the data folder, which has the queue too unless there is a `url`.
         adopts: whether a folder that has other files becomes a data folder.
         url: of a PostgreSQL database, which other servers may share.
+        store: of the files, if they are not in the data folder alone; only with a `url`.
         lease_seconds: how long a claim lasts that is not renewed; only with a `url`.
     """
 
@@ -172,14 +174,17 @@ class JobQueue:
         *,
         adopts: bool = False,
         url: str | None = None,
+        store: FileStore | None = None,
         lease_seconds: float = 30.0,
     ) -> None:
+        self.store = store or FileStore(folder)
+        """The files of the jobs."""
         if url is None:
             self._database: Database = QueueFile(folder, adopts=adopts)
         else:
             from svdpp.serve.queue_postgres import QueueServer  # needs the extra
 
-            self._database = QueueServer(url, folder, adopts=adopts)
+            self._database = QueueServer(url, self.store, adopts=adopts)
         self.is_shared = self._database.is_shared
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else None

@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -30,9 +29,8 @@ from svdpp.serve.database import (
     check_version,
     schema,
 )
+from svdpp.serve.store import MARK, FileStore
 
-#: In the data folder: which queue its files belong to.
-_MARK = "queue.id"
 _CHANNEL = "svdpp"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
 _CONNECT_SECONDS = 5
@@ -55,10 +53,10 @@ _NETWORK: dict[str, Any] = {
 
 
 class QueueServer(Database):
-    """A queue in the database of `url`, for servers that share `folder`.
+    """A queue in the database of `url`, for servers that share the files of `store`.
 
-    The tables are created if they do not exist. The folder then has a mark, by which a server that
-    sees another folder is refused.
+    The tables are created if they do not exist. The store then has a mark, by which a server that
+    sees another one is refused, and so has each data folder.
     """
 
     is_shared = True
@@ -69,8 +67,9 @@ class QueueServer(Database):
         ("FOR UPDATE OF jobs", "take"),
     )
 
-    def __init__(self, url: str, folder: Path, *, adopts: bool = False) -> None:
-        super().__init__(folder)
+    def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
+        super().__init__(folder := store.folder)
+        self._store = store
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
@@ -166,28 +165,30 @@ class QueueServer(Database):
         self._check_folder(id, adopts=adopts)
         if not version:
             statements.execute("CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)")
-            id = (self.folder / _MARK).read_text()
+            id = (self.folder / MARK).read_text()
             statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
         self._id = id
+        self._store.belong_to(id)
         statements.execute("UPDATE queue SET version = ?", (VERSION,))
 
     def _check_folder(self, id: str, *, adopts: bool) -> None:
-        """Marks the folder of a new queue; refuses one that other servers do not see."""
-        if id and not adopts:
-            if not self._is_marked(id):
-                raise RequestError(
-                    f"the data folder {str(self.folder)!r} is not that of the queue in --queue",
-                    "name the folder that all its servers share, or add --adopt to make this one "
-                    "its folder",
-                )
-            return
+        """Marks folder and store of a new queue; refuses what other servers do not see."""
+        store = self._store
         if not adopts:
-            check_own(self.folder, "", "name the queue that it belongs to")
-        output_files.write_text(self.folder / _MARK, id or secrets.token_hex(16))
+            if not id or (store.is_remote and not (self.folder / MARK).exists()):
+                check_own(self.folder, "", "name the queue that it belongs to")
+            elif not self._is_marked(id):
+                raise _not_of_queue(f"the data folder {str(self.folder)!r}", "folder")
+            if store.is_remote and store.mark() != id:
+                raise _not_of_queue("the store of --files", "store")
+        if not self._is_marked(id):
+            output_files.write_text(self.folder / MARK, id or secrets.token_hex(16))
+        if store.is_remote and (not id or store.mark() != id):
+            store.put(self.folder / MARK)
 
     def _is_marked(self, id: str) -> bool:
         with contextlib.suppress(OSError):
-            return (self.folder / _MARK).read_text() == id
+            return (self.folder / MARK).read_text() == id
         return False
 
     # --- connections ------------------------------------------------------------------------------
@@ -235,6 +236,13 @@ class QueueServer(Database):
                     "check that PostgreSQL runs there and takes this user",
                 ) from error
             raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
+
+
+def _not_of_queue(what: str, kind: str) -> RequestError:
+    return RequestError(
+        f"{what} is not that of the queue in --queue",
+        f"name the {kind} that all its servers share, or add --adopt to make this one its {kind}",
+    )
 
 
 class _Translated:

@@ -11,7 +11,8 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from svdpp.media import output_files
 from svdpp.serve.database import LOST
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, clip_file, new_id
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import FileStore
 
 #: The names that this server gives to files, in each folder.
 _OWN = {
@@ -31,8 +33,10 @@ _UPLOAD = re.compile(r"\.upload-[0-9a-f]+(-video_[0-9a-f]{32}(-[0-9a-f]{8})?)?")
 _TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
 _LATENT = re.compile(r"[0-9a-f]{64}_step\d{1,6}\.safetensors")
 _ID_LENGTH = len(new_id())
-# A file that is younger may be of a request or of a rank of another host.
-_YOUNG_SECONDS = 3600.0
+_ID = re.compile(r"video_[0-9a-f]{32}")
+_ANY = re.compile(r".*", re.DOTALL)
+#: A file that is younger may be of a request or of a rank of another host.
+YOUNG_SECONDS = 3600.0
 # Clips that wait or run for longer may have to begin again.
 _LATENTS_SECONDS = 7 * 86400.0
 
@@ -49,11 +53,7 @@ def sweep(
     The age counts from the final state; the bytes are those of all jobs, also of open ones. Returns
     the ids of the removed jobs.
     """
-    with _errors(folder):
-        sizes = {
-            id: sum(map(_num_bytes, _files(folder, id, uploads, token)))
-            for id, (uploads, token) in queue.files().items()
-        }
+    sizes = {} if max_bytes is None else _sizes(queue, folder)
     total, removed = sum(sizes.values()), []
     for id, finished_at in queue.finished().items():
         is_old = max_age_seconds is not None and now - finished_at > max_age_seconds
@@ -70,18 +70,33 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     if job is None or not job.state.is_final:
         return False
     with _errors(folder):
-        uploads = [job.photo_in(folder), *job.videos_in(folder).values()]
-        for path in _files(folder, id, [path.name for path in uploads if path], job.token):
-            path.unlink(missing_ok=True)
+        uploads = [path.name for path in job.uploads_in(folder)]
+        for path in _files(folder, id, uploads, job.token):
+            queue.store.remove(path)
     return queue.remove(id)
 
 
-def remove_lost_clips(folder: Path, job: Job, *, is_lost: bool) -> None:
+def _sizes(queue: JobQueue, folder: Path) -> Mapping[str, int]:
+    """The bytes of the files of each job."""
+    if not queue.store.is_remote:
+        with _errors(folder):
+            return {
+                id: sum(map(_num_bytes, _files(folder, id, uploads, token)))
+                for id, (uploads, token) in queue.files().items()
+            }
+    sizes = Counter[str]()
+    for name, (num_bytes, _) in queue.store.objects().items():
+        if found := _ID.search(name):
+            sizes[found[0]] += num_bytes
+    return sizes
+
+
+def remove_lost_clips(store: FileStore, job: Job, *, is_lost: bool) -> None:
     """Remove what the claims of a job before this one have written; with `is_lost`, also this."""
     for number in range(1, job.token + is_lost):
-        clip = clip_file(folder, job.id, number)
+        clip = clip_file(store.folder, job.id, number)
         for path in (clip, Path(f"{clip}.json")):
-            output_files.remove(path)
+            store.discard(path)
 
 
 def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Path]:
@@ -91,17 +106,27 @@ def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Pa
     return [*clips, *jsons, *(folder / PHOTOS / name for name in uploads)]
 
 
-def remove_leftovers(queue: JobQueue, folder: Path, requests: Collection[str] = ()) -> None:
+def remove_leftovers(
+    queue: JobQueue,
+    folder: Path,
+    requests: Collection[str] = (),
+    in_use: Collection[str] = (),
+) -> None:
     """Remove what servers that do not live any more have left, and claims that were lost.
 
     That is unfinished files, clips that are not of their job's last claim, and photographs of
-    requests that have stored no job. `requests` are of this server, and go on.
+    requests that have stored no job. `requests` are of this server, and go on. `in_use` are parts
+    of the names of files that this server needs.
     """
+    if queue.store.is_remote:
+        _evict(folder, [*requests, *in_use])
+        _remove_lost_objects(queue)
+        return
     others = queue.lives() - {queue.server}
     with _errors(folder):
         for name in (PHOTOS, CLIPS, LATENTS):
             output_files.remove_abandoned(folder / name)
-            for path in _regular_files(folder / name, _TEMPORARY, time.time() - _YOUNG_SECONDS):
+            for path in _regular_files(folder / name, _TEMPORARY, time.time() - YOUNG_SECONDS):
                 path.unlink(missing_ok=True)
         # A fleet may never be without a clip, which is when `Feeder` removes all.
         oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
@@ -125,6 +150,33 @@ def remove_leftovers(queue: JobQueue, folder: Path, requests: Collection[str] = 
                 path.unlink(missing_ok=True)
 
 
+def _evict(folder: Path, in_use: Collection[str]) -> None:
+    """Remove the files that were not used for an hour: the store has what others need."""
+    with _errors(folder):
+        for name in (PHOTOS, CLIPS, LATENTS):
+            for path in _regular_files(folder / name, _ANY, time.time() - YOUNG_SECONDS):
+                if not any(part in path.name for part in in_use):
+                    path.unlink(missing_ok=True)
+
+
+def _remove_lost_objects(queue: JobQueue) -> None:
+    # Listed before the queue is asked: what is begun meanwhile is not among them.
+    objects = queue.store.objects()
+    tokens = queue.clips()
+    for name, (_, put_at) in objects.items():
+        folder, _, rest = name.partition("/")
+        id, seconds = rest[:_ID_LENGTH], time.time() - put_at
+        clip = _OWN[CLIPS].fullmatch(rest)
+        if folder == CLIPS and clip is not None and clip[2] and id in tokens:
+            is_lost = tokens[id] != int(clip[2][1:])
+        elif folder == PHOTOS:  # `PhotoFolder.request` refuses what takes half as long
+            is_lost = id not in tokens and seconds > YOUNG_SECONDS
+        else:
+            is_lost = folder == LATENTS and seconds > _LATENTS_SECONDS
+        if is_lost:
+            queue.store.remove_object(name)
+
+
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     """At the start of a server, move the photographs and clips of no job to `lost+found`.
 
@@ -132,7 +184,9 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     with the names that a server gives are touched, and links are not followed. Returns the files at
     their new places.
     """
-    oldest = time.time() - _YOUNG_SECONDS if queue.is_shared else math.inf
+    if queue.store.is_remote:  # the folder has only copies
+        return []
+    oldest = time.time() - YOUNG_SECONDS if queue.is_shared else math.inf
     ids = queue.files()
     with _errors(folder):
         strangers = [

@@ -310,6 +310,7 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
 def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The clip as mp4; takes Range requests."""
     path = service.completed(id, owner).clip_in(service.folder)
+    service.queue.store.fetch(path)
     if not path.is_file():
         raise ApiError(404, "no_content", "the video has no file")
     return _private_file(path, "video/mp4", request)
@@ -329,6 +330,7 @@ def get_input(
     if path is None:
         without = "text alone" if field == IMAGE_FIELD else f"no {field[:60]!r}"
         raise ApiError(404, "no_input", f"the video was made from {without}")
+    service.queue.store.fetch(path)
     if not path.is_file():
         raise ApiError(404, "no_input", "the video has no image any more")
     if field != IMAGE_FIELD:

@@ -37,6 +37,7 @@ from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.store import FileStore, StoreAwayError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -72,6 +73,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         settings.folder.absolute(),
         adopts=settings.adopts,
         url=settings.queue_url,
+        store=FileStore(settings.folder, settings.store_url),
         lease_seconds=settings.lease_seconds,
     )
     try:
@@ -147,6 +149,7 @@ class Server:
             self._service.fleet.start()
             self._service.prover.start()
             self._service.webhooks.start()
+            self._service.queue.store.start(self._service.engine.publish_latents)
             threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
@@ -190,6 +193,7 @@ class Server:
             self._service.prover.close()
             self._service.webhooks.close()
             self._service.fleet.close()
+            self._service.queue.store.close()
             self._service.followers.close()
         finally:
             self._http.should_exit = True
@@ -208,7 +212,7 @@ class Server:
             except ClosedError:
                 return
             except OutputError as error:
-                if not isinstance(error, QueueAwayError):
+                if not isinstance(error, QueueAwayError | StoreAwayError):
                     logger.error("old files cannot be removed: {}", error)
             is_ending = self._ending.wait(seconds)
 

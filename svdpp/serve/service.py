@@ -70,6 +70,8 @@ class ServerSettings:
     """That sign webhooks."""
     queue_url: str | None = None
     """Of the PostgreSQL database that servers share; None: a file in `folder`."""
+    store_url: str | None = None
+    """Of the store of files that servers share; None: `folder` has them."""
     lease_seconds: float = 30.0
     """How long a claim lasts that is not renewed."""
 
@@ -100,9 +102,7 @@ class Service:
         self._is_in_doubt = False
         self._look_at = 0.0
         self.followers = Followers()
-        self.engine = Engine(
-            config, queue, self.folder, on_changed=self._on_changed, costs=settings.costs
-        )
+        self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
         self.metrics = Metrics(queue, self.engine, self.followers)
         self.engine.observe(self.metrics)
         self.prover = Prover(
@@ -154,6 +154,7 @@ class Service:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
+        self.queue.store.check()
         num_open = 0 if has_key else self.queue.num_open()
         if num_open >= self.settings.max_open:
             raise self._full({"open": num_open, "limit": self.settings.max_open})
@@ -164,6 +165,8 @@ class Service:
             return "the ranks are not ready"
         if self.queue.is_disk_low:
             return "the disk is nearly full"
+        if self.queue.store.why_away:
+            return "the store of files cannot be used"
         try:
             self.queue.check_there()
             num_open = self.queue.num_open()
@@ -229,9 +232,8 @@ class Service:
             raise
         finally:
             if stored is None or stored.id != job.id:
-                for path in (job.photo_in(self.folder), *job.videos_in(self.folder).values()):
-                    if path is not None:
-                        output_files.remove(path)
+                for path in job.uploads_in(self.folder):
+                    self.queue.store.discard(path)
         return stored
 
     def _keep(self, request: VideoRequest, id: str, sampling: SamplingConfig) -> dict[str, Any]:
@@ -243,9 +245,10 @@ class Service:
                 video = "" if field == IMAGE_FIELD else field
                 frames = sampling.frames if video else sampling.video_frames or 0
                 kept[field] = self.photos.keep(upload.file, id, names[field], frames, video)
+                self.queue.store.put(kept[field].path)
         except BaseException as error:
             for photo in kept.values():
-                output_files.remove(photo.path)
+                self.queue.store.discard(photo.path)
             if isinstance(error, InputError):
                 error.details["field"] = field
             raise
@@ -286,7 +289,7 @@ class Service:
             return
         was_in_doubt, self._is_in_doubt = self._is_in_doubt, False
         try:
-            remove_leftovers(self.queue, self.folder, self.photos.requests)
+            remove_leftovers(self.queue, self.folder, self.photos.requests, self._in_use())
             self._gone &= self.queue.claimants()
         except OutputError:
             self._is_in_doubt |= was_in_doubt
@@ -294,6 +297,14 @@ class Service:
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
+
+    def _in_use(self) -> list[str]:
+        """Parts of the names of the files that the ranks and the prover use."""
+        clips = self.engine.feeder.clips()
+        keys = [clip.to_make.request.latents_key for clip in clips]
+        return [
+            part for part in (*(clip.job.id for clip in clips), *keys, self.prover.running) if part
+        ]
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
         """Removes a job with its files, and cancels it before if it is open."""

@@ -106,8 +106,13 @@ class LatentCheckpoints:
         )
 
     def _path(self, key: str, step: int) -> Path:
-        assert _KEY.fullmatch(key), f"not a key: {key!r}"
-        return self._folder / f"{key}_step{step}.safetensors"
+        return path_of(self._folder, key, step)
+
+
+def path_of(folder: Path, key: str, step: int) -> Path:
+    """The file of the packet of `key` after `step` steps; it may not exist."""
+    assert _KEY.fullmatch(key), f"not a key: {key!r}"
+    return folder / f"{key}_step{step}.safetensors"
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, int]]:
@@ -130,7 +135,7 @@ def saved_steps(folder: Path, key: str) -> list[int]:
 def prune(folder: Path, key: str) -> None:
     """Removes every packet of `key`, whose clip is finished."""
     for step in saved_steps(folder, key):
-        (folder / f"{key}_step{step}.safetensors").unlink(missing_ok=True)
+        path_of(folder, key, step).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

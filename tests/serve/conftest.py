@@ -12,6 +12,7 @@ import pytest
 
 from svdpp.serve.queue import JobQueue
 from tests.serve.postgres import Postgres, postgres_server
+from tests.serve.swift import Swift, swift_server
 
 if TYPE_CHECKING:
     from tests.serve.http_server import HttpServer
@@ -22,6 +23,21 @@ def postgres() -> Iterator[Postgres]:
     """A server of databases."""
     with postgres_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[Swift]:
+    """An S3 server."""
+    with swift_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty folder in a bucket; the environment says how to reach it."""
+    for variable, value in swift.environment.items():
+        monkeypatch.setenv(variable, value)
+    return f"{swift.url}/{secrets.token_hex(8)}"
 
 
 @pytest.fixture

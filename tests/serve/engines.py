@@ -155,7 +155,7 @@ def serving(
             gate = str(folder / "gate")
             fault = InjectedStop("hang", rank, clip, place=f"step{step}", until=gate)
             patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
-        engine = Engine(config, store, folder, on_changed=note, **settings)
+        engine = Engine(config, store, on_changed=note, **settings)
         if observer is not None:
             engine.observe(observer)
         engine.start()

@@ -33,8 +33,14 @@ class ServeOptions(ImageOptions):
     queue: str | None = SERVICE.setting(
         "URL",
         "PostgreSQL database of a queue that several servers share, such as "
-        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too.",
+        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too, or --files.",
         shown="a file in --data",
+    )
+    files: str | None = SERVICE.setting(
+        "URL",
+        "With --queue: the store that all its servers reach, such as s3://bucket/prefix; then each "
+        "has a --data folder of its own.",
+        shown="the --data folder",
     )
     lease: float = SERVICE.setting(
         "SECONDS",
@@ -106,6 +112,11 @@ class ServeOptions(ImageOptions):
             raise RequestError(
                 "--queue takes the URL of a PostgreSQL database",
                 "such as postgresql://svdpp@db/svdpp; without it the queue is a file in --data",
+            )
+        if self.files is not None and (self.queue is None or "://" not in self.files):
+            raise RequestError(
+                "--files takes the URL of a store, and needs --queue",
+                "such as s3://bucket/prefix; without it the files are in --data",
             )
         check_whole("--port", self.port, 0, 65535)
         check_whole("--max-queue", self.max_queue, 1, 100_000)

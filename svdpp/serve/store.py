@@ -1,0 +1,220 @@
+"""The store: what the servers of a fleet must all reach, in a bucket if they share no folder.
+
+Each server then works in a data folder of its own. An object has the name that its file has there.
+It is put before a row of the queue names it, and no other content gets the same name later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from svdpp.errors import OutputError, RequestError
+from svdpp.media import output_files
+from svdpp.redaction import redact
+
+#: The name of the file, or object, that says which queue the files belong to.
+MARK = "queue.id"
+
+_TURN_SECONDS = 1.0
+# Of a store that answers; one that does not is asked in each turn.
+_LOOK_SECONDS = 10.0
+# s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
+_S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
+
+
+class StoreAwayError(OutputError):
+    """The store does not answer, or refuses; `FileStore` logs it once."""
+
+
+class FileStore:
+    """The files of all servers: in the store of a URL, or without one in the data folder itself.
+
+    Any thread may call any method. After a failure all raise StoreAwayError at once, until a thread
+    of this class finds that the store answers again. Without a URL the methods change the folder
+    alone.
+    """
+
+    def __init__(self, folder: Path, url: str | None = None) -> None:
+        self.folder = folder.absolute()
+        self.is_remote = url is not None
+        self.why_away = ""
+        """Why the store cannot be used now; empty if it can."""
+        self._queue_id = ""
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if url is not None:
+            self._place = redact(url).partition("?")[0]
+            self._system, self._root = _open(url)
+
+    # --- files of the folder ----------------------------------------------------------------------
+
+    def put(self, path: Path, name: str = "") -> None:
+        """Puts a file of the folder, if there is one, completely; `name` is another name for it."""
+        if not (self.is_remote and path.exists()):
+            return
+        try:
+            with self._errors():
+                self._system.put_file(str(path), self._at(name or self._name(path)))
+        except FileNotFoundError as error:  # the bucket
+            raise self._away(output_files.reason(error)) from error
+
+    def fetch(self, path: Path, name: str = "") -> None:
+        """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
+        if not self.is_remote:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)  # it is evicted some time after its latest use
+            return
+        temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
+        try:
+            with self._errors():
+                self._system.get_file(self._at(name or self._name(path)), str(temporary))
+                os.replace(temporary, path)
+        except FileNotFoundError:
+            self._look()  # perhaps the whole bucket is missing
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, if it exists, from the folder and the store."""
+        path.unlink(missing_ok=True)
+        self.remove_object(self._name(path))
+
+    def discard(self, path: Path) -> None:
+        """Removes a file that nobody needs; what cannot be removed now is a leftover."""
+        output_files.remove(path)
+        with contextlib.suppress(StoreAwayError):
+            self.remove_object(self._name(path))
+
+    # --- objects ----------------------------------------------------------------------------------
+
+    def remove_object(self, name: str) -> None:
+        """Removes an object, if it exists."""
+        if self.is_remote:
+            with contextlib.suppress(FileNotFoundError), self._errors():
+                self._system.rm_file(self._at(name))
+
+    def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
+        """Bytes and unix time of every object in a folder of the store, or of all, by name."""
+        if not self.is_remote:
+            return {}
+        with self._errors():
+            found = self._system.find(self._at(folder), detail=True)
+            return {
+                name[len(self._at("")) + 1 :]: (about["size"], _time_of(about))
+                for name, about in found.items()
+            }
+
+    def mark(self) -> str:
+        """The id of the queue that the store belongs to; empty if it has no mark."""
+        with self._translated(), contextlib.suppress(FileNotFoundError):
+            found: bytes = self._system.cat_file(self._at(MARK))
+            return found.decode()
+        return ""
+
+    # --- whether it answers -----------------------------------------------------------------------
+
+    def belong_to(self, queue_id: str) -> None:
+        """From now on, a store without the mark of this queue counts as away."""
+        self._queue_id = queue_id
+
+    def check(self) -> None:
+        """Raises StoreAwayError while the store is away."""
+        if self.why_away:
+            raise StoreAwayError(self.why_away)
+
+    def start(self, publish: Callable[[], None]) -> None:
+        """Starts the thread, which also calls `publish` every second while the store answers."""
+        if self.is_remote:
+            run = functools.partial(self._run, publish)
+            self._thread = threading.Thread(target=run, name="store", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, publish: Callable[[], None]) -> None:
+        next_look = 0.0
+        while not self._is_closing.wait(_TURN_SECONDS):
+            try:
+                if self.why_away or time.monotonic() >= next_look:
+                    self._look()
+                    next_look = time.monotonic() + _LOOK_SECONDS
+                publish()
+            except StoreAwayError:
+                pass  # it is logged
+            except Exception:
+                logger.exception("latent checkpoints are not put into the store")
+
+    def _look(self) -> None:
+        """Finds out whether the store answers, and belongs to the queue."""
+        if self.mark() != self._queue_id:
+            raise self._away("it has no mark of the queue")
+        if self.why_away:
+            self.why_away = ""
+            logger.warning("the store is back")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Around each use: refused while the store is away."""
+        self.check()
+        with self._translated():
+            yield
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Translates what the backend raises; each has exceptions of its own."""
+        try:
+            yield
+        except (FileNotFoundError, StoreAwayError):
+            raise
+        except Exception as error:
+            raise self._away(output_files.reason(error)) from error
+
+    def _away(self, reason: str) -> StoreAwayError:
+        text = redact(f"the store {self._place!r} cannot be used: {reason}")
+        if not self.why_away:
+            logger.error("{}: no clip is begun or taken", text)
+        self.why_away = text
+        return StoreAwayError(text, "check --files, and the credentials for it")
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _name(self, path: Path) -> str:
+        return path.absolute().relative_to(self.folder).as_posix()
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the folder in it."""
+    import fsspec  # of the extra
+
+    options = {"config_kwargs": _S3} if url.startswith(("s3:", "s3a:")) else {}
+    try:
+        system, root = fsspec.core.url_to_fs(
+            url, use_listings_cache=False, skip_instance_cache=True, **options
+        )
+    except (ImportError, ValueError) as error:
+        raise RequestError(f"--files {redact(url)!r} cannot be opened: {error}") from error
+    return system, root.rstrip("/")
+
+
+def _time_of(about: Mapping[str, Any]) -> float:
+    """When an object was put; now, if the backend does not say."""
+    for name in ("LastModified", "last_modified", "mtime"):
+        if (found := about.get(name)) is not None:
+            return float(getattr(found, "timestamp", lambda found=found: found)())
+    return time.time()

@@ -1,0 +1,179 @@
+"""A real S3 server: OpenStack Swift with its S3 API, in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.processes import wait_until
+
+_START_SECONDS = 300.0
+
+_PARTS = ("account", "container", "object")
+_CONFIG = """
+[DEFAULT]
+bind_ip = 127.0.0.1
+bind_port = {port}
+workers = 0
+user = {user}
+swift_dir = {folder}
+devices = {folder}/devices
+mount_check = false
+[pipeline:main]
+pipeline = {pipeline}
+[app:{app}]
+use = egg:swift#{part}
+"""
+_PIPELINE = "head catch_errors gatekeeper healthcheck cache listing_formats bulk s3api tempauth slo"
+_FILTERS = """
+account_autocreate = true
+[filter:head]
+paste.filter_factory = svdpp_head:factory
+[filter:cache]
+use = egg:swift#memcache
+memcache_servers = 127.0.0.1:1
+[filter:s3api]
+use = egg:swift#s3api
+location = us-east-1
+[filter:tempauth]
+use = egg:swift#tempauth
+user_svdpp_tests = secret-of-tests .admin
+"""
+# eventlet 0.33, which Debian 12 has, ends an answer to HEAD without a length by a chunk, which the
+# client takes for the beginning of the next answer.
+_HEAD = """
+def factory(*_, **__):
+    def filter(app):
+        def answer(env, start):
+            def started(status, headers, *info):
+                names = {name.lower() for name, _ in headers}
+                if env["REQUEST_METHOD"] == "HEAD" and "content-length" not in names:
+                    headers = [*headers, ("Content-Length", "0")]
+                return start(status, headers, *info)
+            return app(env, started)
+        return answer
+    return filter
+"""
+
+
+class Swift:
+    """An S3 server with one bucket; `url` is of a folder in it."""
+
+    url = "s3://tests/fleet"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ports = {part: _free_port() for part in (*_PARTS, "proxy")}
+        (folder / "devices" / "disk").mkdir(parents=True)
+        (folder / "svdpp_head.py").write_text(_HEAD)
+        for part in _PARTS:
+            self._make_ring(part)
+            self._configure(part, f"{part}-server", "")
+        self._configure("proxy", f"{_PIPELINE} proxy-server", _FILTERS)
+        for name in ("catch_errors", "gatekeeper", "healthcheck", "listing_formats", "bulk", "slo"):
+            with open(folder / "proxy.conf", "a") as file:
+                file.write(f"[filter:{name}]\nuse = egg:swift#{name}\n")
+        self.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By which s3fs finds it."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports['proxy']}",
+            "AWS_ACCESS_KEY_ID": "svdpp:tests",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def start(self) -> None:
+        for part in self._ports:
+            log = open(self._folder / f"{part}.log", "ab")  # noqa: SIM115
+            self._processes.append(
+                subprocess.Popen(
+                    [f"swift-{part}-server", str(self._folder / f"{part}.conf")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(self._folder)},
+                    start_new_session=True,
+                )
+            )
+            log.close()
+        wait_until(self._answers, _START_SECONDS, self._logs)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            for port in self._ports.values():
+                socket.create_connection(("127.0.0.1", port)).close()
+            return True
+        return False
+
+    def _logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
+
+    def _make_ring(self, part: str) -> None:
+        """One device, one copy."""
+        device = f"r1z1-127.0.0.1:{self._ports[part]}/disk"
+        builder = str(self._folder / f"{part}.builder")
+        for arguments in (["create", "2", "1", "0"], ["add", device, "1"], ["rebalance"]):
+            subprocess.run(
+                ["swift-ring-builder", builder, *arguments], check=True, capture_output=True
+            )
+
+    def _configure(self, part: str, pipeline: str, more: str) -> None:
+        text = _CONFIG.format(
+            port=self._ports[part],
+            user=subprocess.check_output(["id", "-un"], text=True).strip(),
+            folder=self._folder,
+            pipeline=pipeline,
+            app=f"{part}-server",
+            part=part,
+        )
+        (self._folder / f"{part}.conf").write_text(text + more)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def swift_server() -> Iterator[Swift]:
+    """A new server with an empty bucket."""
+    s3fs = pytest.importorskip("s3fs")
+    if shutil.which("swift-proxy-server") is None:
+        pytest.skip(
+            "needs OpenStack Swift: apt-get install swift-proxy swift-account swift-container "
+            "swift-object"
+        )
+    with tempfile.TemporaryDirectory(prefix="svdpp-swift-", dir="/tmp") as name:
+        try:
+            os.setxattr(name, "user.svdpp", b"")
+        except OSError:
+            pytest.skip("needs a /tmp with extended attributes")
+        server = Swift(Path(name))
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for variable, value in server.environment.items():
+                    patch.setenv(variable, value)
+                s3fs.S3FileSystem(skip_instance_cache=True).mkdir("tests")
+            yield server
+        finally:
+            server.stop()
