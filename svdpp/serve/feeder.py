@@ -413,7 +413,7 @@ class Feeder:
     def _put_back(self, job: Job, *, counts: bool) -> None:
         if self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts)):
             # Ranks that died may have written the clip, and not said so.
-            remove_lost_clips(self._to_request.folder, job, is_lost=True)
+            remove_lost_clips(self._queue.store, job, is_lost=True)
         self._tell(job.id)
         self._is_queue_empty = False
 
