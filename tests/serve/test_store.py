@@ -94,7 +94,7 @@ def test_another_server_goes_on_with_the_clip_of_a_killed_one(
 
 def test_clips_survive_the_store(start: Start, swift: Swift) -> None:
     """What is in progress is finished and published later; new requests are told to come back."""
-    server = start("first", *DEMO, "--steps", "200")
+    server = start("first", *DEMO, "--steps", "60")
     (id,) = server.add(seed=1)
     wait(lambda: server.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{server.video(id)}")
     swift.stop()
@@ -104,13 +104,13 @@ def test_clips_survive_the_store(start: Start, swift: Swift) -> None:
         error_of(answer, 503, "storage_failed")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 200, HANG_SECONDS)
+        wait(lambda: server.video(id)["step"] == 60, HANG_SECONDS)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()
     server.wait_for(id, "completed")
     server.wait_ready()
-    server.wait_for(*server.add(seed=2), "completed")
+    server.wait_for(*server.add(seed=2, steps=4), "completed")
     assert "the store is back" in server.err
     assert server.err.count("cannot be used") == 1
     assert "Traceback" not in server.err
