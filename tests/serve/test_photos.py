@@ -208,6 +208,16 @@ def test_the_decoder_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in str(photos_module._environment())
 
 
+def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_photograph(
+    photos: PhotoFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = io.BytesIO(encoded(gradient(), "PNG"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(OutputError, match="No such file"):
+        photos.keep(source, new_id(), "x")
+    assert os.listdir(photos._folder) == []
+
+
 # --- names and the disk ---------------------------------------------------------------------------
 
 

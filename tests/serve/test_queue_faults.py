@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError, RequestError
+from svdpp.serve import queue_sqlite
 from svdpp.serve.database import _SCHEMA
 from svdpp.serve.queue import JobQueue
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -219,6 +220,60 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
         JobQueue(tmp_path / "data")
     assert "damaged" in refused.value.hint
     assert "\n" not in refused.value.message
+
+
+def test_a_queue_that_another_program_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_sqlite, "_BUSY_SECONDS", 0.1)
+    store = JobQueue(tmp_path)
+    other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(OutputError, match="locked"):
+        add(store)
+    assert store.waiting() == []  # reads go on
+    other.execute("ROLLBACK")
+    other.close()
+    assert add(store) == store.waiting()[0][0]
+    store.close()
+
+
+def fill(folder: Path) -> None:
+    """Add jobs until the disk is full; what was acknowledged is there, and the rest is not."""
+    store = JobQueue(folder)
+    ids: list[str] = []
+    with pytest.raises(OutputError, match="queue"):
+        while len(ids) < 10_000:
+            ids.append(add(store, photo_name="x" * 1000))
+    assert {id for id, _ in store.waiting()} == set(ids)
+    store.close()
+    # A full disk may refuse the second opening, but what is acknowledged is on it.
+    assert ids
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=400k") as disk:
+        fill(disk)
+
+
+def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "size=1m") as disk,
+        contextlib.closing(JobQueue(disk / "data")) as store,
+    ):
+        first = add(store)
+        with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb") as ballast:
+            while True:
+                ballast.write(bytes(4096))
+                ballast.flush()
+        with pytest.raises(OutputError, match="full"):
+            for _ in range(100):
+                add(store, photo_name="x" * 10_000)
+        num_jobs = len(store.waiting())
+        (disk / "ballast").unlink()
+        second = add(store)
+        assert len(store.waiting()) == num_jobs + 1
+        assert {first, second} <= set(store.files())
 
 
 def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def drip(handler: BaseHTTPRequestHandler) -> None:
             time.sleep(0.05)
 
 
+def flood(handler: BaseHTTPRequestHandler) -> None:
+    """An answer whose body has no end."""
+    status(200)(handler)
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(bytes(65536))
+
+
 @contextmanager
 def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
     receiver = Receiver(list(answers))
@@ -338,12 +346,37 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(
     assert store.take_callback(0) is None
 
 
-def test_an_answer_has_a_deadline(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
+    go_on = threading.Event()
+
+    def hang(_: BaseHTTPRequestHandler) -> None:
+        go_on.wait(HANG_SECONDS)
+
+    with (
+        receiving(hang) as slow,
+        receiving(status(200)) as other,
+        sending(store, slow.host, other.host) as sender,
+    ):
+        ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
+        sender.wake()
+        assert after_tries(store, ids[-1])["status"] == "delivered"
+        assert callback(store, ids[0])["status"] == "pending"
+        go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [(drip, "no answer within 0.5 s"), (flood, None)],
+    ids=["slow headers", "endless body"],
+)
+def test_an_answer_is_read_up_to_its_headers_and_its_deadline(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch, answer: Answer, outcome: str | None
+) -> None:
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 0.5)
-    with receiving(drip) as receiver, sending(store, receiver.host) as sender:
+    with receiving(answer) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
         sender.wake()
-        assert after_tries(store, id)["error"] == "no answer within 0.5 s"
+        assert after_tries(store, id)["error"] == outcome
 
 
 # --- where webhooks may go ------------------------------------------------------------------------
