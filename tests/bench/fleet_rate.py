@@ -40,9 +40,11 @@ def main() -> None:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
         queue = opened.enter_context(closing(JobQueue(folder, url=database.url)))
         with queue.change() as statements:
-            for seed in range(int(asked.seconds * 20)):
+            jobs = int(asked.seconds * 20)
+            for seed in range(jobs):
                 _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))
         options = (*DUMMY, "--time-scale", _SCALE, "--queue", database.url)
+        options += ("--max-queue", str(jobs + 1))  # else they are not ready
         servers: list[HttpServer] = []
         rates = {}
         for number in (1, _SERVERS):
