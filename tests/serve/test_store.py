@@ -124,8 +124,6 @@ def test_a_store_of_another_queue_is_refused(
     start("first")
     with pytest.raises(AssertionError, match="the store of --files is not that of the queue"):
         HttpServer(tmp_path / "second", *DEMO, "--queue", database, "--files", f"{bucket}/other")
-    with pytest.raises(AssertionError, match=r"cannot be used: .*does not exist"):
-        HttpServer(tmp_path / "third", *DEMO, "--queue", database, "--files", "s3://none/other")
 
 
 def test_leftovers_are_removed_from_store_and_folder(
@@ -172,6 +170,13 @@ def test_what_the_store_lacks_stays_missing(store: FileStore) -> None:
     assert not (store.folder / "none").exists()
     store.remove(store.folder / "none")
     assert list(store.folder.iterdir()) == []
+
+
+def test_a_bucket_that_does_not_exist_is_refused(store: FileStore) -> None:
+    (store.folder / "queue.id").write_text("id")
+    other = FileStore(store.folder, "s3://none/x")
+    with pytest.raises(StoreAwayError, match=r"cannot be used: .*does not exist"):
+        other.put(store.folder / "queue.id")
 
 
 def test_a_store_that_does_not_answer_is_asked_once(
