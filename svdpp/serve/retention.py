@@ -90,8 +90,9 @@ def _sizes(queue: JobQueue, folder: Path) -> Mapping[str, int]:
                 for id, (uploads, token) in queue.files().items()
             }
     sizes = Counter[str]()
+    ids = queue.files()
     for name, (num_bytes, _) in queue.store.objects().items():
-        if found := _ID.search(name):
+        if (found := _ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
     return sizes
 

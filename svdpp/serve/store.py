@@ -28,6 +28,7 @@ MARK = "queue.id"
 _TURN_SECONDS = 1.0
 # Of a store that answers; one that does not is asked in each turn.
 _LOOK_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
@@ -152,7 +153,7 @@ class FileStore:
         """Ends the thread."""
         self._is_closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)  # what it puts may not answer
 
     def _run(self, publish: Callable[[], None]) -> None:
         next_look = 0.0

@@ -21,7 +21,13 @@ from svdpp.errors import OutputError
 from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_job, remove_leftovers, set_strangers_aside, sweep
+from svdpp.serve.retention import (
+    _sizes,
+    remove_job,
+    remove_leftovers,
+    set_strangers_aside,
+    sweep,
+)
 from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import FileStore
@@ -369,6 +375,8 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     for name in [*names, *(file.format(id=copied) for file in FILES)]:
         store.store.put(folder / name)
     store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
+    store.store.put(folder / FILES[0].format(id=removed))
+    assert _sizes(store, folder).keys() == {copied}, "a size of no job would remove others"
     system = store.store._system
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
@@ -376,4 +384,5 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
     kept = {file.format(id=id) for id in ids[1:] for file in FILES}
     assert left == {*names, *kept, FILES[0].format(id=copied)}
-    assert set(store.store.objects()) == {*names, *(file.format(id=copied) for file in FILES)}
+    objects = {*names, *(file.format(id=copied) for file in FILES)}
+    assert set(store.store.objects()) == {*objects, FILES[0].format(id=removed)}
