@@ -236,9 +236,9 @@ class Pipeline(PipelineRanks):
 
     # --- plan and forecast ----------------------------------------------------------------------
 
-    def schedule(self, requests: Sequence[ClipRequest], *, first: int = 0) -> Schedule:
-        """Each rank's actions, from clip `first` on: what `submit` sends and a forecast replays."""
-        return self._work.schedule(list(map(self._work.resolved, requests)), first)
+    def schedule(self, requests: Sequence[ClipRequest]) -> Schedule:
+        """Each rank's actions for the first clips: what `submit` sends and a forecast replays."""
+        return self._work.schedule(list(map(self._work.resolved, requests)), 0)
 
     def forecast(self) -> Forecast:
         """The forecast for the submitted clips, at `forecast_costs`."""

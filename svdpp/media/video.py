@@ -19,6 +19,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -333,6 +334,7 @@ def ppm_frames(
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        deadline = time.monotonic() + seconds
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         try:
@@ -348,8 +350,8 @@ def ppm_frames(
         finally:
             timer.cancel()
             process.kill()
-    if code == -signal.SIGKILL:
-        raise TimeoutError
+    if code == -signal.SIGKILL and time.monotonic() >= deadline:
+        raise TimeoutError(f"ffmpeg did not end within {seconds:.0f} s")
     if code:
         first = log.decode(errors="replace").partition("\n")[0]
         raise MediaFailure(_why_ended(code, first, by_errno=False))

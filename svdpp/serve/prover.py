@@ -77,7 +77,7 @@ class Prover:
 
     def start(self) -> None:
         """Starts the thread, with the requests that an earlier server has not answered."""
-        with contextlib.suppress(QueueAwayError):  # the thread finds them once it is back
+        with contextlib.suppress(QueueAwayError, StoreAwayError):  # the thread finds them later
             for id in self._queue.to_prove():
                 if not self.request(id):
                     self._queue.set_proof(id, "none")

@@ -34,7 +34,12 @@ _TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
 _LATENT = re.compile(r"[0-9a-f]{64}_step\d{1,6}\.safetensors")
 _ID_LENGTH = len(new_id())
 _ID = re.compile(r"video_[0-9a-f]{32}")
-_ANY = re.compile(r".*", re.DOTALL)
+#: The same of a folder whose files are copies of objects, and what is left of interrupted work.
+_COPIES = {
+    name: re.compile(rf"{own.pattern}|\.(fetched|published|upload|svdpp)-.*")
+    for name, own in (*_OWN.items(), (LATENTS, _LATENT))
+}
+_LATENT_OBJECT = re.compile(rf"{_ID.pattern}/{_LATENT.pattern}")
 #: A file that is younger may be of a request or of a rank of another host.
 YOUNG_SECONDS = 3600.0
 # Clips that wait or run for longer may have to begin again.
@@ -85,8 +90,9 @@ def _sizes(queue: JobQueue, folder: Path) -> Mapping[str, int]:
                 for id, (uploads, token) in queue.files().items()
             }
     sizes = Counter[str]()
+    ids = queue.files()
     for name, (num_bytes, _) in queue.store.objects().items():
-        if found := _ID.search(name):
+        if (found := _ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
     return sizes
 
@@ -119,8 +125,14 @@ def remove_leftovers(
     of the names of files that this server needs.
     """
     if queue.store.is_remote:
-        _evict(folder, [*requests, *in_use])
-        _remove_lost_objects(queue)
+        # Listed before the queue is asked: what is begun meanwhile is not among them.
+        objects = queue.store.objects()
+        tokens = queue.clips()
+        with _errors(folder):
+            _evict(queue.store, [*requests, *in_use], objects, tokens)
+        for name, (_, put_at) in objects.items():
+            if _is_lost_object(name, time.time() - put_at, tokens):
+                queue.store.remove_object(name)
         return
     others = queue.lives() - {queue.server}
     with _errors(folder):
@@ -145,36 +157,46 @@ def remove_leftovers(
         written = _regular_files(folder / CLIPS, _OWN[CLIPS], math.inf)
         tokens = queue.clips()
         for path in written:
-            id, _, number = path.name.partition(".")[0].partition("-")
-            if number and id in tokens and tokens[id] != int(number):
+            if _is_lost_clip(path.name, tokens):
                 path.unlink(missing_ok=True)
 
 
-def _evict(folder: Path, in_use: Collection[str]) -> None:
-    """Remove the files that were not used for an hour: the store has what others need."""
-    with _errors(folder):
-        for name in (PHOTOS, CLIPS, LATENTS):
-            for path in _regular_files(folder / name, _ANY, time.time() - YOUNG_SECONDS):
-                if not any(part in path.name for part in in_use):
-                    path.unlink(missing_ok=True)
+def _evict(
+    store: FileStore,
+    in_use: Collection[str],
+    objects: Collection[str],
+    tokens: Mapping[str, int | None],
+) -> None:
+    """Remove the copies that were not used for an hour.
+
+    A file that the store lacks is no copy: the folder may have had it before there was a store.
+    """
+    oldest = time.time() - YOUNG_SECONDS
+    for name, own in _COPIES.items():
+        for path in _regular_files(store.folder / name, own, oldest):
+            is_needed = path.name[:_ID_LENGTH] in tokens and not _is_lost_clip(path.name, tokens)
+            is_copy = not is_needed or f"{name}/{path.name}" in objects
+            if is_copy and not any(part in path.name for part in in_use):
+                store.evict(path, oldest)
 
 
-def _remove_lost_objects(queue: JobQueue) -> None:
-    # Listed before the queue is asked: what is begun meanwhile is not among them.
-    objects = queue.store.objects()
-    tokens = queue.clips()
-    for name, (_, put_at) in objects.items():
-        folder, _, rest = name.partition("/")
-        id, seconds = rest[:_ID_LENGTH], time.time() - put_at
-        clip = _OWN[CLIPS].fullmatch(rest)
-        if folder == CLIPS and clip is not None and clip[2] and id in tokens:
-            is_lost = tokens[id] != int(clip[2][1:])
-        elif folder == PHOTOS:  # `PhotoFolder.request` refuses what takes half as long
-            is_lost = id not in tokens and seconds > YOUNG_SECONDS
-        else:
-            is_lost = folder == LATENTS and seconds > _LATENTS_SECONDS
-        if is_lost:
-            queue.store.remove_object(name)
+def _is_lost_clip(name: str, tokens: Mapping[str, int | None]) -> bool:
+    """Whether a file is of another claim than that whose clip its job has."""
+    clip = _OWN[CLIPS].fullmatch(name)
+    if clip is None or clip[2] is None or clip[1] not in tokens:
+        return False
+    return tokens[clip[1]] != int(clip[2][1:])
+
+
+def _is_lost_object(name: str, seconds: float, tokens: Mapping[str, int | None]) -> bool:
+    """Whether nobody needs an object of that age; those of other programs are left alone."""
+    folder, _, rest = name.partition("/")
+    if folder == PHOTOS and (photo := _OWN[PHOTOS].fullmatch(rest)):
+        # `PhotoFolder.request` refuses what takes half as long
+        return photo[1] not in tokens and seconds > YOUNG_SECONDS
+    if folder == LATENTS and _LATENT_OBJECT.fullmatch(rest):
+        return seconds > _LATENTS_SECONDS
+    return folder == CLIPS and _is_lost_clip(rest, tokens)
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:

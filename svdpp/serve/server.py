@@ -203,12 +203,13 @@ class Server:
         service = self._service
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
         seconds = min(_SWEEP_SECONDS, service.queue.lease_seconds or math.inf)
-        is_ending = False
+        is_ending, next_sweep = False, 0.0
         while not is_ending:
             try:
                 service.remove_leftovers()
-                if limits != (None, None):
+                if limits != (None, None) and time.monotonic() >= next_sweep:
                     sweep(service.queue, service.folder, time.time(), *limits)
+                    next_sweep = time.monotonic() + _SWEEP_SECONDS
             except ClosedError:
                 return
             except OutputError as error:

@@ -28,6 +28,7 @@ MARK = "queue.id"
 _TURN_SECONDS = 1.0
 # Of a store that answers; one that does not is asked in each turn.
 _LOOK_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
@@ -50,6 +51,7 @@ class FileStore:
         self.why_away = ""
         """Why the store cannot be used now; empty if it can."""
         self._queue_id = ""
+        self._using = threading.Lock()
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         if url is not None:
@@ -72,18 +74,25 @@ class FileStore:
         """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
         if not self.is_remote:
             return
-        with contextlib.suppress(FileNotFoundError):
+        with self._using, contextlib.suppress(FileNotFoundError):
             os.utime(path)  # it is evicted some time after its latest use
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
                 self._system.get_file(self._at(name or self._name(path)), str(temporary))
+                output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
             self._look()  # perhaps the whole bucket is missing
         finally:
             temporary.unlink(missing_ok=True)
+
+    def evict(self, path: Path, unused_since: float) -> None:
+        """Removes a file from the folder alone, unless it has been fetched since then."""
+        with self._using, contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime <= unused_since:
+                path.unlink()
 
     def remove(self, path: Path) -> None:
         """Removes a file, if it exists, from the folder and the store."""
@@ -144,7 +153,7 @@ class FileStore:
         """Ends the thread."""
         self._is_closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)  # what it puts may not answer
 
     def _run(self, publish: Callable[[], None]) -> None:
         next_look = 0.0

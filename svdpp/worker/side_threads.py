@@ -203,8 +203,7 @@ _Image = tuple[tuple[Any, ...], SamplingConfig | None]
 class PhotoReader:
     """Reads images in the order of `expect`, at most one ahead, and those of `prepare_early`.
 
-    `prepare` is called in the thread. `sampling` is for clips whose
-    requests have none.
+    `prepare` is called in the thread. `sampling` is for clips whose requests have none.
     """
 
     def __init__(

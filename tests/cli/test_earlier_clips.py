@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from svdpp.media.examples import example_photos
 
+from svdpp.media.inputs import example_photos
 from tests.cli.shell import svdpp_here
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 

@@ -497,3 +497,19 @@ def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
     for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):
         with pytest.raises(InputError, match="has no metadata"):
             read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [("kill -9 $$", "ended by SIGKILL"), ("exec sleep 60", "within 0 s")]
+)
+def test_a_decoder_that_is_killed_was_not_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    """As by the kernel, when memory runs out."""
+    decoder = tmp_path / "ffmpeg"
+    decoder.write_text(f"#!/bin/sh\n{script}\n")
+    decoder.chmod(0o700)
+    monkeypatch.setattr(video, "find_ffmpeg", lambda: str(decoder))
+    monkeypatch.setattr(video, "_READ_SECONDS", 0.4)
+    with pytest.raises(InputError, match=words):
+        read_frames(tmp_path / "clip.mp4", "mp4")

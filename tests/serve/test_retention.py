@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,16 @@ from svdpp.errors import OutputError
 from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_job, remove_leftovers, set_strangers_aside, sweep
+from svdpp.serve.retention import (
+    _sizes,
+    remove_job,
+    remove_leftovers,
+    set_strangers_aside,
+    sweep,
+)
 from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.store import FileStore
 from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import add
 
@@ -347,3 +355,34 @@ def test_a_folder_that_cannot_be_read_is_named(store: JobQueue, tmp_path: Path) 
     (tmp_path / "data" / "photos").write_text("a file")
     with pytest.raises(OutputError, match="data"):
         set_strangers_aside(store, tmp_path / "data")
+
+
+def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
+    """A bucket or a folder may have other files, and files that were there before the store."""
+    pytest.importorskip("fsspec")
+    store.store = FileStore(folder, f"memory://{new_id()}")
+    ids = copied, _ = [finished(store, folder, at=1.0) for _ in range(2)]
+    removed = new_id()
+    put_files(folder, removed)
+    names = ["photos/a.jpg", f"latents/{'0' * 64}.txt", "photos/.other", "clips/a.mp4"]
+    for name in names:
+        (folder / name).write_bytes(b"theirs")
+    scratch = folder / "clips" / ".fetched-0123456789abcdef"
+    scratch.write_bytes(b"")
+    hours_ago = time.time() - 8000
+    for path in folder.glob("*/*"):
+        os.utime(path, (hours_ago, hours_ago))
+    for name in [*names, *(file.format(id=copied) for file in FILES)]:
+        store.store.put(folder / name)
+    store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
+    store.store.put(folder / FILES[0].format(id=removed))
+    assert _sizes(store, folder).keys() == {copied}, "a size of no job would remove others"
+    system = store.store._system
+    for each in system.store.values():
+        each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
+    remove_leftovers(store, folder)
+    left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
+    kept = {file.format(id=id) for id in ids[1:] for file in FILES}
+    assert left == {*names, *kept, FILES[0].format(id=copied)}
+    objects = {*names, *(file.format(id=copied) for file in FILES)}
+    assert set(store.store.objects()) == {*objects, FILES[0].format(id=removed)}
