@@ -80,7 +80,11 @@ class FileStore:
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
-                self._system.get_file(self._at(name or self._name(path)), str(temporary))
+                try:
+                    self._system.get_file(self._at(name or self._name(path)), str(temporary))
+                except PermissionError:  # of this object alone, if the mark can be read
+                    self._look()
+                    return
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:

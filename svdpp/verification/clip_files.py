@@ -74,10 +74,12 @@ def find_clips(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
             clips, others = _clips_in(path)
             if not clips:
                 raise InputError(f"there is no clip in the folder {str(path)!r}")
-        elif path.name == MANIFEST and len(inputs) > 1:  # as in out/*
+        elif path.name == MANIFEST:  # as in out/*
             clips, others = [], [path]
         found.update((_preferred(clip), None) for clip in clips)
         passed_over += others
+    if not found:
+        raise InputError(f"{str(passed_over[0])!r} is a run's manifest, not a clip")
     return list(found), passed_over
 
 
