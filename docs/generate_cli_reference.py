@@ -11,6 +11,7 @@ import difflib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,9 @@ from svdpp.config import SAMPLING_CLASSES
 TARGET = Path(__file__).resolve().parent / "cli.md"
 MODELS = TARGET.with_name("models.md")
 _TABLE = re.compile(r"(<!-- families, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+#: Stands for a space at which no line may end.
+_SPACE = "\0"
 
 _HEAD = (
     "<!-- Written by docs/generate_cli_reference.py (`make docs`); edit the commands instead. -->"
@@ -106,8 +110,17 @@ def _command(command: Command) -> Iterator[str]:
 
 def _list(title: str, members: Iterable[Any]) -> str:
     rows = (each.get_help_record(None) for each in members)
-    lines = [f"- `{left}`: {_escaped(right)}" for left, right in rows]
+    lines = [_folded(f"- `{left}`: {_escaped(right)}") for left, right in rows]
     return f"**{title}**\n\n" + "\n".join(lines)
+
+
+def _folded(item: str) -> str:
+    """An item of a list in lines of at most 120 characters, folded between words outside code."""
+    whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", _SPACE), item)
+    lines = textwrap.wrap(
+        whole, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace(_SPACE, " ")
 
 
 def _first_sentence(text: str) -> str:

@@ -21,6 +21,8 @@ _EMPTY = inspect.Parameter.empty
 _LEFT = 28
 # Key of the context's `meta`: whether the help shows all options.
 _ALL = "svdpp.all"
+# Another key: the names of options as they were typed, and the values between them.
+_TYPED = "svdpp.typed"
 
 
 class _Formatter(click.HelpFormatter):
@@ -99,11 +101,21 @@ class Command(click.Command):
         self.params.append(help_option("-h", "--help", help="Show this help."))
         self.params.append(help_option("--help-all", help="Show all options."))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        ctx.meta[_TYPED] = [word.partition("=")[0] for word in args]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> None:
         """Calls the function, and ends the program if it fails."""
         values = ctx.params
         taken = {key: one for key, one in (ctx.obj or {}).items() if not is_given(ctx, key)}
-        console = Console(as_json=values["as_json"], quiet=values["quiet"], defaults=taken)
+        console = Console(
+            as_json=values["as_json"],
+            quiet=values["quiet"],
+            defaults=taken,
+            typed={one.names[-1]: _typed_name(ctx, one) for one in _given(ctx)},
+        )
         with answered(console, debug=values["debug"]):
             known: dict[Any, Any] = {Console: console, click.Context: ctx}
             if _LAUNCHED in self._hints.values():
@@ -170,12 +182,19 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def given_options(context: click.Context) -> dict[str, str]:
-    """The options given on the command line as users type them, by parameter."""
-    return {
-        str(option.name): option.names[-1]
-        for option in context.command.params
-        if isinstance(option, Option) and is_given(context, str(option.name))
-    }
+    """The options given on the command line as they were typed, by parameter."""
+    return {str(option.name): _typed_name(context, option) for option in _given(context)}
+
+
+def _given(context: click.Context) -> list[Option]:
+    options = (one for one in context.command.params if isinstance(one, Option))
+    return [one for one in options if is_given(context, str(one.name))]
+
+
+def _typed_name(context: click.Context, option: Option) -> str:
+    """The long name under which the option was given, such as `--gpus` for `--world`."""
+    typed = (name for name in option.opts if name in context.meta[_TYPED])
+    return next((name for name in typed if name.startswith("--")), option.names[-1])
 
 
 def help_option(*names: str, help: str, text: str = "") -> Option:

@@ -32,6 +32,7 @@ _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
+_OPTION = re.compile("--[a-z-]+")
 # Most rows of a table that are still readable.
 _MAX_ROWS = 100
 
@@ -61,6 +62,7 @@ class Console:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
         defaults: of options, set by a file or variables; an error names those that it may be about.
+        typed: names of options as the user typed them, by the names that errors have.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Console:
         as_json: bool = False,
         quiet: bool = False,
         defaults: Mapping[str, Default] | None = None,
+        typed: Mapping[str, str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
         self._defaults = defaults or {}
+        self._typed = typed or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
@@ -181,14 +185,19 @@ class Console:
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
+        message, hint = self._as_typed(message), self._as_typed(hint)
         hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
 
+    def _as_typed(self, text: str) -> str:
+        """`text` with the names of options that the user knows."""
+        return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
+
     def _origins(self, text: str) -> list[str]:
         """The source of each option in `text` for which a file or variable has a default."""
-        named = set(re.findall(r"--[a-z-]+", text))
+        named = set(_OPTION.findall(text))
         found = [each for each in self._defaults.values() if named & {*each.names}]
         return [f"{each.source} sets {each.names[0]}" for each in found]
 

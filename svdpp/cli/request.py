@@ -328,7 +328,7 @@ def _joined_world(launched: World | None, asked: int | None) -> int | None:
     launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
     raise RequestError(
         f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
-        f"leave --world and --gpus out under {launcher}",
+        f"leave it out under {launcher}",
         details={"asked": asked, "found": launched.size},
     )
 

@@ -76,6 +76,15 @@ def test_each_option_that_a_hint_names_leads_on(line: str) -> None:
         assert answer.err.splitlines()[:1] != refused.err.splitlines()[:1], (option, answer.err)
 
 
+@pytest.mark.parametrize("name", ["--gpus 5", "--gpus=5", "--world 5"])
+def test_errors_name_an_option_as_it_was_typed(name: str) -> None:
+    other = "--world" if name.startswith("--gpus") else "--gpus"
+    answer = svdpp_here("plan", *name.split(), "--steps", "9", "--json")
+
+    assert_error(answer, 2, f"or {name[:-2]} 3, or --split alternating")
+    assert other not in answer.err + answer.out
+
+
 def test_a_plan_of_hosts_names_no_other_number_of_ranks() -> None:
     answer = svdpp_here("plan", "--hosts", "2x4")
 

@@ -40,7 +40,8 @@ OPTIONS = dict(
         (ROOT / "docs/cli.md")
         .read_text(encoding="utf-8")
         .split("\n## `svdpp serve`\n")[1]
-        .split("\n## ")[0],
+        .split("\n## ")[0]
+        .replace("\n  ", " "),
         re.MULTILINE,
     )
 )
