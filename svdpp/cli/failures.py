@@ -55,7 +55,8 @@ def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
     """Reports a command line that click refuses, and returns the exit code."""
     sentence, near = _usage_sentence(error)
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "svdpp"
+    named = " ".join(["svdpp", *arguments[:1]])  # click does not say where a value is missing
+    path = context.command_path if context is not None else named
     refused = RequestError(sentence, near or f"{path} --help shows its usage")
     Console(as_json="--json" in arguments, defaults=load_defaults()).error(refused)
     return exit_code_of(refused)

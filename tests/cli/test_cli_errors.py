@@ -45,6 +45,14 @@ def test_all_inputs_that_are_no_images_are_named(
     assert [word for word in words if word not in answer.err] == []
 
 
+@pytest.mark.parametrize("line", ["run --seed", "serve --latent-shape 1"])
+def test_an_option_without_its_value_leads_to_the_help_of_its_command(line: str) -> None:
+    command, option, *_ = line.split()
+    answer = svdpp_here(*line.split())
+
+    assert_error(answer, 2, f"option '{option}' requires", f"svdpp {command} --help shows its")
+
+
 def test_an_image_of_many_pixels_is_refused_with_the_option() -> None:
     Path("big.png").write_bytes(png(6000, 4001, 1, 0, bytes(751 * 4001)))
     answer = svdpp_here("run", "big.png", *DEMO)

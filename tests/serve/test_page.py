@@ -351,13 +351,15 @@ def test_what_is_said_of_clips_that_wait_and_run(page: Page) -> None:
         "placeText({ place: 0, step: 0 }, 0), placeText({ place: 0, step: 0 }, 1),"
         "placeText({ place: 4, step: 7 }, 1), stepText({ step: 0, steps: 9, rank: 0 }),"
         "stepText({ step: 8, steps: 9, rank: 1 }), stepText({ step: 9, steps: 9, rank: 1 }),"
-        "etaText({ eta_seconds: null }), allText([{ eta_seconds: 5, eta_at: 1e9 }, {}])]))"
+        "etaText({ eta_seconds: null }), allText([{ eta_seconds: 5, eta_at: 1e9 }, {}]),"
+        "etaText({ eta_seconds: null, held: 'its model is demo' })]))"
     )
     assert said[:2] == ["Next", "1 clip before it"], "two answers may both call a clip the next"
     assert said[2] == "4 clips before it; goes on after step 7"
     assert said[3:6] == ["Step 1 of 9", "Step 9 of 9", "Decoding"]
     assert said[6] == "time known after a first step"
     assert said[7] == "", "the time of one clip is not that of all"
+    assert said[8] == "", "a first step here tells nothing of a clip for another server"
 
 
 @pytest.mark.long

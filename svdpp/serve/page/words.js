@@ -75,6 +75,7 @@ export function etaOf(video) {
 }
 
 export function etaText(video) {
+  if (video.held) return ""; // nobody knows when such a server is started
   const left = etaOf(video);
   if (left === null) return state.engine?.state === "ready" ? "time known after a first step" : "";
   return left < 1 ? "ready now" : `ready in ${duration(left)}`;
