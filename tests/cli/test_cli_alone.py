@@ -312,6 +312,6 @@ def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
 
 def test_a_journal_alone_is_no_clip(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    answer = svdpp_here("verify", str(tmp_path / "*.json"))
-    assert_error(answer, 7, "run.json' is a run's manifest, not a clip")
-    assert_error(svdpp_here("verify", str(tmp_path / "a*.json")), 7, "a*.json' matches no files")
+    answer = svdpp_here("verify", str(tmp_path / "run.json"))
+    assert_error(answer, 7, "run.json' is not a clip's JSON: schema_version is missing")
+    assert_error(svdpp_here("verify", str(tmp_path / "*.json")), 7, "*.json' cannot be read")
