@@ -83,8 +83,6 @@ def test_clips_with_loras_are_made_verified_and_told_apart(tmp_path: Path) -> No
 
     again = svdpp_here("run", *model, *loras, "--out", str(out), "--resume")
     assert (again.code, "was finished" in again.out) == (0, True), again
-    repeated = svdpp_here("run", "--from", str(out / "run.json"), "--resume")
-    assert (repeated.code, "was finished" in repeated.out) == (0, True), repeated
     for others in ((), (*loras[:2], "--lora", f"{low}:0.9:low")):
         other = svdpp_here("run", *model, *others, "--out", str(out), "--resume")
         assert_error(other, 2, "exists with another lora")
