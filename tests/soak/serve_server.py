@@ -76,7 +76,7 @@ class FaultyServer:
         self.tally = Tally()
         self._chance = chance
         self._is_over = is_over
-        self._mark = "-".join(folder.parts[-2:])
+        self._mark = str(folder)  # of this soak alone: others may run beside it
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
 
