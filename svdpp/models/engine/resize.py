@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion import (
-    _compute_padding,
-    _gaussian,
-)
 from PIL import Image
 from torch.nn import functional
 
@@ -84,13 +80,18 @@ def _pixels(image: Image.Image, top: int) -> torch.Tensor:
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
     """`pixels` blurred along `dim`, where the interpolation reads."""
+    # At the top, other families would import it too, and before `silence_libraries`.
+    from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
+
     size = pixels.shape[dim]
     sigma = max((size / _SIDE - 1.0) / 2.0, 0.001)
     taps = int(max(4.0 * sigma, 3)) // 2 * 2 + 1
     shape = [1, 1]
     shape[dim] = taps
-    kernel = _gaussian(taps, torch.tensor([[sigma]])).view(1, 1, *shape).repeat(_CHANNELS, 1, 1, 1)
-    padded = functional.pad(pixels, _compute_padding(shape), mode="reflect")
+    kernel = (
+        svd._gaussian(taps, torch.tensor([[sigma]])).view(1, 1, *shape).repeat(_CHANNELS, 1, 1, 1)
+    )
+    padded = functional.pad(pixels, svd._compute_padding(shape), mode="reflect")
     parts = [
         functional.conv2d(
             padded.narrow(dim, start, stop - start + taps - 1), kernel, groups=_CHANNELS
