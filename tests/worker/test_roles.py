@@ -57,6 +57,8 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
     assert held == [{0}, {0}, {1}, {1}]
     for part, holders in (("transformer", ranks[:2]), ("transformer_2", ranks[2:])):
         assert [part in rank["Rss"] for rank in ranks] == [rank in holders for rank in ranks]
-        pss, rss = (sum(rank[kind][part] for rank in holders) for kind in ("Pss", "Rss"))
-        assert rss > 0
-        assert pss == pytest.approx(rss / 2, rel=0.1)  # but for pages at its ends
+        pss = sum(rank["Pss"][part] for rank in holders)
+        most = max(rank["Rss"][part] for rank in holders)
+        assert most > 0
+        # A rank may not have touched all pages; two copies would be twice the larger one.
+        assert pss == pytest.approx(most, rel=0.1)
