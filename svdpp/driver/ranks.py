@@ -13,8 +13,8 @@ from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.connections import Terms
 from svdpp.launch.group import Group, RankContext
-from svdpp.launch.joined import JoinedGroup
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.joined import join_ranks
+from svdpp.launch.started import start_ranks
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
@@ -40,7 +40,7 @@ class PipelineRanks:
 
     Without a launcher, `serve` raises `ClosedError`.
 
-    A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
+    A launcher's ranks ignore signals (`start_ranks`) only on rank 0's host.
     """
 
     def __init__(
@@ -105,16 +105,14 @@ class PipelineRanks:
     def dismiss(self) -> None:
         """Ends the other launched ranks, which have no work. Call it instead of the block."""
         if self.world is not None:
-            JoinedGroup(self._terms()).kill()
+            join_ranks(self._terms(), lambda _context, _setup: None, None).kill()
 
     def _open(self) -> Group:
         if self.world is not None:
-            group = JoinedGroup(self._terms())
-            group.begin(rank_main, self._setup)
-            return group
+            return join_ranks(self._terms(), rank_main, self._setup)
         checkpoint = self._setup.checkpoint
         preload = fork_server.modules_for(None if checkpoint is None else checkpoint.family)
-        return StartedGroup(
+        return start_ranks(
             rank_main,
             self._setup,
             world_size=self._setup.config.world_size,
@@ -226,7 +224,7 @@ def run_rank_task(
     ranks.
     """
     process_group.check_devices(config.device, config.world_size)
-    group = StartedGroup(
+    group = start_ranks(
         _main,
         (task, config, argument),
         world_size=config.world_size,

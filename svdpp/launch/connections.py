@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import struct
@@ -26,13 +27,18 @@ from svdpp.launch.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
-BEGIN, END = b"!", b"."
-
 _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds by which this host's clocks are ahead of rank 0's."""
+
+    monotonic_ahead: float = 0.0
+    wall_ahead: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,16 @@ class Terms:
             shared_settings=self.shared_settings,
             error=error,
         )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank's connection to rank 0, and what both have said over it."""
+
+    connection: Connection
+    token: str
+    rank_0: str
+    clock: Clock
 
 
 class RankListener:
@@ -140,6 +156,29 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> Connection:
     )
 
 
+def join(store: Store, terms: Terms) -> Joined:
+    """Connects this rank to rank 0, compares the clocks, and says which shared paths are missing.
+
+    The other end is `joined.join_ranks`.
+    """
+    connection = connect(store, terms.hello(), terms)
+    deadline = time.monotonic() + terms.start_timeout
+    try:
+        welcome = json.loads(receive(connection, deadline))
+        clock = compare_clocks(connection, deadline)
+        missing = [probe for probe in welcome["probes"] if not os.path.exists(probe)]
+        connection.send_bytes(json.dumps(missing).encode())
+    except TimeoutError as error:
+        raise RankError(
+            "rank 0 does not answer", "check whether it is stopped or its host is down"
+        ) from error
+    except (OSError, EOFError, ValueError) as error:
+        raise RankError(
+            "rank 0 ended before the work began", "see the output of rank 0 on its host"
+        ) from error
+    return Joined(connection, welcome["token"], f"rank 0 ({welcome['host']})", clock)
+
+
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
     """Receives the next message, for exchanges in which both ends send in turn.
 
@@ -202,14 +241,6 @@ def _family(address: str) -> socket.AddressFamily:
 
 _NUM_ROUNDS = 8
 _TIMES = struct.Struct("<dd")
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Seconds by which this host's clocks are ahead of rank 0's."""
-
-    monotonic_ahead: float = 0.0
-    wall_ahead: float = 0.0
 
 
 def compare_clocks(connection: Connection, deadline: float) -> Clock:

@@ -21,7 +21,7 @@ from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.started import start_ranks
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import GpuSample
@@ -153,7 +153,7 @@ def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
 def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Report) -> None:
     backend = "gloo" if machine.is_rehearsal else "nccl"
     asked = machine.shared, 128 if machine.is_small else 2048
-    group = StartedGroup(
+    group = start_ranks(
         _relay_over_nccl, asked, world_size=3, backend=backend, device=machine.shared
     )
     answers: dict[int, Any] = {}

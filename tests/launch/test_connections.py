@@ -16,7 +16,7 @@ import pytest
 from svdpp.errors import RankError, RequestError
 from svdpp.launch import connections
 from svdpp.launch.connections import RankHello, RankListener, Terms
-from svdpp.launch.group import PipeChannel, QueuedChannel
+from svdpp.launch.group import Channel, QueuedChannel
 from svdpp.launch.process_group import choose_interface
 from svdpp.launch.world import World
 
@@ -206,7 +206,7 @@ def _senders() -> list[threading.Thread]:
 
 def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     ours, theirs = Pipe()
-    parent, rank = QueuedChannel(ours), PipeChannel(theirs)
+    parent, rank = QueuedChannel(ours), Channel(theirs)
     for message in MESSAGES:
         parent.send(message)  # each is larger than a pipe's buffer
     rank.send(b"busy")
@@ -214,7 +214,7 @@ def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     assert [rank.receive(10) for _ in MESSAGES] == MESSAGES
     parent.close()
     parent.close()
-    rank.close()
+    theirs.close()
 
 
 def test_close_does_not_wait_for_the_rank_and_leaves_no_thread() -> None:

@@ -18,7 +18,7 @@ from svdpp.config import (
     SvdSampling,
     own_params,
 )
-from svdpp.launch.group import PipeChannel, RankContext
+from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
@@ -116,7 +116,7 @@ def _work(clip: int) -> Work:
 
 def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs))
+    parent, inbox = Channel(ours), Inbox(Channel(theirs))
     expected: list[Work] = []
     rests: list[int] = []
     actions = inbox.actions(expected.append, lambda: rests.append(len(expected)))
