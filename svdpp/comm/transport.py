@@ -48,12 +48,13 @@ _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 #: What a link carries: clips, the predictions that a pair exchanges at each step, or final latents
 #: and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
+Direction = Literal["recv", "send"]
 
 
 class Transfer(NamedTuple):
     """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
 
-    direction: Literal["recv", "send"]
+    direction: Direction
     clip: int
     next_step: int
     peer: int
@@ -203,7 +204,7 @@ class Transport:
             reached = time.monotonic()
             if payload.numel():
                 self._send_payload(link, staged, after)
-        self._report("send", clip, step, payload, link, reached, waited=reached - begun)
+        self._report(link, "send", clip, step, payload.numel(), reached, reached - begun)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:
@@ -224,7 +225,7 @@ class Transport:
             description = Description(data)
             description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
             payload = self._receive_payload(link, header.num_bytes, description.crc)
-        self._report("recv", clip, next_step, payload, link, begun)
+        self._report(link, "recv", clip, next_step, payload.numel(), begun, 0.0)
         return description, payload
 
     def _receive_payload(self, link: _Link, num_bytes: int, crc: int | None) -> torch.Tensor:
@@ -250,18 +251,17 @@ class Transport:
 
     def _report(
         self,
-        direction: Literal["recv", "send"],
-        clip: int,
-        next_step: int,
-        payload: torch.Tensor,
         link: _Link,
+        direction: Direction,
+        clip: int,
+        step: int,
+        size: int,
         begun: float,
-        waited: float = 0.0,
+        waited: float,
     ) -> None:
         if clip != _HELLO_CLIP:
-            end = time.monotonic()
-            packet = clip, next_step, link.peer, payload.numel()
-            self._on_transfer(Transfer(direction, *packet, end - begun, waited, end, link.channel))
+            end, ends = time.monotonic(), (direction, clip, step, link.peer)
+            self._on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:

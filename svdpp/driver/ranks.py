@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.stalls import silence_limit
 from svdpp.driver.supervisor import Observer, Supervisor
@@ -18,10 +20,9 @@ from svdpp.launch.started import start_ranks
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.device import peak_bytes, take_device
 from svdpp.worker.joined_rank import serve_joined
-from svdpp.worker.messages import Event, Finished, Started
-from svdpp.worker.rank import RankSetup, rank_main
+from svdpp.worker.messages import Event, Started
+from svdpp.worker.rank import RankSetup, rank_main, run_rank, wait_for_stop
 from svdpp.worker.reporter import Reporter
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
@@ -241,17 +242,9 @@ def run_rank_task(
 
 def _main(context: RankContext, call: tuple[RankTask, PipelineConfig, Any]) -> None:
     task, config, argument = call
-    reporter = Reporter(context.channel)
-    reporter.start()
-    try:
-        device = str(take_device(config, context.world))
-        task(context, device, reporter, config, argument)
-    except BaseException as error:
-        reporter.failed(error)
-        raise
-    while context.channel.receive(1.0) is None:
-        pass  # waits for the parent's Stop; if the parent dies, this process ends with it
-    allocated, reserved = peak_bytes(device)
-    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
-    reporter.stop()
-    context.leave()
+
+    def perform(device: torch.device, reporter: Reporter) -> None:
+        task(context, str(device), reporter, config, argument)
+        wait_for_stop(context.channel)
+
+    run_rank(context, config, perform)

@@ -26,7 +26,7 @@ from svdpp.errors import (
 from svdpp.launch.group import GUARD, Group
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.schedule import Schedule
-from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse_event
+from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse
 
 _POLL_SECONDS = 0.1
 # After the first failure, time for the other ranks' reports: the cause often arrives later.
@@ -128,7 +128,7 @@ class Supervisor:
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
-            event = parse_event(message)
+            event = parse(message)
             self._liveness.heard(rank, event, time.monotonic())
             self.trace.add(rank, event)
             if isinstance(event, Failed):

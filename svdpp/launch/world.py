@@ -42,11 +42,6 @@ class World:
     owns_store: bool = False
 
     @property
-    def is_member(self) -> bool:
-        """Whether a launcher started this rank and it is not rank 0."""
-        return self.launcher is not None and self.rank != 0
-
-    @property
     def on_first_host(self) -> bool:
         """Whether this is the host of rank 0."""
         return self.host == 0
@@ -77,7 +72,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
 
 def is_member(launched: World | None) -> TypeGuard[World]:
     """Whether a launcher started this rank and it is not rank 0."""
-    return launched is not None and launched.is_member
+    return launched is not None and launched.launcher is not None and launched.rank != 0
 
 
 def was_launched() -> bool:

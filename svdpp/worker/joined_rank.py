@@ -16,7 +16,7 @@ from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import Joined, Terms
 from svdpp.launch.group import END, Channel, Entry, RankContext
 from svdpp.launch.world import World
-from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse_event
+from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse
 
 # A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
 # error, so other ranks wait this long before they exit.
@@ -114,7 +114,7 @@ class _ParentLink(Channel):
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        event = parse_event(message)
+        event = parse(message)
         if isinstance(event, Heartbeat):
             self._heartbeat = event
         for observer in self._observers:

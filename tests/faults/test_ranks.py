@@ -224,23 +224,20 @@ DECODING = replace(
 PAIRS = replace(DECODING, world_size=4, cfg_parallel=2, decode_ranks=2)
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 STRUCK = [
+    *((DEMO, MIDDLE, "start", KILLED), (DEMO, LAST, "load", KILLED)),
+    *((DEMO, FIRST, "step0", KILLED), (DUMMY, FIRST, "step0", STOPPED)),
     *(
-        (DEMO, MIDDLE, "start", KILLED),
-        (DEMO, LAST, "load", KILLED),
-        (DEMO, FIRST, "step0", KILLED),
+        (DUMMY, MIDDLE, "step2", signal.SIGINT),
+        (PAIRS, 1, "step2", KILLED),
+        (PAIRS, 3, "step5", STOPPED),
     ),
-    *((DUMMY, FIRST, "step0", STOPPED), (DUMMY, MIDDLE, "step2", signal.SIGINT)),
-    *((PAIRS, 1, "step2", KILLED), (PAIRS, 3, "step5", STOPPED)),
     *((DECODING, FIRST, "decode", KILLED), (DECODING, LAST, "decode", STOPPED)),
 ]
 OTHERS_STRUCK = [
     *((DEMO, rank, place, KILLED) for rank in (FIRST, LAST) for place in ("start", "load")),
-    *(
-        (DEMO, MIDDLE, "load", KILLED),
-        (DEMO, MIDDLE, "step1", KILLED),
-        (DEMO, LAST, "step2", KILLED),
-    ),
-    *((DEMO, LAST, "decode", KILLED), (DUMMY, MIDDLE, "step2", STOPPED)),
+    *((DEMO, MIDDLE, place, KILLED) for place in ("load", "step1")),
+    *((DEMO, LAST, place, KILLED) for place in ("step2", "decode")),
+    (DUMMY, MIDDLE, "step2", STOPPED),
     *((PAIRS, rank, place, KILLED) for rank, place in ((0, "step0"), (2, "step3"), (3, "step5"))),
     *((PAIRS, rank, place, STOPPED) for rank, place in ((0, "step0"), (1, "step2"), (2, "step3"))),
     *((DECODING, rank, "decode", KILLED) for rank in (MIDDLE, LAST)),

@@ -18,7 +18,7 @@ from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
-from svdpp.worker.side_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.tensor_store import TensorStore
 from tests.gpu.machine import Report
 
@@ -155,14 +155,11 @@ def _in_latent_checkpoint(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.
 
 def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
     kept, reporter = TensorStore(folder), Mock()
-    writer = ClipWriter(reporter, {}, DEVICE, kept, fps=7)
+    writer = ClipWriter(reporter, {}, DEVICE, kept)
     writer.put(
-        FinishedClip(
-            job=ClipJob(clip=0, request=ClipRequest(seed=0)),
-            packet=Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
-            frames=tensor,
-            ready=streams.mark(DEVICE),
-        )
+        ClipJob(clip=0, request=ClipRequest(seed=0)),
+        Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
+        tensor,
     )
     writer.finish()
     assert [name for name, *_ in reporter.method_calls] == ["send"]

@@ -1,4 +1,4 @@
-"""Fixtures for hosts, or the reason why this machine cannot provide them."""
+"""A fixture for hosts, or the reason why this machine cannot provide them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import Hosts, NoHosts, made, made_far_apart
+from tests.hosts.hosts import Hosts, NoHosts, made
 
-MakeHosts = Callable[[int], Hosts]
+MakeHosts = Callable[..., Hosts]
 
 
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
-    """Creates hosts on one network."""
+    """Creates hosts on one network; see `made`."""
     with contextlib.ExitStack() as stack:
 
-        def make(num_hosts: int) -> Hosts:
+        def make(num_hosts: int, **link: float) -> Hosts:
             try:
-                return stack.enter_context(made(num_hosts, tmp_path))
+                return stack.enter_context(made(num_hosts, tmp_path, **link))
             except NoHosts as reason:
                 pytest.skip(str(reason))
 
         yield make
-
-
-@pytest.fixture
-def far_apart(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts with 20 ms between them, each way, and every hundredth packet lost."""
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(made_far_apart(tmp_path, delay=0.02, loss=0.01))
-        except NoHosts as reason:
-            pytest.skip(str(reason))
-        yield hosts

@@ -80,23 +80,6 @@ def _connect_in_thread(
     return thread
 
 
-def test_a_rank_connects_and_sends_its_hello(store: InMemoryStore, listener: RankListener) -> None:
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    hello, connection = _accept(listener)
-    thread.join()
-    assert hello == HELLO
-    connection.send_bytes(b"{}")
-    assert connected[0].recv_bytes() == b"{}"
-    connection.close()
-    with pytest.raises(EOFError):
-        connected[0].recv_bytes()
-
-
-def test_rank_0_listens_on_one_address(store: InMemoryStore, listener: RankListener) -> None:  # noqa: ARG001
-    assert store.endpoint["address"] == "127.0.0.1"
-
-
 def test_clients_without_the_secret_are_rejected(
     store: InMemoryStore, listener: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,16 +155,14 @@ def test_clocks_are_compared(
     assert abs(offset.wall_ahead) < 0.05
 
 
-def test_gloo_and_nccl_use_the_chosen_interface() -> None:
-    environment = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert choose_interface("10.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
+@pytest.mark.parametrize(
+    ("peer", "environment"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
+)
+def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
+    peer: str, environment: dict[str, str]
+) -> None:
+    assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def test_the_default_interface_is_the_one_towards_the_store() -> None:
-    environment: dict[str, str] = {}
-    assert choose_interface("127.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(
@@ -217,25 +198,16 @@ def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     theirs.close()
 
 
-def test_close_does_not_wait_for_the_rank_and_leaves_no_thread() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_send_and_close_do_not_wait_for_the_rank_and_leave_no_thread(has_ended: bool) -> None:
     before = _senders()
     ours, theirs = Pipe()
     parent = QueuedChannel(ours)
+    if has_ended:
+        theirs.close()
     for message in MESSAGES:
         parent.send(message)
     parent.close()
     assert parent.connection.closed
     assert _senders() == before
     theirs.close()
-
-
-def test_send_does_not_raise_if_the_rank_has_ended() -> None:
-    before = _senders()
-    ours, theirs = Pipe()
-    parent = QueuedChannel(ours)
-    theirs.close()
-    parent.send(b"work")
-    parent.send(b"stop")
-    parent.close()
-    assert parent.connection.closed
-    assert _senders() == before

@@ -33,8 +33,7 @@ from svdpp.worker.messages import (
     Finished,
     Stop,
     Work,
-    parse_command,
-    parse_event,
+    parse,
 )
 from svdpp.worker.rank import ActionQueue, Inbox
 from tests.plan.schedule_check import check_schedule
@@ -141,7 +140,7 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
     assert rests == [3]
     for late in (Cancel(clip=2), Stop()):
         parent.send(late.to_bytes())
-    inbox.wait_for_stop()
+    module.wait_for_stop(inbox._channel)
     assert not theirs.poll()
     assert not any(map(inbox.is_cancelled, range(8)))
 
@@ -154,7 +153,7 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     sampling = kind(**own, num_inference_steps=7)
     request = ClipRequest(seed=0, sampling=sampling)
     work = Work(actions=(), jobs=(ClipJob(clip=0, request=request),))
-    back = parse_command(work.to_bytes())
+    back = parse(work.to_bytes())
     assert isinstance(back, Work)
     each = back.jobs[0].request.sampling
     assert each == sampling
@@ -172,7 +171,7 @@ class Parent:
         self.said: list[object] = []
 
     def send(self, message: bytes) -> None:
-        self.said.append(parse_event(message))
+        self.said.append(parse(message))
 
     def receive(self, timeout: float) -> bytes | None:  # noqa: ARG002
         is_finished = any(isinstance(event, Finished) for event in self.said)
