@@ -114,11 +114,10 @@ class Transport:
         direction has a process group: with one communicator, sends that cross would wait for each
         other.
 
-        Args:
-            rounds: of pairs (from, to), the same for all ranks; see `plan.schedule.connect_rounds`.
-            on_connecting: called with the other end before each of this rank's links is opened.
-            pairs: of ranks that exchange predictions, the same for all ranks.
-            decode: pairs (from, to) for clips that several ranks decode, the same for all ranks.
+        The same for all ranks are the `rounds` of links (from, to; see
+        `plan.schedule.connect_rounds`), the `pairs` that exchange predictions, and the links for
+        clips that several ranks `decode`. `on_connecting` gets the other end of each link of this
+        rank before it is opened.
         """
         links: list[tuple[int, int, Channel]] = [
             (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)

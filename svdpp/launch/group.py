@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import socket
 import threading
 import time
@@ -219,7 +220,7 @@ class Group:
             is_local = member.process is not None
             member.channel.close(0.0 if is_local else max(0.0, deadline - time.monotonic()))
         if self._folder is not None:
-            process_lifetime.remove_folder(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _processes(self) -> list[Any]:
         return [m.process for m in self.members if getattr(m.process, "pid", None) is not None]

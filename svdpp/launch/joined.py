@@ -7,10 +7,8 @@ At the end, or after a failure, rank 0 sends an END message to each rank: no ran
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
-import secrets
 import socket
 import threading
 import time
@@ -23,7 +21,7 @@ from typing import Any
 
 from svdpp.errors import OutputError, RankError, RequestError, error_from_dict
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import RankHello, RankListener, Terms, receive
+from svdpp.launch.connections import RankHello, RankListener, Terms
 from svdpp.launch.group import BEGIN, Channel, Entry, Group, Member, QueuedChannel, RankContext
 
 
@@ -34,15 +32,15 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
     """
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(terms.world, terms.start_timeout)
-    token = secrets.token_hex(8)
     joined: dict[int, Member] = {}
     try:
         with _probes(terms.shared_paths if terms.world.spans_hosts else ()) as probes:
-            welcome = {"token": token, "host": socket.gethostname(), "probes": probes}
-            _accept_all(joined, RankListener(store, address, terms.peer_timeout), terms, welcome)
+            listener = RankListener(store, address, terms.peer_timeout, probes)
+            _accept_all(joined, listener, terms)
     except BaseException as error:
         Group(list(joined.values())).kill(error)
         raise
+    host, token = listener.endpoint.host, listener.endpoint.token
     ours, theirs = multiprocessing.Pipe(duplex=True)
     context = RankContext(
         terms.world,
@@ -50,10 +48,10 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
         Channel(theirs),
         join=lambda: process_group.join_store(terms.world, terms.backend, store, token),
         leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
-        host=socket.gethostname(),
+        host=host,
     )
     thread = _RankThread(partial(entry, context, argument))
-    first = Member(socket.gethostname(), terms.world.local_rank, QueuedChannel(ours), thread)
+    first = Member(host, terms.world.local_rank, QueuedChannel(ours), thread)
     others = [joined[rank] for rank in range(1, terms.world.size)]
     for member in others:
         member.channel.send(BEGIN)
@@ -82,9 +80,7 @@ class _RankThread(threading.Thread):
             self.exitcode = code
 
 
-def _accept_all(
-    joined: dict[int, Member], listener: RankListener, terms: Terms, welcome: dict[str, Any]
-) -> None:
+def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms) -> None:
     deadline = time.monotonic() + terms.start_timeout
     try:
         while missing := [r for r in range(1, terms.world.size) if r not in joined]:
@@ -95,7 +91,7 @@ def _accept_all(
                     "check that its host is up and can reach this one, or raise --start-timeout",
                 )
             if (accepted := listener.accept()) is not None:
-                _welcome(joined, *accepted, terms, welcome, deadline)
+                _welcome(joined, *accepted, terms, deadline)
     finally:
         listener.close()
 
@@ -105,7 +101,6 @@ def _welcome(
     hello: RankHello,
     connection: Connection,
     terms: Terms,
-    welcome: dict[str, Any],
     deadline: float,
 ) -> None:
     if hello.error is not None:
@@ -113,9 +108,7 @@ def _welcome(
         error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
         raise error
     try:
-        connection.send_bytes(json.dumps(welcome).encode())
         connections.answer_clock(connection, deadline)
-        missing = json.loads(receive(connection, deadline))
     except TimeoutError as error:
         raise RankError(
             f"rank {hello.rank} ({hello.host}) connected, but does not respond",
@@ -125,9 +118,9 @@ def _welcome(
         connection.close()  # the rank has ended, or connects again
         return
     joined[hello.rank] = Member(hello.host, hello.local_rank, QueuedChannel(connection))
-    if missing:
+    if hello.missing:
         raise RequestError(
-            f"{hello.host} cannot use {str(Path(missing[0]).parent)!r} of rank 0's host",
+            f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
             "images, --out and --latents-dir must be in folders that all hosts share, under one "
             "path",
         )
@@ -135,7 +128,7 @@ def _welcome(
         if (ours := terms.shared_settings.get(name)) != value:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
-                f"({welcome['host']}) with {ours}",
+                f"({socket.gethostname()}) with {ours}",
                 "use the same command, with --threads, and the same versions on every host",
             )
 

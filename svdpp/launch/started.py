@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -14,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker, util
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,8 @@ def start_ranks(
     is_main_thread = threading.current_thread() is threading.main_thread()
     start = _Start(
         *(entry, argument, world_size, backend),
-        # Only this user can open the folder, so no other user can join the store in it. The fork
-        # server removes what is in multiprocessing's folder if this process is killed.
-        folder=process_lifetime.make_folder(
-            "svdpp-", util.get_temp_dir() if start_method == "forkserver" else None
-        ),
+        # Only this user can open the folder, so no other user can join the store in it.
+        folder=process_lifetime.make_folder("svdpp-"),
         ends_with_thread=start_method == "forkserver" or is_main_thread,
         ignores_signals=ignores_signals,
     )
@@ -112,7 +108,7 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
         process_lifetime.ignore_signals()
     else:  # a rank ends by the signal, so that the parent reports a dead rank
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
-    _end_with_starter(multiprocessing.parent_process(), start.folder)
+    _end_with_starter(multiprocessing.parent_process())
     _redirect_output(output_file(start.folder, rank))
     world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
     context = RankContext(
@@ -151,7 +147,7 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
 
 
-def _end_with_starter(parent: Any, folder: Path) -> None:
+def _end_with_starter(parent: Any) -> None:
     """Starts a thread that kills this process when its starter ends, also if a call blocks.
 
     The thread also removes the temporary files of the starter, which cannot do so any more. The
@@ -160,9 +156,8 @@ def _end_with_starter(parent: Any, folder: Path) -> None:
 
     def wait_for_end() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        process_lifetime.remove_multiprocessing_folder()
-        process_lifetime.kill_children()
+        process_lifetime.remove_temp_files()
+        process_lifetime.kill_descendants()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_for_end, name="end-with-starter", daemon=True).start()

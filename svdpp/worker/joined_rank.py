@@ -9,11 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import Joined, Terms
+from svdpp.launch.connections import Clock, Terms
 from svdpp.launch.group import END, Channel, Entry, RankContext
 from svdpp.launch.world import World
 from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse
@@ -48,8 +49,9 @@ def serve_joined(
     else:
         process_lifetime.exit_on_signals(_exit_on_signal)
     _, store = process_group.open_store(terms.world, terms.start_timeout)
-    joined = connections.join(store, terms)
-    parent = _ParentLink(joined, terms, device, observers, say)
+    connection, endpoint = connections.connect(store, terms.hello(), terms)
+    clock = _compared_clock(connection, terms.start_timeout)
+    parent = _ParentLink(connection, endpoint.host, terms, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
         pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
@@ -57,10 +59,10 @@ def serve_joined(
         terms.world,
         terms.backend,
         parent,
-        join=lambda: process_group.join_store(terms.world, terms.backend, store, joined.token),
+        join=lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
         leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=socket.gethostname(),
-        clock=joined.clock,
+        clock=clock,
     )
     try:
         entry(context, argument)
@@ -69,6 +71,19 @@ def serve_joined(
         time.sleep(_REPORT_SECONDS)
         process_lifetime.exit_process(exit_code_of(error))
     parent.disconnect()
+
+
+def _compared_clock(connection: Connection, seconds: float) -> Clock:
+    try:
+        return connections.compare_clocks(connection, time.monotonic() + seconds)
+    except TimeoutError as error:
+        raise RankError(
+            "rank 0 does not answer", "check whether it is stopped or its host is down"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise RankError(
+            "rank 0 ended before the work began", "see the output of rank 0 on its host"
+        ) from error
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
@@ -97,17 +112,18 @@ class _ParentLink(Channel):
 
     def __init__(
         self,
-        joined: Joined,
+        connection: Connection,
+        host_of_rank_0: str,
         terms: Terms,
         device: str,
         observers: Sequence[Callable[[int, Event], None]],
         say: Callable[[str, bool], None],
     ) -> None:
-        super().__init__(joined.connection)
+        super().__init__(connection)
         self._observers, self._say = observers, say
         self._world, self._peer_timeout = terms.world, terms.peer_timeout
         self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
-        self._rank_0 = joined.rank_0
+        self._rank_0 = f"rank 0 ({host_of_rank_0})"
         self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_disconnected = self._has_timed_out = False

@@ -47,13 +47,8 @@ class PipelineStage:
     It performs its actions in order and assumes nothing else: neither that its steps are one
     range, nor that a step of a clip belongs to one rank.
 
-    Args:
-        tools: what all its actions work with.
-        model: the parts that this rank's actions need.
-        clip_writer: writes the clips that end here.
-        sampling: of the clips whose requests have none.
-        checkpoints: the folder of latent checkpoints; None writes and reads none.
-        profiler: profiles one clip; None profiles none.
+    `model` has the parts that the actions need; `sampling` is of the clips whose requests have
+    none.
     """
 
     def __init__(

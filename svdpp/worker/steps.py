@@ -29,11 +29,8 @@ class NotWantedError(Exception):
 class RankTools:
     """What all actions of a rank work with.
 
-    Args:
-        transport: the rank's links, connected.
-        reporter: sends events to the parent.
-        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
-        tensor_store: keeps latents and predictions for verification; None keeps none.
+    `is_cancelled` says between steps whether the parent needs nothing more of a clip;
+    `tensor_store` keeps latents and predictions for verification.
     """
 
     rank: int

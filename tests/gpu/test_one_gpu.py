@@ -27,7 +27,6 @@ from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, wait_until
-from tests.faults.stops import InjectedStop
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -92,7 +91,7 @@ def test_a_rank_that_is_gone_is_named(
 
 def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_path: Path) -> None:
     release = tmp_path / "release"
-    held = InjectedStop("hang", 1, 0, place="step3", until=str(release))
+    held = Damage("hang", 1, 0, place="step3", until=str(release))
     first, second = machine.requests(2)
     with Pipeline(machine.config(2), fault=held) as pipeline:
         cancelled, after = pipeline.submit([first, second])

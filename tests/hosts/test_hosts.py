@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ import pytest
 
 from tests.cli.shell import DEMO, PHOTO, svdpp_here
 from tests.faults.processes import allowing_for_others
-from tests.hosts.conftest import MakeHosts
-from tests.hosts.hosts import Host, wait_for
+from tests.hosts.hosts import Host, Hosts, NoHosts, made, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
@@ -27,6 +28,21 @@ FULL = pytest.mark.full
 
 
 Bits = dict[str, tuple[str, str]]
+MakeHosts = Callable[..., Hosts]
+
+
+@pytest.fixture
+def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
+    """Creates hosts on one network, see `made`; skips the test where that is not possible."""
+    with contextlib.ExitStack() as stack:
+
+        def make(num_hosts: int, **link: float) -> Hosts:
+            try:
+                return stack.enter_context(made(num_hosts, tmp_path, **link))
+            except NoHosts as reason:
+                pytest.skip(str(reason))
+
+        yield make
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:

@@ -73,7 +73,7 @@ def _connect_in_thread(
     store: InMemoryStore, connected: list[connections.Connection]
 ) -> threading.Thread:
     def work() -> None:
-        connected.append(connections.connect(store, HELLO, TERMS))
+        connected.append(connections.connect(store, HELLO, TERMS)[0])
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -18,7 +18,7 @@ import pytest
 
 from svdpp.errors import Interrupted, OutputError, RankError, RequestError
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import Clock, Joined, Terms
+from svdpp.launch.connections import Terms
 from svdpp.launch.group import Group, RankContext
 from svdpp.launch.joined import join_ranks
 from svdpp.launch.world import World
@@ -65,10 +65,9 @@ def _rank_0(_context: RankContext, _argument: object) -> None:
     """Rank 0 has nothing to do."""
 
 
-def _link(joined: Joined, said: list[str]) -> joined_rank._ParentLink:
-    return joined_rank._ParentLink(
-        joined, _terms(RANK_1), "cpu", (), lambda sentence, _: said.append(sentence)
-    )
+def _link(connection: Any, said: list[str]) -> joined_rank._ParentLink:
+    say = lambda sentence, _: said.append(sentence)  # noqa: E731
+    return joined_rank._ParentLink(connection, "there", _terms(RANK_1), "cpu", (), say)
 
 
 def _group_of_two(
@@ -77,7 +76,10 @@ def _group_of_two(
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
 
     def work() -> None:
-        joined_rank._parents[:] = [_link(connections.join(store, _terms(RANK_1)), [])]
+        terms = _terms(RANK_1)
+        connection, _ = connections.connect(store, terms.hello(), terms)
+        joined_rank._compared_clock(connection, 20)
+        joined_rank._parents[:] = [_link(connection, [])]
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -135,11 +137,10 @@ def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
     group.kill()
 
 
-def test_a_rank_gives_up_if_rank_0_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
-    monkeypatch.setattr(connections, "connect", lambda *_: theirs)
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        connections.join(InMemoryStore(), _terms(RANK_1, 0.1))
+        joined_rank._compared_clock(theirs, 0.1)
     ours.close()
 
 
@@ -148,7 +149,7 @@ def test_an_invalid_message_ends_a_rank() -> None:
     ours, theirs = Pipe()
     said: list[str] = []
     ours.send_bytes(b".no JSON")
-    _link(Joined(theirs, "token", "rank 0", Clock()), said)
+    _link(theirs, said)
     _join_links()
     (reason,) = said
     assert "sent an invalid message" in reason
@@ -157,9 +158,9 @@ def test_an_invalid_message_ends_a_rank() -> None:
 @pytest.mark.parametrize(
     ("of_send", "reason"),
     [
-        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing has reached rank 0 for 5 s"),
-        (OSError(errno.EHOSTUNREACH, "no route"), "nothing has reached rank 0 for 5 s"),
-        (BrokenPipeError(errno.EPIPE, "closed"), "rank 0 is gone"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing has reached rank 0 (there) for 5 s"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "nothing has reached rank 0 (there) for 5 s"),
+        (BrokenPipeError(errno.EPIPE, "closed"), "rank 0 (there) is gone"),
     ],
 )
 @pytest.mark.usefixtures("store")
@@ -174,7 +175,7 @@ def test_a_silent_host_is_named_even_if_a_heartbeat_finds_it(of_send: OSError, r
     connection: Any = Mock(
         send_bytes=Mock(side_effect=[of_send, BrokenPipeError]), recv_bytes=receive
     )
-    parent = _link(Joined(connection, "token", "rank 0", Clock()), said)
+    parent = _link(connection, said)
     for _ in range(2):
         with pytest.raises(OSError):  # noqa: PT011
             parent.send(Heartbeat().to_bytes())
