@@ -9,15 +9,15 @@ through pinned host memory under gloo, which does not carry CUDA tensors point t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -101,10 +101,8 @@ class Transport:
 
     def connect(
         self,
-        rounds: Iterable[Iterable[tuple[int, int]]],
+        links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
-        pairs: Iterable[tuple[int, int]] = (),
-        decode: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Opens this rank's links by one small packet each.
 
@@ -114,24 +112,18 @@ class Transport:
         direction has a process group: with one communicator, sends that cross would wait for each
         other.
 
-        The same for all ranks are the `rounds` of links (from, to; see
-        `plan.schedule.connect_rounds`), the `pairs` that exchange predictions, and the links for
-        clips that several ranks `decode`. `on_connecting` gets the other end of each link of this
-        rank before it is opened.
+        Args:
+            links: by channel, rounds of pairs (from, to), the same for all ranks; see
+                `plan.schedule.connect_rounds`.
+            on_connecting: called with the other end before each of this rank's links is opened.
         """
-        links: list[tuple[int, int, Channel]] = [
-            (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)
+        in_order = [
+            (channel, *ends) for channel, rounds in links.items() for ends in chain(*rounds)
         ]
-        pairs = list(pairs)
-        others: dict[Channel, list[tuple[int, int]]] = {
-            "predictions": [*pairs, *((high, low) for low, high in pairs)],
-            "decode": list(decode),
-        }
-        for channel, found in others.items():
-            for is_up in (True, False) if found else ():
+        for channel in dict.fromkeys(channel for channel, *_ in in_order):
+            for is_up in (True, False) if channel != "clips" else ():
                 self._groups[channel, is_up] = dist.new_group(timeout=GROUP_TIMEOUT)
-            links += [(*ends, channel) for ends in found]
-        for source, target, channel in links:
+        for channel, source, target in in_order:
             if self._rank not in (source, target):
                 continue
             if on_connecting is not None:

@@ -90,7 +90,6 @@ class RankContext:
 
     Args:
         join: joins the process group; blocks until all ranks have joined.
-        leave: leaves the process group, before the process starts other work.
         host: this host's name if a launcher started the ranks; otherwise empty.
         clock: this host's clocks relative to rank 0's.
     """
@@ -99,7 +98,6 @@ class RankContext:
     backend: str
     channel: Channel
     join: Callable[[], None]
-    leave: Callable[[], None]
     host: str = ""
     clock: Clock = field(default_factory=Clock)
 

@@ -47,7 +47,6 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
         terms.backend,
         Channel(theirs),
         join=lambda: process_group.join_store(terms.world, terms.backend, store, token),
-        leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=host,
     )
     thread = _RankThread(partial(entry, context, argument))

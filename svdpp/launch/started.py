@@ -116,7 +116,6 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
         start.backend,
         Channel(connection),
         join=lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
-        leave=lambda: None,  # the process exits at once; closing NCCL could wait for a peer
     )
     code = 1
     try:

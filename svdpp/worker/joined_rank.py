@@ -60,7 +60,6 @@ def serve_joined(
         terms.backend,
         parent,
         join=lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
-        leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
         host=socket.gethostname(),
         clock=clock,
     )

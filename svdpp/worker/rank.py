@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
+from svdpp.launch import process_group
 from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import is_member
 from svdpp.models.base import VideoModel
@@ -94,7 +94,8 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(context.channel)
-    context.leave()
+    if context.world.launcher is not None:  # a process that goes on; others exit at once
+        process_group.destroy()
 
 
 def wait_for_stop(channel: Channel) -> None:
@@ -163,8 +164,15 @@ def _connected_transport(
         wall_ahead=context.clock.wall_ahead,
     )
     layout = config.layout
-    rounds, decode = map(connect_rounds, (layout.links, layout.decode_links))
-    transport.connect(rounds, reporter.connecting, layout.pairs, itertools.chain(*decode))
+    back = [(high, low) for low, high in layout.pairs]
+    transport.connect(
+        {
+            "clips": connect_rounds(layout.links),
+            "predictions": [layout.pairs, back],
+            "decode": connect_rounds(layout.decode_links),
+        },
+        reporter.connecting,
+    )
     return transport
 
 
@@ -245,7 +253,7 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queue = ActionQueue()
-        self._new: list[Work] = []
+        self._expect: Callable[[Work], None] = lambda _: None
         self._now: int | None = None
         self._cancelled: set[int] = set()
         self._is_stopped = False
@@ -253,37 +261,32 @@ class Inbox:
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
         """Yields this rank's actions until the parent says stop and none is left.
 
-        `expect` is called with each work before any of its actions is yielded, `rest`
-        whenever no action is left.
+        `expect` is called with each work as it comes, `rest` while no action is left.
         """
+        self._expect = expect
         while True:
-            self._receive_all(expect)
-            if not self._queue:
-                rest()
-            while not self._queue:
-                if self._is_stopped:
-                    return
-                self._receive(_POLL_SECONDS)
-                self._receive_all(expect)
-            action = self._queue.pop()
-            self._now = action.clip
-            yield action
-            if action.clip in self._cancelled and not self._queue.holds(action.clip):
-                self._cancelled.remove(action.clip)
-            self._now = None
+            self._receive_all()
+            if self._queue:
+                action = self._queue.pop()
+                self._now = action.clip
+                yield action
+                if action.clip in self._cancelled and not self._queue.holds(action.clip):
+                    self._cancelled.remove(action.clip)
+                self._now = None
+                continue
+            rest()
+            if self._is_stopped:
+                return
+            self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
         """Whether the parent has cancelled `clip`, which has actions left; does not wait."""
-        while self._receive(0):
-            pass
+        self._receive_all()
         return clip in self._cancelled
 
-    def _receive_all(self, expect: Callable[[Work], None]) -> None:
+    def _receive_all(self) -> None:
         while self._receive(0):
             pass
-        for work in self._new:
-            expect(work)
-        self._new.clear()
 
     def _receive(self, timeout: float) -> bool:
         message = self._channel.receive(timeout)
@@ -291,8 +294,8 @@ class Inbox:
             return False
         match parse(message):
             case Work() as work:
-                self._new.append(work)
                 self._queue.add(work.actions)
+                self._expect(work)
             case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

@@ -38,7 +38,7 @@ def _transport(
         context.world.rank, torch.device("cpu"), context.backend, transfers.append
     )
     rounds = connect_rounds((r, r + 1) for r in range(context.world.size - 1))
-    transport.connect(rounds, None, pairs)
+    transport.connect({"clips": rounds, "predictions": [pairs]})
     return transport
 
 
@@ -156,7 +156,7 @@ def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
 def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
     """Both ranks of a pair send a prediction at each step, while a packet is on its way."""
     transfers: list[Transfer] = []
-    transport = _transport(context, transfers, [(0, 1)])
+    transport = _transport(context, transfers, [(0, 1), (1, 0)])
     rank, other = context.world.rank, 1 - context.world.rank
     waiting = None if rank == 0 else transport.post_receive(7, 0, 0)
     found = []

@@ -128,7 +128,8 @@ def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
     streams.use_device(device)
     context.join()
     transport = Transport(rank, device, context.backend, lambda _: None, checksum=True)
-    transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
+    rounds = connect_rounds((r, r + 1) for r in range(context.world.size - 1))
+    transport.connect({"clips": rounds})
     matrix = torch.randn(asked[1], asked[1], device=device)
     copies, hashes, begun = streams.SideStream(device), [], time.monotonic()
     for clip in range(NUM_PACKETS):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
@@ -40,12 +40,6 @@ class InMemoryStore:
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
 
-    @property
-    def endpoint(self) -> dict[str, Any]:
-        (value,) = self.values.values()
-        endpoint: dict[str, Any] = json.loads(value)
-        return endpoint
-
 
 @pytest.fixture
 def store() -> InMemoryStore:
@@ -59,42 +53,25 @@ def listener(store: InMemoryStore) -> Iterator[RankListener]:
     listener.close()
 
 
-def _accept(
-    listener: RankListener, seconds: float = 20
-) -> tuple[RankHello, connections.Connection]:
-    deadline = time.monotonic() + seconds
+def _accept(listener: RankListener) -> RankHello:
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if (accepted := listener.accept()) is not None:
-            return accepted
+            return accepted[0]
     raise AssertionError("no rank connected")
-
-
-def _connect_in_thread(
-    store: InMemoryStore, connected: list[connections.Connection]
-) -> threading.Thread:
-    def work() -> None:
-        connected.append(connections.connect(store, HELLO, TERMS)[0])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
 
 
 def test_clients_without_the_secret_are_rejected(
     store: InMemoryStore, listener: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
-    target = "127.0.0.1", int(store.endpoint["port"])
-    silent = socket.create_connection(target)
-    loud = socket.create_connection(target)
-    loud.sendall(b"\0\0\0\x20" + b"x" * 32)
-    assert [listener.accept(), listener.accept()] == [None, None]
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    assert _accept(listener)[0] == HELLO, "a rank with the secret must still be accepted"
-    thread.join()
-    silent.close()
-    loud.close()
+    target = listener.endpoint.address, listener.endpoint.port
+    with socket.create_connection(target), socket.create_connection(target) as loud:
+        loud.sendall(b"\0\0\0\x20" + b"x" * 32)
+        assert [listener.accept(), listener.accept()] == [None, None]
+        with ThreadPoolExecutor() as rank:
+            rank.submit(connections.connect, store, HELLO, TERMS)
+            assert _accept(listener) == HELLO, "a rank with the secret must still be accepted"
 
 
 def test_the_endpoint_of_an_earlier_attempt_is_skipped(
@@ -110,15 +87,13 @@ def test_the_endpoint_of_an_earlier_attempt_is_skipped(
             raise
 
     monkeypatch.setattr(socket, "create_connection", connecting)
-    earlier = RankListener(store, "127.0.0.1", peer_timeout=5)
-    earlier.close()
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    assert has_failed.wait(20)
-    now = RankListener(store, "127.0.0.1", peer_timeout=5)
-    assert _accept(now)[0] == HELLO
-    thread.join()
-    now.close()
+    RankListener(store, "127.0.0.1", peer_timeout=5).close()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connections.connect, store, HELLO, TERMS)
+        assert has_failed.wait(20)
+        now = RankListener(store, "127.0.0.1", peer_timeout=5)
+        assert _accept(now) == HELLO
+        now.close()
 
 
 def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
@@ -127,12 +102,7 @@ def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
 
 
 @pytest.mark.parametrize("num_pauses", [0, connections._NUM_ROUNDS // 2])
-def test_clocks_are_compared(
-    store: InMemoryStore,
-    listener: RankListener,
-    monkeypatch: pytest.MonkeyPatch,
-    num_pauses: int,
-) -> None:
+def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch, num_pauses: int) -> None:
     """Also by a thread that is paused, at first, before it reads its wall clock."""
     pauses, own, wall_clock = iter(range(num_pauses)), threading.current_thread(), time.time
 
@@ -141,16 +111,11 @@ def test_clocks_are_compared(
             time.sleep(0.1)
         return wall_clock()
 
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    _, connection = _accept(listener)
-    thread.join()
-    deadline = time.monotonic() + 20
-    answering = threading.Thread(target=connections.answer_clock, args=(connection, deadline))
-    answering.start()
-    monkeypatch.setattr(time, "time", read)
-    offset = connections.compare_clocks(connected[0], deadline)
-    answering.join()
+    (ours, theirs), deadline = Pipe(), time.monotonic() + 20
+    with ThreadPoolExecutor() as rank_0:
+        rank_0.submit(connections.answer_clock, theirs, deadline)
+        monkeypatch.setattr(time, "time", read)
+        offset = connections.compare_clocks(ours, deadline)
     assert abs(offset.monotonic_ahead) < 0.05
     assert abs(offset.wall_ahead) < 0.05
 

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,7 +26,7 @@ from svdpp.launch.world import World
 from svdpp.worker import joined_rank
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
-from tests.launch.test_connections import TERMS, InMemoryStore, _connect_in_thread
+from tests.launch.test_connections import TERMS, InMemoryStore
 
 # The tests replace the exit of a process by SystemExit, also in threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -75,29 +76,25 @@ def _group_of_two(
 ) -> Group:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
 
-    def work() -> None:
+    def connect() -> None:
         terms = _terms(RANK_1)
         connection, _ = connections.connect(store, terms.hello(), terms)
         joined_rank._compared_clock(connection, 20)
         joined_rank._parents[:] = [_link(connection, [])]
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connect)
         terms = replace(_terms(WORLD, start_timeout), shared_paths=shared_paths)
         return join_ranks(terms, _rank_0, None)
-    finally:
-        thread.join()
 
 
 @pytest.mark.long
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
-        join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
-    thread.join()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connections.connect, store, TERMS.hello(), TERMS)
+        with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
+            join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
 
 
 def test_what_all_hosts_share_is_looked_for_there(
