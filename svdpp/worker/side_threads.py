@@ -34,13 +34,16 @@ class BoundedExecutor:
     """Makes calls in one thread, in order; the thread makes the rank's device its current one.
 
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
+    Heartbeats report whether it is busy.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
         self._thread = streams.one_thread(name, device)
         self._waiting: list[Future[None]] = []
         self._reporter = reporter
+        self._device = device
         self._stream = SideStream(device)
+        reporter.add_writer(self.is_busy)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
         """Queues one call; blocks while two others are queued."""
@@ -86,7 +89,6 @@ class ClipWriter(BoundedExecutor):
     ) -> None:
         super().__init__("clip-writer", device, reporter)
         self._conditions = conditions
-        self._device = device
         self._tensor_store = tensor_store
         self._host = host
 
@@ -165,7 +167,6 @@ class LatentCheckpointWriter(BoundedExecutor):
     ) -> None:
         super().__init__("checkpoints", device, reporter)
         self._checkpoints = checkpoints
-        self._device = device
         self._is_losing = False
 
     def put(self, key: str, packet: Packet) -> None:

@@ -73,11 +73,9 @@ class PipelineStage:
         self._helps: set[int] = set()
         self._photos = PhotoReader(self._prepare, model.device)
         self._checkpoints = checkpoints
-        self._reporter.add_writer(clip_writer.is_busy)
         self._checkpoint_writer: LatentCheckpointWriter | None = None
         if checkpoints is not None:
             writer = LatentCheckpointWriter(checkpoints, model.device, self._reporter)
-            self._reporter.add_writer(writer.is_busy)
             self._checkpoint_writer = writer
         self._profiler = profiler
         self._jobs: dict[int, ClipJob] = {}

@@ -39,12 +39,6 @@ class _Clock:
     def at(self, *_: object, **__: object) -> None:
         pass
 
-    def add_writer(self, is_busy: Callable[[], bool]) -> None:
-        assert not is_busy()
-
-    def is_busy(self) -> bool:
-        return False
-
 
 def _stage(doubles: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
     spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
