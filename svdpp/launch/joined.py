@@ -116,6 +116,8 @@ def _welcome(
     except (OSError, EOFError):
         connection.close()  # the rank has ended, or connects again
         return
+    if (same := joined.get(hello.rank)) is not None:  # of two processes the later one counts
+        same.channel.close()
     joined[hello.rank] = Member(hello.host, hello.local_rank, QueuedChannel(connection))
     if hello.missing:
         raise RequestError(

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ import pytest
 from svdpp.errors import Interrupted, OutputError, RankError, RequestError
 from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import Terms
-from svdpp.launch.group import Group, RankContext
+from svdpp.launch.group import BEGIN, Group, RankContext
 from svdpp.launch.joined import join_ranks
 from svdpp.launch.world import World
 from svdpp.worker import joined_rank
@@ -95,6 +96,25 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> 
         rank.submit(connections.connect, store, TERMS.hello(), TERMS)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
+
+
+def test_a_second_process_of_the_same_rank_ends_the_first(store: InMemoryStore) -> None:
+    """It would wait for rank 0 as long as that one runs."""
+    world = replace(WORLD, size=3)
+
+    def connect(rank: int) -> connections.Connection:
+        terms = _terms(replace(RANK_1, rank=rank))
+        connection, _ = connections.connect(store, terms.hello(), terms)
+        joined_rank._compared_clock(connection, 20)
+        return connection
+
+    with ThreadPoolExecutor() as ranks:
+        group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
+        first, second, _ = (ranks.submit(connect, rank).result(20) for rank in (1, 1, 2))
+        with pytest.raises(EOFError):
+            connections.receive(first, time.monotonic() + 20)
+        assert connections.receive(second, time.monotonic() + 20) == BEGIN
+        group.result(20).kill()
 
 
 def test_what_all_hosts_share_is_looked_for_there(
