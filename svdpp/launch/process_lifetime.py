@@ -153,7 +153,10 @@ def make_folder(prefix: str) -> Path:
     """Creates a folder that only this user can open, for which see `remove_temp_files`."""
     from multiprocessing import util
 
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=util.get_temp_dir()))
+    within = util.get_temp_dir()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(within, 0o700)  # a cleaner of /tmp removes it while a server runs for weeks
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 
 
 @contextlib.contextmanager

@@ -86,3 +86,23 @@ def test_exit_process_leaves_no_temporary_files(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _STARTER], env=environment, timeout=60, check=True)
     assert not list(tmp_path.iterdir())
+
+
+_CLEANED = """
+import shutil
+from multiprocessing import util
+from svdpp.launch import process_lifetime
+
+process_lifetime.make_folder("svdpp-test-")
+shutil.rmtree(util.get_temp_dir())
+made = process_lifetime.make_folder("svdpp-test-")
+assert made.parent.stat().st_mode & 0o777 == 0o700
+"""
+
+
+def test_folders_can_be_made_after_a_cleaner_has_removed_the_temporary_files(
+    tmp_path: Path,
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _CLEANED], env=environment, timeout=60, check=True)
+    assert not list(tmp_path.iterdir())
