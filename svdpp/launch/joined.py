@@ -81,6 +81,7 @@ class _RankThread(threading.Thread):
 
 def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms) -> None:
     deadline = time.monotonic() + terms.start_timeout
+    hellos: dict[int, RankHello] = {}
     try:
         while missing := [r for r in range(1, terms.world.size) if r not in joined]:
             if time.monotonic() > deadline:
@@ -90,17 +91,17 @@ def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms)
                     "check that its host is up and can reach this one, or raise --start-timeout",
                 )
             if (accepted := listener.accept()) is not None:
-                _welcome(joined, *accepted, terms, deadline)
+                _welcome(joined, *accepted, deadline)
+                hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
+    # Only now: a rank that comes after rank 0 has ended waits for it until the start timeout.
+    for _, hello in sorted(hellos.items()):
+        _check_settings(hello, terms)
 
 
 def _welcome(
-    joined: dict[int, Member],
-    hello: RankHello,
-    connection: Connection,
-    terms: Terms,
-    deadline: float,
+    joined: dict[int, Member], hello: RankHello, connection: Connection, deadline: float
 ) -> None:
     if hello.error is not None:
         error = error_from_dict(hello.error)
@@ -125,6 +126,9 @@ def _welcome(
             "images, --out and --latents-dir must be in folders that all hosts share, under one "
             "path",
         )
+
+
+def _check_settings(hello: RankHello, terms: Terms) -> None:
     for name, value in hello.shared_settings.items():
         if (ours := terms.shared_settings.get(name)) != value:
             raise RequestError(

@@ -21,7 +21,7 @@ import pytest
 from svdpp.errors import Interrupted, OutputError, RankError, RequestError
 from svdpp.launch import connections, process_group, process_lifetime
 from svdpp.launch.connections import Terms
-from svdpp.launch.group import BEGIN, Group, RankContext
+from svdpp.launch.group import BEGIN, END, Group, RankContext
 from svdpp.launch.joined import join_ranks
 from svdpp.launch.world import World
 from svdpp.worker import joined_rank
@@ -93,9 +93,30 @@ def _group_of_two(
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
     with ThreadPoolExecutor() as rank:
-        rank.submit(connections.connect, store, TERMS.hello(), TERMS)
+        connected = rank.submit(connections.connect, store, TERMS.hello(), TERMS)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
+        connected.result()[0].close()  # until now it was open
+
+
+def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemoryStore) -> None:
+    world = replace(WORLD, size=3)
+
+    def connect(rank: int, **settings: str) -> connections.Connection:
+        terms = replace(_terms(replace(RANK_1, rank=rank)), shared_settings=settings)
+        connection, _ = connections.connect(store, terms.hello(), terms)
+        joined_rank._compared_clock(connection, 20)
+        return connection
+
+    with ThreadPoolExecutor() as ranks:
+        group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
+        first = ranks.submit(connect, 1, steps="9").result(20)
+        others = [first, ranks.submit(connect, 2).result(20)]
+        with pytest.raises(RequestError, match=r"rank 1 \(here\) was started with steps 9"):
+            group.result(20)
+    for connection in others:
+        end = connections.receive(connection, time.monotonic() + 20)
+        assert json.loads(end.removeprefix(END))["code"] == RequestError.exit_code
 
 
 def test_a_second_process_of_the_same_rank_ends_the_first(store: InMemoryStore) -> None:
