@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -72,16 +73,20 @@ def _link(connection: Any, said: list[str]) -> joined_rank._ParentLink:
     return joined_rank._ParentLink(connection, "there", _terms(RANK_1), "cpu", (), say)
 
 
+def _connected(store: Any, rank: int, **settings: str) -> Connection:
+    terms = replace(_terms(replace(RANK_1, rank=rank)), shared_settings=settings)
+    connection, _ = connections.connect(store, terms.hello(), terms)
+    joined_rank._compared_clock(connection, 20)
+    return connection
+
+
 def _group_of_two(
     store: InMemoryStore, start_timeout: float = 20, shared_paths: tuple[str, ...] = ()
 ) -> Group:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
 
     def connect() -> None:
-        terms = _terms(RANK_1)
-        connection, _ = connections.connect(store, terms.hello(), terms)
-        joined_rank._compared_clock(connection, 20)
-        joined_rank._parents[:] = [_link(connection, [])]
+        joined_rank._parents[:] = [_link(_connected(store, 1), [])]
 
     with ThreadPoolExecutor() as rank:
         rank.submit(connect)
@@ -101,17 +106,10 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> 
 
 def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemoryStore) -> None:
     world = replace(WORLD, size=3)
-
-    def connect(rank: int, **settings: str) -> connections.Connection:
-        terms = replace(_terms(replace(RANK_1, rank=rank)), shared_settings=settings)
-        connection, _ = connections.connect(store, terms.hello(), terms)
-        joined_rank._compared_clock(connection, 20)
-        return connection
-
     with ThreadPoolExecutor() as ranks:
         group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
-        first = ranks.submit(connect, 1, steps="9").result(20)
-        others = [first, ranks.submit(connect, 2).result(20)]
+        first = ranks.submit(_connected, store, 1, steps="9").result(20)
+        others = [first, ranks.submit(_connected, store, 2).result(20)]
         with pytest.raises(RequestError, match=r"rank 1 \(here\) was started with steps 9"):
             group.result(20)
     for connection in others:
@@ -122,16 +120,9 @@ def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemor
 def test_a_second_process_of_the_same_rank_ends_the_first(store: InMemoryStore) -> None:
     """It would wait for rank 0 as long as that one runs."""
     world = replace(WORLD, size=3)
-
-    def connect(rank: int) -> connections.Connection:
-        terms = _terms(replace(RANK_1, rank=rank))
-        connection, _ = connections.connect(store, terms.hello(), terms)
-        joined_rank._compared_clock(connection, 20)
-        return connection
-
     with ThreadPoolExecutor() as ranks:
         group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
-        first, second, _ = (ranks.submit(connect, rank).result(20) for rank in (1, 1, 2))
+        first, second, _ = (ranks.submit(_connected, store, rank).result(20) for rank in (1, 1, 2))
         with pytest.raises(EOFError):
             connections.receive(first, time.monotonic() + 20)
         assert connections.receive(second, time.monotonic() + 20) == BEGIN
