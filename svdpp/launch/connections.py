@@ -155,13 +155,18 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
     while time.monotonic() < deadline:
         try:
             stored = store.get(_KEY) if store.check([_KEY]) else None
+            endpoint = None if stored is None else Endpoint(**json.loads(stored))
         except RuntimeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
                 "see the output of rank 0 on its host",
             ) from error
-        if stored is not None:
-            endpoint = Endpoint(**json.loads(stored))
+        except TypeError as error:  # of the fields
+            raise RankError(
+                f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
+                "use the same versions on every host",
+            ) from error
+        if endpoint is not None:
             connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
             if connection is not None:
                 return connection, endpoint

@@ -96,6 +96,12 @@ def test_the_endpoint_of_an_earlier_attempt_is_skipped(
         now.close()
 
 
+def test_a_rank_0_of_another_version_is_told(store: InMemoryStore) -> None:
+    store.set(connections._KEY, '{"address": "127.0.0.1", "port": 1, "secret": "00"}')
+    with pytest.raises(RankError, match="and rank 0 have different versions of svdpp"):
+        connections.connect(store, HELLO, TERMS)
+
+
 def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
     with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
         connections.connect(store, HELLO, replace(TERMS, start_timeout=0.3))
