@@ -159,12 +159,10 @@ def _model(point: BenchConfig) -> ModelOptions:
 
 def _sampling(workload: Workload) -> SamplingOptions:
     values = workload.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
-    chunk = values.pop("decode_chunk_size")
     values |= {"num_frames": values.pop("frames")}
     shared = {field.name for field in fields(SamplingOptions)} & values.keys()
     own = {name: values[name] for name in values.keys() - shared if values[name] is not None}
     return SamplingOptions(
-        decode_chunk_size=None if chunk is None else str(chunk),
         param=[f"{name}={value}" for name, value in own.items()],
         **{name: values[name] for name in shared},
     )

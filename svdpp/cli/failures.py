@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
@@ -69,11 +70,11 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
 
 
 def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
-    """What is wrong with the command line, and the nearest options; "" if none is near."""
+    """What is wrong with the command line, and the nearest option; "" if none is near."""
     if isinstance(error, click.NoSuchOption):
-        near = sorted({*(error.possibilities or ())} - HIDDEN_NAMES)
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
-        return f"no such option: {error.option_name}", hint
+        name, known = error.option_name, {*(error.possibilities or ())} - HIDDEN_NAMES
+        near = get_close_matches(name, known, n=1)
+        return f"no such option: {name}", f"did you mean {near[0]}?" if near else ""
     if isinstance(error, click.BadParameter) and error.param is not None:
         names = [name for name in error.param.opts if name.startswith("--")]
         shown = "/".join(name for name in names if name not in HIDDEN_NAMES)

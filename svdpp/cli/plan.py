@@ -16,12 +16,7 @@ from svdpp.cli.options.inputs import ClipOptions
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import (
-    PipelineOptions,
-    PipelineRequest,
-    needs_image,
-    without_world_hint,
-)
+from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -158,11 +153,6 @@ def plan(
     from svdpp.plan.layout import check_chunks
 
     _refuse_idle(context, forecast, layout)
-    if sampling.measures_chunk and (forecast.memory or layout.decode_ranks):
-        raise RequestError(
-            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
-            "give a number, such as --decode-chunk-size 4",
-        )
     world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
     family = model.family
     costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
@@ -181,16 +171,15 @@ def plan(
         expert_boundary=forecast.expert_boundary,
         memory_gib=forecast.limits(world_size),
     )
-    with without_world_hint(forecast.hosts is not None):
-        if forecast.compare:
-            rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
-            show_comparison(console, request.counts, rows)
-        else:
-            config, _ = request.resolve()
-            if layout.decode_ranks is not None and config.chunks:
-                check_chunks(layout.decode_ranks, config.chunks)
-            reason = "" if request.choice is None else request.choice.reason
-            show_layout(console, config.layout, num_clips, reason)
+    if forecast.compare:
+        rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
+        show_comparison(console, request.counts, rows)
+    else:
+        config, _ = request.resolve()
+        if layout.decode_ranks is not None and config.chunks:
+            check_chunks(layout.decode_ranks, config.chunks)
+        reason = "" if request.choice is None else request.choice.reason
+        show_layout(console, config.layout, num_clips, reason)
     console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
     if layout.cfg_parallel == "auto" and (why_not := request.pairs[1]):
         console.info(why_not)

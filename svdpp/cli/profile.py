@@ -90,10 +90,6 @@ def profile(
 
 
 def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    if options.sampling.measures_chunk:
-        raise RequestError(
-            "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
-        )
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     return request.with_a_step_each().resolve()[0]
 

@@ -50,7 +50,6 @@ class Progress(Bars):
         labels: names of the clips by index, such as their images.
         num_clips: None: as many as in the schedule.
         costs: used until costs are measured; unmeasured ones keep their ratio to a step.
-        forecasts: whether `costs` are good enough for a forecast before the first step.
         ranks: whether the picture has a line for each rank; else it is one line that changes
             rarely, and finished clips are only counted.
     """
@@ -64,7 +63,6 @@ class Progress(Bars):
         labels: Sequence[str] = (),
         num_clips: int | None = None,
         costs: Costs | None = None,
-        forecasts: bool = False,
         ranks: bool = True,
     ) -> None:
         self._remarks, self._title, self._schedule = console, title, schedule
@@ -77,7 +75,7 @@ class Progress(Bars):
         self._short = [
             name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self._labels
         ]
-        self._costs, self._forecasts = costs or Costs(), forecasts
+        self._costs = costs or Costs()
         self._means = MeanCosts()
         self._settled: set[int] = set()
         self.num_done = self.num_failed = 0
@@ -211,7 +209,7 @@ class Progress(Bars):
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 
     def _forecast_makespan(self) -> float | None:
-        if not (self._forecasts or self._means.has_stepped):
+        if not self._means.has_stepped:
             return None
         costs = self._means.costs_like(self._costs)
         try:

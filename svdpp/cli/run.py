@@ -11,7 +11,6 @@ from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import LogOptions, OutputOptions, TraceOptions
-from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.request import PipelineOptions
 from svdpp.cli.run_request import RunRequest
 from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
@@ -84,7 +83,7 @@ def run(
 
         serve_member(asked.pipeline(config), launched, console)
         return
-    remarks = [*asked.remarks(found), *([why] if why else [])]
+    remarks = [*filter(None, (asked.stretched(found), why))]
     if output.dry_run:
         _show_dry_run(console, asked, config, found, remarks)
         return
@@ -108,7 +107,7 @@ def _planned(
     num_there = check_outputs(found, asked.seeds, policy)
     if policy.keeps_finished and num_there > _FEW_CLIPS:
         console.info(f"checking {num_there} existing clips frame by frame ...")
-    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), found, traces)
+    pipeline = asked.pipeline(config, found, traces)
     assert pipeline.checkpoint is not None
     return pipeline, plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
 
@@ -171,7 +170,6 @@ class _Run:
             labels=labels(requests),
             num_clips=len(requests),
             costs=pipeline.config.costs,
-            forecasts=self.asked.knows_costs,
         )
         recorder = FigureRecorder(pipeline.config, of_run(pipeline, requests))
         with progress, manifest:
@@ -182,7 +180,7 @@ class _Run:
                     results = sorted(self._results(), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
                 finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
-                hint = f"{finished}; to go on: {self.asked.how_to_go_on}"
+                hint = f"{finished}; to go on: the same command with --resume"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:

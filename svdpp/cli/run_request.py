@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions, TraceOptions
-from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
+from svdpp.cli.options.sampling import parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
+from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World, is_member
 
@@ -42,7 +42,10 @@ class RunRequest:
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of each image's clips."""
-        return parse_seeds(self.options.sampling.seed, self.inputs.seeds)
+        seed, seeds = self.options.sampling.seed, self.inputs.seeds
+        if None not in (seed, seeds):
+            raise RequestError("--seed and --seeds contradict each other")
+        return [seed or 0] if seeds is None else parse_seeds(seeds)
 
     @cached_property
     def device(self) -> str:
@@ -124,43 +127,23 @@ class RunRequest:
             from_image=bool(self.inputs.inputs),
         ).resolve()
 
-    @property
-    def knows_costs(self) -> bool:
-        """Whether the costs fit the model and the device; the published ones are of SVD on GPUs."""
-        model, layout = self.options.model, self.options.layout
-        is_svd = model.family == "svd" and model.model != DEMO_MODEL
-        return (is_svd and self.device != "cpu") or layout.costs is not None
-
-    @property
-    def how_to_go_on(self) -> str:
-        """What continues the run after an interruption, in words."""
-        seed = f"--seed {self.seeds[0]} and " if self._is_drawn else ""
-        return f"the same command with {seed}--resume"
-
-    @property
-    def _is_drawn(self) -> bool:
-        return RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
-
-    def remarks(self, found: Sequence[ClipInput]) -> list[str]:
-        """Remarks on a drawn seed and on stretched images."""
-        remarks, config = [], self._sampling
-        if self._is_drawn:
-            seed = self.seeds[0]
-            remarks.append(f"seed: {seed}, drawn at random; --seed {seed} repeats it")
+    def stretched(self, found: Sequence[ClipInput]) -> str:
+        """A remark on images of another shape than the frame's; "" if there are none."""
+        config = self._sampling
         shape = config.width / config.height
         images = {photo.path: photo.width / photo.height for each in found if (photo := each.photo)}
-        stretched = [
+        names = [
             path.name
             for path, own in images.items()
             if not 1 / _SAME_SHAPE <= own / shape <= _SAME_SHAPE
         ]
-        if stretched and config.fit == "stretch":
-            more = f" and {len(stretched) - 1} more are" if stretched[1:] else " is"
-            remarks.append(
-                f"fit: {stretched[0]!r}{more} stretched to {config.width}x{config.height}; "
-                "--fit crop keeps proportions"
-            )
-        return remarks
+        if not names or config.fit != "stretch":
+            return ""
+        more = f" and {len(names) - 1} more are" if names[1:] else " is"
+        return (
+            f"fit: {names[0]!r}{more} stretched to {config.width}x{config.height}; "
+            "--fit crop keeps proportions"
+        )
 
     def pipeline(
         self,
@@ -186,4 +169,5 @@ class RunRequest:
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampled(from_image=bool(self.inputs.inputs))
+        options, from_image = self.options, bool(self.inputs.inputs)
+        return options.sampling.to_config(options.model, from_image=from_image)

@@ -12,7 +12,6 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
 from svdpp.errors import Interrupted, RequestError
@@ -119,7 +118,6 @@ def _serve(
         _open_log(console, launched, log)
         if why:
             console.info(why)
-        config = fit_chunk(console, options.sampling, config)
         settings = _settings(asked, sizes, config, options.layout)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))

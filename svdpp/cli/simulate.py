@@ -12,7 +12,7 @@ from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.layout import RankOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
+from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
@@ -110,8 +110,8 @@ def simulate(
 
         serve_member(pipeline, launched, console)
         return
-    seed = parse_seeds(sampling.seed)[0]
-    requests = example_requests(config, num_clips, seed=seed, prompt=prompts.prompt)
+    seed, prompt = sampling.seed or 0, prompts.prompt
+    requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)
     _show(console, pipeline)
 
@@ -133,8 +133,7 @@ def _perform(
     from svdpp.cli.progress import Progress
 
     config = pipeline.config
-    schedule, sleeps = pipeline.schedule(requests), config.model.dummy_sleeps
-    progress = Progress(console, "simulate", schedule, costs=config.costs, forecasts=sleeps)
+    progress = Progress(console, "simulate", pipeline.schedule(requests), costs=config.costs)
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))

@@ -16,7 +16,6 @@ from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
 from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import fit_chunk, parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
@@ -131,7 +130,7 @@ def verify(
         return
     if why:
         console.info(why)
-    _compare(console, fit_chunk(console, options.sampling, config), requests, proof)
+    _compare(console, config, requests, proof)
 
 
 def _requests(
@@ -144,11 +143,11 @@ def _requests(
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
-    model, seed = options.model, parse_seeds(options.sampling.seed)[0]
+    model, seed = options.model, options.sampling.seed or 0
     if model.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
-    sampling = options.sampled(from_image=from_image)
+    sampling = options.sampling.to_config(model, from_image=from_image)
     videos = prompts.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)

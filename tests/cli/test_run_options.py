@@ -92,14 +92,6 @@ def test_photographs_that_are_stretched_are_named_once() -> None:
     assert "fit:" not in svdpp_here(*options, "--width", "48").err  # the photographs' shape
 
 
-def test_a_drawn_seed_is_printed_and_kept() -> None:
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seed", "random", "--dry-run", "--json")
-
-    (clip,) = json.loads(answer.out)["clips"]
-    assert f"drawn at random; --seed {clip['seed']} repeats it\n" in answer.err
-    assert clip["output"] == f"rocket_{clip['seed']}.mp4"
-
-
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--dry-run")
     result = dry_run(PHOTO, "--seeds", "1-2")

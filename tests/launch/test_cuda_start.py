@@ -40,10 +40,7 @@ def _svdpp(record: Path, *arguments: str, free_bytes: str = "") -> subprocess.Co
         pytest.param(("run", PHOTO, "--device", "cuda")),
         pytest.param(("doctor", "--device", "cuda")),
         pytest.param(("verify", "--device", "cuda"), marks=pytest.mark.long),
-        pytest.param(
-            ("run", PHOTO, "--device", "cuda:1", "--decode-chunk-size", "auto"),
-            marks=pytest.mark.long,
-        ),
+        pytest.param(("run", PHOTO, "--device", "cuda:1"), marks=pytest.mark.long),
     ],
     ids=lambda command: command[0],
 )

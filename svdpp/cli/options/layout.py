@@ -128,7 +128,8 @@ class LayoutOptions:
 
     def __post_init__(self) -> None:
         if self.layout in ("auto", "data-parallel"):
-            self.leave_to(f"--layout {self.layout}")
+            for name in self.refined:
+                raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
         if self.chooses and self.decode_ranks is not None:
             raise RequestError("auto chooses the layout: leave out --decode-ranks")
 
@@ -166,30 +167,23 @@ class LayoutOptions:
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")
 
-    def leave_to(self, option: str) -> None:
-        """Refuses refinements together with an option that chooses the layout."""
-        for name in self.refined:
-            raise RequestError(f"{option} chooses the layout: leave out --{name}")
-
     def fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        others = {
-            "cfg_parallel": self.cfg_parallel and self.pair_size,
-            "decode_ranks": self.decode_ranks,
-        }
-        given = {name: value for name, value in others.items() if value is not None}
+        given = {**self.refined}
         if self.layout == "data-parallel":
-            return {"replicas": max(1, world_size // self.pair_size), **given}
-        return {**self.refined, **given}
+            given["replicas"] = max(1, world_size // self.pair_size)
+        if self.cfg_parallel is not None:
+            given["cfg_parallel"] = self.pair_size
+        if self.decode_ranks is not None:
+            given["decode_ranks"] = self.decode_ranks
+        return given
 
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
-        """The costs of `--costs`, or else published costs of SVD.
+        """The costs of `--costs`, or else published ones of SVD.
 
-        Args:
-            decodes: whether clips become frames.
-            family: of the model. Without `--costs`, for another family than SVD and for clips that
-                are not decoded, a step costs 1 and all else 0.
+        Without `--costs`, for other families and for clips that are not decoded, a step costs 1 and
+        all else 0.
         """
-        if self.costs is not None:
-            return find_costs(self.costs)
-        return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
+        if self.costs is None and not (decodes and family == "svd"):
+            return Costs()
+        return find_costs(self.costs or ASSUMED_COSTS)
