@@ -6,15 +6,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
 import click
 
 from svdpp.cli.console import Console
-from svdpp.cli.defaults import load_defaults
-from svdpp.cli.options.declare import HIDDEN_NAMES
+from svdpp.cli.options.declare import HIDDEN_NAMES, set_by_variables
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -23,6 +21,7 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
+    nearest,
 )
 from svdpp.launch import process_lifetime
 from svdpp.launch.world import find_world, is_member
@@ -59,7 +58,8 @@ def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
     named = " ".join(["svdpp", *arguments[:1]])  # click does not say where a value is missing
     path = context.command_path if context is not None else named
     refused = RequestError(sentence, near or f"{path} --help shows its usage")
-    Console(as_json="--json" in arguments, defaults=load_defaults()).error(refused)
+    variables = {} if context is None else set_by_variables(context)
+    Console(as_json="--json" in arguments, variables=variables).error(refused)
     return exit_code_of(refused)
 
 
@@ -73,8 +73,7 @@ def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
     """What is wrong with the command line, and the nearest option; "" if none is near."""
     if isinstance(error, click.NoSuchOption):
         name, known = error.option_name, {*(error.possibilities or ())} - HIDDEN_NAMES
-        near = get_close_matches(name, known, n=1)
-        return f"no such option: {name}", f"did you mean {near[0]}?" if near else ""
+        return f"no such option: {name}", nearest(name, known)
     if isinstance(error, click.BadParameter) and error.param is not None:
         names = [name for name in error.param.opts if name.startswith("--")]
         shown = "/".join(name for name in names if name not in HIDDEN_NAMES)

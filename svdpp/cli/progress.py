@@ -72,9 +72,6 @@ class Progress(Bars):
         self._labels = list(map(one_line, labels)) or [
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
-        self._short = [
-            name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self._labels
-        ]
         self._costs = costs or Costs()
         self._means = MeanCosts()
         self._settled: set[int] = set()
@@ -149,19 +146,24 @@ class Progress(Bars):
         task = self.tasks[rank]
         match event:
             case Joined():
-                self.update(task.id, state="ready")
+                state = "ready"
             case StepDone():
-                state = f"{self._short[event.clip]}, step {event.step + 1}"
-                self.update(task.id, advance=1, state=f"{state}, {event.seconds:.2f} s/step")
+                self.advance(task.id)
+                state = f"{self._short(event.clip)}, step {event.step + 1}, "
+                state += f"{event.seconds:.2f} s/step"
             case Heartbeat(action=None):
                 is_loading = task.fields["state"] in ("starting", "loading")
-                self.update(task.id, state="loading" if is_loading else "idle")
-            case Heartbeat(action=Action() as action):
-                word = "waiting" if event.waiting else _WORDS.get(action.kind)
-                if word is not None:
-                    self.update(task.id, state=f"{self._short[action.clip]}, {word}")
+                state = "loading" if is_loading else "idle"
+            case Heartbeat(action=Action() as action) if event.waiting or action.kind in _WORDS:
+                word = "waiting" if event.waiting else _WORDS[action.kind]
+                state = f"{self._short(action.clip)}, {word}"
             case _:
-                pass
+                return
+        self.update(task.id, state=state)
+
+    def _short(self, clip: int) -> str:
+        name = self._labels[clip]
+        return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -18,7 +17,7 @@ from svdpp.launch.world import World
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Checkpoint, Use
+    from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice, Pairs
     from svdpp.plan.costs import Costs
     from svdpp.plan.layout import Split
@@ -32,13 +31,8 @@ _PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """The option groups that together give one configuration."""
-
-    sampling: SamplingOptions = SamplingOptions()
-    model: ModelOptions = ModelOptions()
-    ranks: RankOptions = RankOptions()
-    layout: LayoutOptions = LayoutOptions()
+class PipelineOptions(SamplingOptions, LayoutOptions, RankOptions):
+    """The options that together give one configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +71,9 @@ class PipelineRequest:
 
         `more` are further fields of the configuration.
         """
-        options, ranks, launched = self.options, self.options.ranks, self.launched
+        options, launched = self.options, self.launched
         scale = self.time_scale
-        if scale is not None and not options.model.is_dummy:
+        if scale is not None and not options.is_dummy:
             raise RequestError("--time-scale works only with the dummy model", "leave --model out")
         if scale is not None and not (math.isfinite(scale) and scale > 0):
             raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
@@ -91,12 +85,12 @@ class PipelineRequest:
                 model=self._model,
                 sampling=self._sampling,
                 device=self._device,
-                num_threads=ranks.threads_on(self._device, num_local),
-                timeout_seconds=ranks.timeout,
-                start_timeout_seconds=ranks.start_timeout,
-                checksum=ranks.checksum,
-                deterministic=options.model.deterministic,
-                allow_mixed_devices=ranks.allow_mixed_devices,
+                num_threads=options.threads_on(self._device, num_local),
+                timeout_seconds=options.timeout,
+                start_timeout_seconds=options.start_timeout,
+                checksum=options.checksum,
+                deterministic=options.deterministic,
+                allow_mixed_devices=options.allow_mixed_devices,
                 **plan,
                 **more,
             )
@@ -108,27 +102,24 @@ class PipelineRequest:
 
     def with_a_step_each(self) -> PipelineRequest:
         """The same with one step for each rank, at least two: some schedulers need them."""
-        world_size, options = self._world_size, self.options
-        sampling = replace(options.sampling, steps=max(world_size, 2))
-        ranks = replace(options.ranks, world=world_size)
-        return replace(self, options=replace(options, sampling=sampling, ranks=ranks))
+        world_size = self._world_size
+        options = replace(self.options, steps=max(world_size, 2), world=world_size)
+        return replace(self, options=options)
 
     @cached_property
     def _device(self) -> str:
-        return self.device or self.options.ranks.device_for(self.options.model.model)
+        return self.device or self.options.device_name()
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        model, from_image = self.options.model, self.from_image
-        if from_image is None:
-            from_image = needs_image(model)
-        return self.options.sampling.to_config(model, from_image=from_image, family=self.family)
+        from_image = self.options.needs_image if self.from_image is None else self.from_image
+        return self.options.sampling_config(from_image=from_image, family=self.family)
 
     @cached_property
     def _model(self) -> ModelConfig:
         sleeps = self.time_scale is not None
         family = self._sampling.family
-        return self.options.model.to_config(self._device, family, dummy_sleeps=sleeps)
+        return self.options.model_config(self._device, family, dummy_sleeps=sleeps)
 
     @cached_property
     def _read(self) -> tuple[Checkpoint | None, SamplingConfig]:
@@ -143,7 +134,7 @@ class PipelineRequest:
     @cached_property
     def _experts(self) -> dict[str, Any]:
         """The fields of a `PipelineConfig` for a model with two experts; empty for others."""
-        share, boundary = self.options.layout.share_experts, self.expert_boundary
+        share, boundary = self.options.share_experts, self.expert_boundary
         if boundary is None and self.family is None:
             checkpoint, sampling = self._read
             boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
@@ -157,8 +148,8 @@ class PipelineRequest:
         return {}
 
     @cached_property
-    def _layout(self) -> LayoutOptions:
-        layout = self.options.layout
+    def _layout(self) -> PipelineOptions:
+        layout = self.options
         if not self._experts and self.default_split and not (layout.refined or layout.layout):
             return replace(layout, split=self.default_split)
         is_of_model = self._experts and self.expert_boundary is None
@@ -168,7 +159,7 @@ class PipelineRequest:
 
     @cached_property
     def _world_size(self) -> int:
-        launched, asked = self.launched, self.options.ranks.world
+        launched, asked = self.launched, self.options.world
         if launched is not None:
             if asked not in (None, launched.size):
                 launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
@@ -186,7 +177,7 @@ class PipelineRequest:
 
     @property
     def _decodes(self) -> bool:
-        return self.time_scale is not None or not self.options.model.is_dummy
+        return self.time_scale is not None or not self.options.is_dummy
 
     @cached_property
     def _costs(self) -> Costs:
@@ -202,9 +193,9 @@ class PipelineRequest:
         """Whether `auto` may choose pairs of ranks, and why not."""
         if self.expert_boundary is not None:  # such a model has two calls in each step
             return "exact", ""
-        if self.options.ranks.allow_mixed_devices:
+        if self.options.allow_mixed_devices:
             return "no", "no pairs: devices may differ"
-        if self.options.model.is_dummy:
+        if self.options.is_dummy:
             return "exact", ""
         checkpoint, sampling = self._read
         if not sampling.guided:
@@ -240,7 +231,7 @@ class PipelineRequest:
         """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
         if self.memory_gib is not None:
             return {}, self.memory_gib
-        if self._device == "cpu" or self.options.model.is_dummy:
+        if self._device == "cpu" or self.options.is_dummy:
             return {}, ()
         from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
 
@@ -261,7 +252,7 @@ class PipelineRequest:
         """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
         plan, why, choice = {**self._experts, "costs": self._costs}, "", self.choice
         if choice is None:
-            plan |= self._layout.fields(self._world_size)
+            plan |= self._layout.layout_fields(self._world_size)
         else:
             names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
             plan |= {name: getattr(choice.layout, name) for name in names}
@@ -280,20 +271,6 @@ class PipelineRequest:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
         return f"{why}; {no_pairs}" if no_pairs else why
-
-
-def image_use(model: ModelOptions) -> Use:
-    """What clips of the model do with an image; reads its configs only if it takes prompts."""
-    if model.family == "svd":
-        return "needed"
-    from svdpp.models.checkpoint import find_checkpoint
-
-    return find_checkpoint(model.to_config("cpu"), weights=False).image_use
-
-
-def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need an image."""
-    return image_use(model) == "needed"
 
 
 def default_world(

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions, TraceOptions
+from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig, SamplingConfig
@@ -42,7 +42,7 @@ class RunRequest:
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of each image's clips."""
-        seed, seeds = self.options.sampling.seed, self.inputs.seeds
+        seed, seeds = self.options.seed, self.inputs.seeds
         if None not in (seed, seeds):
             raise RequestError("--seed and --seeds contradict each other")
         return [seed or 0] if seeds is None else parse_seeds(seeds)
@@ -50,7 +50,7 @@ class RunRequest:
     @cached_property
     def device(self) -> str:
         """The name of the device, where `auto` is decided."""
-        return self.options.ranks.device_for(self.options.model.model)
+        return self.options.device_name()
 
     @cached_property
     def policy(self) -> OutputPolicy:
@@ -64,7 +64,7 @@ class RunRequest:
         assert self.output.place()
         assert self._sampling
         assert self.seeds
-        if self.options.model.is_dummy:
+        if self.options.is_dummy:
             raise RequestError(
                 "the dummy model makes no video files",
                 "use --model demo, or svdpp simulate, which runs the dummy model",
@@ -149,9 +149,9 @@ class RunRequest:
         self,
         config: PipelineConfig,
         inputs: Sequence[ClipInput] = (),
-        traces: TraceOptions | None = None,
+        profile_path: str | None = None,
     ) -> Pipeline:
-        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and traces."""
+        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and profile."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.output.latents_dir
@@ -163,11 +163,10 @@ class RunRequest:
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
-            profile_path=None if traces is None else traces.profile_path,
+            profile_path=profile_path,
             trace_clips=_TRACE_CLIPS,
         )
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        options, from_image = self.options, bool(self.inputs.inputs)
-        return options.sampling.to_config(options.model, from_image=from_image)
+        return self.options.sampling_config(from_image=bool(self.inputs.inputs))

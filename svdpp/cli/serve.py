@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.outputs import LogOptions
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 from svdpp.plan.layout import Split
@@ -74,7 +73,7 @@ def serve(
     from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
-    sizes = service.all_sizes(options.sampling.to_config(options.model))
+    sizes = service.all_sizes(options.sampling_config())
     _check_extra("serve", _EXTRA)
     if service.queue is not None:
         _check_extra("fleet", _FLEET)
@@ -113,12 +112,12 @@ def _serve(
     with _bind(asked.host, asked.port) as bound:
         config, why = _config(asked, options, launched)
         if launched is None:
-            family = None if options.model.is_dummy else options.model.family
+            family = None if options.is_dummy else options.family
             fork_server.start_early(family=family, device=config.device)
         _open_log(console, launched, log)
         if why:
             console.info(why)
-        settings = _settings(asked, sizes, config, options.layout)
+        settings = _settings(asked, sizes, config, options.costs)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
         server = Server(
@@ -141,7 +140,7 @@ def _config(
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
-        from_image=image_use(options.model) != "refused",
+        from_image=options.image_use != "refused",
         default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
@@ -152,7 +151,7 @@ def _settings(
     asked: ServeOptions,
     sizes: tuple[tuple[int, int], ...],
     config: PipelineConfig,
-    layout: LayoutOptions,
+    costs: str | None,
 ) -> ServerSettings:
     from svdpp.config.files import find_costs
     from svdpp.serve.guard import Limits
@@ -173,7 +172,7 @@ def _settings(
         keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
         keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
-        costs=None if layout.costs is None else find_costs(layout.costs),
+        costs=None if costs is None else find_costs(costs),
         adopts=asked.adopt,
         callback_hosts=asked.callback_hosts or (),
         callback_secrets=_secrets(asked),

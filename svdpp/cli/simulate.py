@@ -9,10 +9,8 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.layout import RankOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.sampling import LOOKS
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
@@ -48,17 +46,8 @@ class RehearsalOptions(ClipOptions):
         "as_json",
     ),
     without=(
-        *(
-            "revision",
-            "variant",
-            "local_files_only",
-            "memory_opt",
-            "prompts",
-            "negative_prompt",
-            "video",
-        ),
-        *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
+        *(*LOOKS, "decode_chunk_size", "memory_opt", "channels_last", "lora"),
+        *("revision", "variant", "local_files_only", "prompts", "negative_prompt", "video"),
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
@@ -77,9 +66,7 @@ def simulate(
     prompts: PromptOptions,
     traces: TraceOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(
-        ranks=RankOptions(device="cpu"), model=ModelOptions(model=DUMMY_MODEL)
-    ),
+    options: PipelineOptions = PipelineOptions(device="cpu", model=DUMMY_MODEL),
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -91,8 +78,7 @@ def simulate(
     from svdpp.media.inputs import example_requests
 
     traces.check()
-    model, sampling = options.model, options.sampling
-    _check_sizes(model, sampling)
+    _check_sizes(options)
     config, why = PipelineRequest(
         options=options,
         num_clips=lambda world_size: clips.at_least_one(2 * world_size),
@@ -110,17 +96,16 @@ def simulate(
 
         serve_member(pipeline, launched, console)
         return
-    seed, prompt = sampling.seed or 0, prompts.prompt
+    seed, prompt = options.seed or 0, prompts.prompt
     requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)
     _show(console, pipeline)
 
 
-def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
-    """Refuses the size of a frame for the dummy, which makes none."""
-    given = {"frames": sampling.num_frames, "height": sampling.height, "width": sampling.width}
+def _check_sizes(options: PipelineOptions) -> None:
+    given = {"frames": options.num_frames, "height": options.height, "width": options.width}
     for name, value in given.items():
-        if model.is_dummy and value is not None:
+        if options.is_dummy and value is not None:
             raise RequestError(
                 f"--{name} has no effect on the dummy model", "--latent-shape sets its size"
             )

@@ -14,9 +14,8 @@ from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.process_lifetime import temp_folder
@@ -88,7 +87,7 @@ def verify(
     proof: ProofOptions,
     prompts: PromptOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(model=ModelOptions(model=DEMO_MODEL)),
+    options: PipelineOptions = PipelineOptions(model=DEMO_MODEL),
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
@@ -102,15 +101,14 @@ def verify(
 
     log.open(console, launched)
     inputs = proof.inputs or []
-    if are_clips(inputs) and options.model.as_family is None:
+    if are_clips(inputs) and options.as_family is None:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
             _verify_clips(console, inputs, proof.image, options)
         return
     if proof.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
-    model = options.model
-    from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
+    from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     requests = []
     if not is_member(launched):
         requests = _requests(options, inputs, prompts, proof, from_image=from_image)
@@ -118,8 +116,8 @@ def verify(
         options=options,
         num_clips=None if launched else len(requests),
         launched=launched,
-        # `auto` may take the CPU for every model: a proof need not be fast.
-        device=options.ranks.device_for(DEMO_MODEL),
+        # A proof need not be fast.
+        device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     ).resolve()
     if is_member(launched):  # only rank 0 compares
@@ -143,16 +141,16 @@ def _requests(
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
-    model, seed = options.model, options.sampling.seed or 0
-    if model.is_dummy and inputs:
+    seed = options.seed or 0
+    if options.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
-    sampling = options.sampling.to_config(model, from_image=from_image)
+    sampling = options.sampling_config(from_image=from_image)
     videos = prompts.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
-    example = None if model.family == "svd" else EXAMPLE_PROMPT
+    example = None if options.family == "svd" else EXAMPLE_PROMPT
     texts: list[str | None] = [*prompts.all_prompts()] or [example]
     combined = [
         ClipInput(image, text, prompts.negative_prompt, videos)
@@ -237,11 +235,11 @@ def _verify_clips(
     paths, passed_over = find_clips(inputs)
     console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
     settings = Settings(
-        threads=options.ranks.threads,
+        threads=options.threads,
         image=image,
-        local_files_only=options.model.local_files_only,
-        timeout=options.ranks.timeout,
-        start_timeout=options.ranks.start_timeout,
+        local_files_only=options.local_files_only,
+        timeout=options.timeout,
+        start_timeout=options.start_timeout,
     )
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
@@ -258,15 +256,15 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     is_single = len(proofs) == 1
     if is_single and errors:
         raise errors[0]
-    several = {
-        "equal": not different and not errors,
-        "clips": [proof.to_json() for proof in proofs],
-    }
     if console.as_json:
-        console.json({"schema_version": 2, **(proofs[0].to_json() if is_single else several)})
+        found = [proof.to_json() for proof in proofs]
+        several = {"equal": not different and not errors, "clips": found}
+        console.json({"schema_version": 2, **(found[0] if is_single else several)})
     for proof in proofs:
-        if is_single:
-            _print_checks(console, proof)
+        for check in proof.checks if is_single else ():
+            word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+            sha256 = (check.found or "")[:12]
+            console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
         console.result(str(proof))
     if not is_single:
         num_equal = len(proofs) - len(different) - len(errors)
@@ -282,10 +280,3 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
         )
     if errors:
         raise worst_of(errors, f"{many} not verified")
-
-
-def _print_checks(console: Console, proof: ClipProof) -> None:
-    for check in proof.checks:
-        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
-        sha256 = (check.found or "")[:12]
-        console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())

@@ -44,7 +44,6 @@ FOLLOWED = [
     "plan --world 29",
     "plan --world 9 --replicas 2",
     "plan --replicas 3",
-    "plan --model demo --dtype fp16",
     "plan --costs two.json",
     "plan --device-memory 9",
     "simulate --world 3",

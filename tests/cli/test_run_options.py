@@ -98,7 +98,7 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
 
     assert answer.code == 0
     for words in (
-        "out/rocket_0.mp4\n",
+        "\nrocket_0.mp4  ",
         "1 clip to make: 2 frames of 32x32, 2 steps",
         "disk\n  needed: ",
     ):

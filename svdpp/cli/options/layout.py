@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, completes
+from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
@@ -12,12 +13,14 @@ from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
 
+#: The options of `LayoutOptions` that the choice of a layout replaces.
+OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
+class RankOptions(ModelOptions):
     """The number of ranks, and what each may use."""
 
     world: int | None = LAYOUT.setting(
@@ -50,8 +53,11 @@ class RankOptions:
         "clips are not marked as exact."
     )
 
-    def device_for(self, model: str) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""
+    def device_name(self, *, any_on_cpu: bool = False) -> str:
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
+
+        With `any_on_cpu` it may be the CPU for every model.
+        """
         if self.device != "auto":
             return self.device
         if visible_gpus():
@@ -59,7 +65,8 @@ class RankOptions:
 
             if torch.cuda.is_available():  # False for a CPU build of torch
                 return "cuda"
-        if model.lower() in (DEMO_MODEL, DUMMY_MODEL):  # "Demo" is refused with a better hint
+        # "Demo" is refused with a better hint.
+        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
             return "cpu"
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
@@ -167,7 +174,7 @@ class LayoutOptions:
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")
 
-    def fields(self, world_size: int) -> dict[str, Any]:
+    def layout_fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
         given = {**self.refined}
         if self.layout == "data-parallel":

@@ -1,6 +1,5 @@
 """The options for sampling: steps, seeds, size, motion, guidance."""
 
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -19,8 +18,8 @@ from svdpp.config import (
     params_of,
     sampling_defaults,
 )
-from svdpp.config.limits import check_seed
-from svdpp.errors import RequestError
+from svdpp.config.limits import MAX_SEED, check_seed
+from svdpp.errors import RequestError, nearest
 
 _MAX_SEEDS = 100_000
 # Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
@@ -30,6 +29,11 @@ _LOW_MEMORY_CHUNK = 2
 _SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 #: The parameters that only families with prompts take.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
+#: The parameters, besides the seed, on which neither costs nor memory depend.
+LOOKS = (
+    *("fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+    *("min_guidance_scale", "max_guidance_scale"),
+)
 
 
 def _of(field: str, metavar: str = "", *aliases: str, shown: str = "") -> Any:
@@ -55,13 +59,15 @@ def _default_text(field: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(ModelOptions):
     """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
     steps: int | None = _of("num_inference_steps", "N", "--total-steps")
     num_frames: int | None = _of("num_frames", "F")
     decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
-    seed: int | None = VIDEO.setting("N", "Seed of every clip, 0 to 2^63 - 1.", shown="0")
+    seed: int | None = VIDEO.setting(
+        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
+    )
     height: int | None = _of("height", "PIXELS")
     width: int | None = _of("width", "PIXELS")
     fit: Fit = VIDEO.setting(
@@ -81,34 +87,27 @@ class SamplingOptions:
         "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
     )
 
-    def __post_init__(self) -> None:
-        check_seed(self.seed or 0)
-
-    def to_config(
-        self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
+    def sampling_config(
+        self, *, from_image: bool = True, family: str | None = None
     ) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers."""
-        family = family or model.family
+        family = family or self.family
         kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
-        given = {**vars(self), "num_inference_steps": self.steps}
-        if model.memory_opt and self.decode_chunk_size is None:
-            given["decode_chunk_size"] = _LOW_MEMORY_CHUNK
-        given = {
-            name: value
-            for name, value in given.items()
-            if value is not None and name not in ("steps", "seed", "param")
-        }
+        own = {**vars(self), "num_inference_steps": self.steps}
+        if self.memory_opt and self.decode_chunk_size is None:
+            own["decode_chunk_size"] = _LOW_MEMORY_CHUNK
+        given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
             typed = _SHARED[name].option
             raise RequestError(
-                f"{typed} is not for {model.model}, a model of the family {family}",
+                f"{typed} is not for {self.model}, a model of the family {family}",
                 f"leave {typed} out",
             )
         if "from_image" in known:
             given["from_image"] = from_image
-        sampling: SamplingConfig = kind(**{**sampling_defaults(model.model), **given})
+        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
         return sampling
 
 
@@ -121,8 +120,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
         if not equals:
             raise RequestError(f"--param takes NAME=VALUE, got {text!r}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"svdpp models {family} lists them"
+            hint = nearest(name, known, f"svdpp models {family} lists them")
             raise RequestError(f"the family {family} has no parameter {name!r}", hint)
         kind = known[name].kind
         try:

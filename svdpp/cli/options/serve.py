@@ -3,16 +3,22 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.inputs import ImageOptions
 from svdpp.config import SamplingConfig
-from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import RequestError
 
 _MAX_UPLOAD_MB = 256  # as media.image reads at most
 _MAX_SIZES = 32
 _DATABASES = ("postgresql://", "postgres://")
+
+
+def _most(what: str, most: int) -> Any:
+    text = f"{what} that a request may ask for."
+    return SERVICE.setting("N", text, default=most, between=(1, most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,9 @@ class ServeOptions(ImageOptions):
         "Address to listen on. One that other machines reach needs --api-key-file.",
         default="127.0.0.1",
     )
-    port: int = SERVICE.setting("PORT", "Port; 0 takes a free one.", default=8000)
+    port: int = SERVICE.setting(
+        "PORT", "Port; 0 takes a free one.", default=8000, between=(0, 65535)
+    )
     data: Path = SERVICE.setting(
         "DIR",
         "Folder of queue, images and clips; a new start with it goes on.",
@@ -72,11 +80,16 @@ class ServeOptions(ImageOptions):
         "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
     )
     max_queue: int = SERVICE.setting(
-        "N", "Clips that may wait or be made; more are told to come again.", default=1000
+        "N",
+        "Clips that may wait or be made; more are told to come again.",
+        default=1000,
+        between=(1, 100_000),
     )
-    max_upload_mb: int = SERVICE.setting("MIB", "Largest image, in MiB.", default=32)
-    max_steps: int = SERVICE.setting("N", "Steps that a request may ask for.", default=MAX_STEPS)
-    max_frames: int = SERVICE.setting("N", "Frames that a request may ask for.", default=MAX_FRAMES)
+    max_upload_mb: int = SERVICE.setting(
+        "MIB", "Largest image, in MiB.", default=32, between=(1, _MAX_UPLOAD_MB)
+    )
+    max_steps: int = _most("Steps", MAX_STEPS)
+    max_frames: int = _most("Frames", MAX_FRAMES)
     keep_days: float | None = SERVICE.setting(
         "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
     )
@@ -106,7 +119,6 @@ class ServeOptions(ImageOptions):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_seconds("--lease", self.lease)
         if self.queue is not None and not self.queue.startswith(_DATABASES):
             raise RequestError(
@@ -118,11 +130,6 @@ class ServeOptions(ImageOptions):
                 "--files takes the URL of a store, and needs --queue",
                 "such as s3://bucket/prefix; without it the files are in --data",
             )
-        check_whole("--port", self.port, 0, 65535)
-        check_whole("--max-queue", self.max_queue, 1, 100_000)
-        check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
-        check_whole("--max-steps", self.max_steps, 1, MAX_STEPS)
-        check_whole("--max-frames", self.max_frames, 1, MAX_FRAMES)
         if self.grace:
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
