@@ -20,8 +20,8 @@ from svdpp.launch.world import World, is_member
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions:
-    """Inputs, number of repeats, and output file of a measurement."""
+class MeasureOptions(PipelineOptions, PromptOptions):
+    """The options of the pipeline, number of repeats, and output file of a measurement."""
 
     out: Path = COSTS.setting("FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
     repeats: int = COSTS.setting(
@@ -30,7 +30,6 @@ class MeasureOptions:
         default=3,
         between=(1, None),
     )
-
     overwrite: bool = RECOVERY.switch("Replace the file if it exists.")
 
 
@@ -53,9 +52,7 @@ class MeasureOptions:
 def profile(
     console: Console,
     launched: World | None,
-    options: PipelineOptions,
-    prompts: PromptOptions,
-    asked: MeasureOptions,
+    options: MeasureOptions,
 ) -> None:
     """Measure the costs that plans are based on.
 
@@ -75,8 +72,8 @@ def profile(
         open_log(verbosity=0, log_file=None)
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
-    _check_free(asked.out, overwrite=asked.overwrite)
-    _measure(console, config, asked.out, asked.repeats, prompts.prompt)
+    _check_free(options.out, overwrite=options.overwrite)
+    _measure(console, config, options.out, options.repeats, options.prompt)
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

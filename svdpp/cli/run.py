@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions, OutputOptions, TraceOptions
-from svdpp.cli.request import PipelineOptions
-from svdpp.cli.run_request import RunRequest
+from svdpp.cli.options.outputs import LogOptions, TraceOptions
+from svdpp.cli.run_request import RunOptions, RunRequest
 from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
 from svdpp.launch.world import World, is_member
 
@@ -54,10 +52,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
 def run(
     console: Console,
     launched: World | None,
-    inputs: InputOptions,
-    prompts: PromptOptions,
-    output: OutputOptions,
-    options: PipelineOptions,
+    options: RunOptions,
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
@@ -68,18 +63,10 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    asked = _Run(
-        console=console,
-        traces=traces,
-        launched=launched,
-        options=options,
-        inputs=inputs,
-        prompts=prompts,
-        output=output,
-    )
+    asked = _Run(console=console, traces=traces, launched=launched, options=options)
     asked.check()
     found, refused = asked.clip_inputs()
-    if launched is None and not output.dry_run:
+    if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
         fork_server.start_early(family=options.family, device=asked.device)
     config, why = asked.config(len(found) * len(asked.seeds))
@@ -90,7 +77,7 @@ def run(
         serve_member(asked.pipeline(config), launched, console)
         return
     remarks = [*filter(None, (asked.stretched(found), why))]
-    if output.dry_run:
+    if options.dry_run:
         asked.show(config, found, remarks)
         return
     traces.check()
@@ -189,7 +176,7 @@ class _Run(RunRequest):
 
     def _announce(self, config: PipelineConfig, requests: Sequence[ClipRequest]) -> None:
         begun = sum(request.done_steps > 0 for request in requests)
-        if self.output.latents_dir is not None and not config.layout.links:
+        if self.options.latents_dir is not None and not config.layout.links:
             self.console.info("--latents-dir has no effect: in this layout no rank sends a latent")
         self.console.info(
             f"{counted(len(requests), 'clip')} of {counted(config.sampling.frames, 'frame')}, "

@@ -1,4 +1,4 @@
-"""The request of `svdpp run`: its option groups, checked and combined step by step."""
+"""The request of `svdpp run`: its options, checked and combined step by step."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ _SAME_SHAPE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
+    """The options of the pipeline, and those of its clips."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What `svdpp run` is asked for: the options of the pipeline, and those of its clips."""
+    """What `svdpp run` is asked for."""
 
     launched: World | None
-    options: PipelineOptions
-    inputs: InputOptions
-    prompts: PromptOptions
-    output: OutputOptions
+    options: RunOptions
 
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of each image's clips."""
-        seed, seeds = self.options.seed, self.inputs.seeds
+        seed, seeds = self.options.seed, self.options.seeds
         if None not in (seed, seeds):
             raise RequestError("--seed and --seeds contradict each other")
         return [seed or 0] if seeds is None else parse_seeds(seeds)
@@ -56,12 +58,12 @@ class RunRequest:
     def policy(self) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
         launched = self.launched
-        return self.output.policy(is_restarted=launched is not None and launched.restarts > 0)
+        return self.options.policy(is_restarted=launched is not None and launched.restarts > 0)
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
         # These are checked when they are made.
-        assert self.output.place()
+        assert self.options.place()
         assert self._sampling
         assert self.seeds
         if self.options.is_dummy:
@@ -69,9 +71,9 @@ class RunRequest:
                 "the dummy model makes no video files",
                 "use --model demo, or svdpp simulate, which runs the dummy model",
             )
-        if self.output.dry_run and self.launched is not None:
+        if self.options.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
-        if not self.inputs.inputs and not self.prompts.has_prompt:
+        if not self.options.inputs and not self.options.has_prompt:
             raise RequestError(
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
@@ -88,16 +90,16 @@ class RunRequest:
             return [], []
         found: Sequence[Photo | None] = [None]
         problems: list[SvdppError] = []
-        if self.inputs.inputs:
+        if self.options.inputs:
             found, problems = self._images()
-        prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
-        videos = self.prompts.videos(self._sampling, self.inputs.max_pixels)
+        prompts: list[str | None] = [*self.options.all_prompts()] or [None]
+        videos = self.options.videos(self._sampling, self.options.max_pixels)
         inputs = [
-            ClipInput(image, prompt, self.prompts.negative_prompt, videos)
+            ClipInput(image, prompt, self.options.negative_prompt, videos)
             for image in found
             for prompt in prompts
         ]
-        if not self.inputs.keep_going:
+        if not self.options.keep_going:
             return inputs, []
         from svdpp.driver.jobs import without_shared_names
 
@@ -108,12 +110,12 @@ class RunRequest:
         from svdpp.media.inputs import raise_all, sift_inputs
 
         found, problems = sift_inputs(
-            self.inputs.inputs or (),
-            recursive=self.inputs.recursive,
-            max_pixels=self.inputs.max_pixels,
+            self.options.inputs or (),
+            recursive=self.options.recursive,
+            max_pixels=self.options.max_pixels,
             video_frames=self._sampling.video_frames,
         )
-        if problems and not self.inputs.keep_going:
+        if problems and not self.options.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
         return found, [*problems]
 
@@ -124,7 +126,7 @@ class RunRequest:
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
             device=self.device,
-            from_image=bool(self.inputs.inputs),
+            from_image=bool(self.options.inputs),
         ).resolve()
 
     def stretched(self, found: Sequence[ClipInput]) -> str:
@@ -154,11 +156,11 @@ class RunRequest:
         """The pipeline of `config`, with the request's folders; rank 0 gives inputs and profile."""
         from svdpp.driver.pipeline import Pipeline
 
-        latents = self.output.latents_dir
+        latents = self.options.latents_dir
         files = [each.photo for each in inputs if each.photo]
         files += [video for _, video in (inputs[0].videos if inputs else ())]
         folders = {file.path.parent: file.path for file in files}
-        shared = [self.output.place().folder, *folders.values()]
+        shared = [self.options.place().folder, *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
@@ -169,4 +171,4 @@ class RunRequest:
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampling_config(from_image=bool(self.inputs.inputs))
+        return self.options.sampling_config(from_image=bool(self.options.inputs))

@@ -25,8 +25,8 @@ _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --wor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions(ClipOptions):
-    """Clips of a rehearsal, and their speed."""
+class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
+    """The options of the pipeline, and the clips of a rehearsal and their speed."""
 
     time_scale: float | None = COSTS.setting(
         "X",
@@ -62,11 +62,9 @@ class RehearsalOptions(ClipOptions):
 def simulate(
     console: Console,
     launched: World | None,
-    clips: RehearsalOptions,
-    prompts: PromptOptions,
     traces: TraceOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(device="cpu", model=DUMMY_MODEL),
+    options: RehearsalOptions = RehearsalOptions(device="cpu", model=DUMMY_MODEL),
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -81,12 +79,12 @@ def simulate(
     _check_sizes(options)
     config, why = PipelineRequest(
         options=options,
-        num_clips=lambda world_size: clips.at_least_one(2 * world_size),
+        num_clips=lambda world_size: options.at_least_one(2 * world_size),
         launched=launched,
         on_cpu=4,
-        time_scale=clips.time_scale,
+        time_scale=options.time_scale,
     ).resolve()
-    num_clips = clips.at_least_one(2 * config.world_size)
+    num_clips = options.at_least_one(2 * config.world_size)
     log.open(console, launched)
     if why:
         console.info(why)
@@ -96,7 +94,7 @@ def simulate(
 
         serve_member(pipeline, launched, console)
         return
-    seed, prompt = options.seed or 0, prompts.prompt
+    seed, prompt = options.seed or 0, options.prompt
     requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)
     _show(console, pipeline)

@@ -41,8 +41,8 @@ _CONDITIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofOptions(ClipOptions):
-    """Inputs, tolerance and report of a proof."""
+class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
+    """The options of the pipeline, and inputs and tolerance of a proof."""
 
     inputs: list[str] | None = argument(
         "[INPUT...|CLIP...]",
@@ -60,6 +60,7 @@ class ProofOptions(ClipOptions):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.tolerance >= 0:
             raise RequestError(f"--tolerance must be 0 or more, got {self.tolerance}")
 
@@ -84,10 +85,8 @@ def verify(
     context: click.Context,
     console: Console,
     launched: World | None,
-    proof: ProofOptions,
-    prompts: PromptOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(model=DEMO_MODEL),
+    options: ProofOptions = ProofOptions(model=DEMO_MODEL),
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
@@ -100,18 +99,18 @@ def verify(
     from svdpp.verification.clip_files import are_clips
 
     log.open(console, launched)
-    inputs = proof.inputs or []
+    inputs = options.inputs or []
     if are_clips(inputs) and options.as_family is None:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, inputs, proof.image, options)
+            _verify_clips(console, inputs, options)
         return
-    if proof.image is not None:
+    if options.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     requests = []
     if not is_member(launched):
-        requests = _requests(options, inputs, prompts, proof, from_image=from_image)
+        requests = _requests(options, inputs, from_image=from_image)
     config, why = PipelineRequest(
         options=options,
         num_clips=None if launched else len(requests),
@@ -128,16 +127,11 @@ def verify(
         return
     if why:
         console.info(why)
-    _compare(console, config, requests, proof)
+    _compare(console, config, requests, options.tolerance)
 
 
 def _requests(
-    options: PipelineOptions,
-    inputs: Sequence[str],
-    prompts: PromptOptions,
-    proof: ProofOptions,
-    *,
-    from_image: bool,
+    options: ProofOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
@@ -146,26 +140,23 @@ def _requests(
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
     sampling = options.sampling_config(from_image=from_image)
-    videos = prompts.videos(sampling)
+    videos = options.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
     example = None if options.family == "svd" else EXAMPLE_PROMPT
-    texts: list[str | None] = [*prompts.all_prompts()] or [example]
+    texts: list[str | None] = [*options.all_prompts()] or [example]
     combined = [
-        ClipInput(image, text, prompts.negative_prompt, videos)
+        ClipInput(image, text, options.negative_prompt, videos)
         for image in images
         for text in texts
     ]
-    num_clips = proof.at_least_one(max(2, len(combined)))
+    num_clips = options.at_least_one(max(2, len(combined)))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _compare(
-    console: Console,
-    config: PipelineConfig,
-    requests: list[ClipRequest],
-    asked: ProofOptions,
+    console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: float
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import labels
@@ -178,7 +169,7 @@ def _compare(
             conditions = proof.run_pipelined(config, requests, folder, observers=observers)
         with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
+        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
     if console.as_json:
         console.json({**verdict.to_json(), "conditions": conditions})
     else:
@@ -226,9 +217,7 @@ def _refuse_without_effect(context: click.Context) -> None:
         )
 
 
-def _verify_clips(
-    console: Console, inputs: Sequence[str], image: Path | None, options: PipelineOptions
-) -> None:
+def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions) -> None:
     from svdpp.verification.clip_files import find_clips
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
@@ -236,7 +225,7 @@ def _verify_clips(
     console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
     settings = Settings(
         threads=options.threads,
-        image=image,
+        image=options.image,
         local_files_only=options.local_files_only,
         timeout=options.timeout,
         start_timeout=options.start_timeout,

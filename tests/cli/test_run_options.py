@@ -43,8 +43,7 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    others = {name: values[name] for name in ("options", "inputs", "prompts", "output")}
-    return RunRequest(launched=None, **others).config(num_clips)[0]
+    return RunRequest(launched=None, options=values["options"]).config(num_clips)[0]
 
 
 SHAPES = [
