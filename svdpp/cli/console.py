@@ -89,17 +89,9 @@ class Console:
 
     def prose(self, text: str, indent: str = "") -> None:
         """Prints sentences of the result; folded between words on a terminal."""
-        width = self.out.width if self.out.is_terminal else _WIDEST
-        self.result(
-            textwrap.fill(
-                text,
-                width,
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        width = (self.out.width if self.out.is_terminal else _WIDEST) - len(indent)
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        self.result("\n".join(indent + line for line in lines))
 
     def json(self, value: Any) -> None:
         """Prints the whole result as JSON; call once, with `--json`."""
@@ -137,10 +129,7 @@ class Console:
             return
         if isinstance(value, list):
             self.result(label)
-        shown = rows[:MAX_ROWS]
-        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in shown])
-        if len(rows) > MAX_ROWS:
-            self.result(f"... and {len(rows) - MAX_ROWS} more")
+        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
 
     def info(self, *texts: str) -> None:
         """Prints remarks; folded on a terminal unless they contain a command to copy."""
@@ -149,15 +138,18 @@ class Console:
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints a table of the result: numbers to the right except in the first column."""
+        """Prints the first rows of a table: numbers to the right except in the first column."""
         table = Table(box=None, pad_edge=False, header_style="bold")
+        shown = rows[:MAX_ROWS]
         for name in rows[0] if rows else ():
-            is_text = not table.columns or any(row[name][:1].isalpha() for row in rows)
+            is_text = not table.columns or any(row[name][:1].isalpha() for row in shown)
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-        for row in rows:
+        for row in shown:
             table.add_row(*map(one_line, row.values()))
         if not self.as_json:  # a terminal folds lines; rich would cut numbers
             Stdout(highlight=False, width=_WIDEST).print(table)
+        if len(rows) > MAX_ROWS:
+            self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""

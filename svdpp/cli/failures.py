@@ -39,11 +39,9 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
         yield
     except click.exceptions.Exit:
         raise
-    except Interrupted as error:
-        previous = {}  # keep `end_at_once` for a second signal until the process ends
-        _say(console, error, debug=debug)
-        raise click.exceptions.Exit(exit_code_of(error)) from error
-    except Exception as error:
+    except (Interrupted, Exception) as error:
+        if isinstance(error, Interrupted):
+            previous = {}  # keep `end_at_once` for a second signal until the process ends
         _say(console, error, debug=debug)
         raise click.exceptions.Exit(exit_code_of(error)) from error
     finally:

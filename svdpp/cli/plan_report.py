@@ -80,9 +80,7 @@ def _print_ranks(console: Console, layout: Layout, ranks: Sequence[Mapping[str, 
     alike = layout.replicas_are_alike
     replicas = range(1 if alike else layout.replicas)
     shown = [ranks[share.rank] for replica in replicas for share in layout.shares(replica)]
-    console.table([_rank_row(layout, rank) for rank in shown[:MAX_ROWS]])
-    if len(shown) > MAX_ROWS:
-        console.result(f"... and {len(shown) - MAX_ROWS} more ranks")
+    console.table([_rank_row(layout, rank) for rank in shown])
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
 

@@ -137,16 +137,6 @@ def test_an_interrupt_while_modules_are_imported(module: str) -> None:
     assert answer.err in ("", "error: ended by SIGINT\n")
 
 
-def test_debug_alone_shows_the_traceback() -> None:
-    arguments = ("plan", "--world", "3")
-    plain, debug = svdpp_alone(*arguments), svdpp_alone(*arguments, "--debug")
-
-    assert "Traceback" not in plain.err
-    assert (plain.code, debug.code) == (2, 2)
-    assert "Traceback (most recent call last)" in debug.err
-    assert debug.err.endswith(plain.err)
-
-
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from svdpp.cli import plan_report
 

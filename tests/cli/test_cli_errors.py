@@ -93,12 +93,6 @@ def test_an_out_that_cannot_be_written(out: str) -> None:
     assert Path("file").read_bytes() == b"mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_out_without_permission() -> None:
-    Path("locked").mkdir(mode=0o500)
-    assert_error(svdpp_here("run", PHOTO, *DEMO, "--out", "locked"), 8, "Permission denied")
-
-
 @pytest.mark.parametrize("command", [("run", PHOTO, *DEMO), ("simulate",), ("verify", *DEMO)])
 def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
     Path("file").touch()
