@@ -62,6 +62,12 @@ class OutOfMemoryError(SvdppError, MemoryError):
 _NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
+def first_line(error: object) -> str:
+    """What a library's error says, on one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch or a library of CUDA says with `error` that memory ran out."""
     return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)

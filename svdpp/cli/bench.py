@@ -131,7 +131,8 @@ def _bench(point: BenchConfig) -> Bench:
     pipeline = Pipeline(pipeline_config(point))
     one = Bench(point, pipeline.config)
     if pipeline.checkpoint is not None:
-        pipeline.checkpoint.check_requests(one.config.sampling, one.requests)
+        for request in one.requests:
+            pipeline.checkpoint.check_request(one.config.sampling, request)
     return one
 
 

@@ -208,21 +208,25 @@ class _Run(RunRequest):
             f"{counted(sampling.num_inference_steps, 'step')}, "
             f"{config.model.name} {config.model.dtype}"
         )
-        console.answer(
-            {
-                "schema_version": 1,
-                "clips": [
-                    {name: metadata[name] for name in ("output", "input", "seed")}
-                    for metadata in clips.metadata
-                ],
-                "finished": [metadata["output"] for metadata in clips.skipped],
-                "layout": str(config.layout),
-                "world_size": config.world_size,
-                "device": config.device,
-                "ranks": [{"rank": each.rank, "peak_bytes": each.total_bytes} for each in ranks],
-                "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
-            }
-        )
+        about: dict[str, Any] = {
+            "schema_version": 1,
+            "clips": [
+                {name: metadata[name] for name in ("output", "input", "seed")}
+                for metadata in clips.metadata
+            ],
+            "finished": [metadata["output"] for metadata in clips.skipped],
+            "layout": str(config.layout),
+            "world_size": config.world_size,
+            "device": config.device,
+            "ranks": [{"rank": each.rank, "peak_bytes": each.total_bytes} for each in ranks],
+            "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
+        }
+        if not console.as_json:
+            about["clips"] = [
+                {"output": str(policy.folder / clip["output"]), "seed": clip["seed"]}
+                for clip in about["clips"]
+            ]
+        console.answer(about)
 
 
 def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:

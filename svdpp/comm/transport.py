@@ -30,6 +30,7 @@ from svdpp.errors import (
     DeviceError,
     OutOfMemoryError,
     TransportError,
+    first_line,
     is_out_of_memory,
 )
 
@@ -368,19 +369,15 @@ def _translated(error: RuntimeError, attempt: str) -> Exception:
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):
         return DeviceError(
-            f"could not {attempt}: CUDA error: {cuda[1] if cuda else _first_line(text)}",
+            f"could not {attempt}: CUDA error: {cuda[1] if cuda else first_line(error)}",
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
         )
     return BrokenLinkError(f"could not {attempt}: {_reason(error, text)}")
 
 
 def _reason(error: RuntimeError, text: str) -> str:
-    first = _first_line(text)
+    first = first_line(error)
     _, separator, last = text.partition("Last error:")
     if isinstance(error, dist.DistBackendError) and separator and last.strip():
-        return f"{first} (last error: {_first_line(last)})"
+        return f"{first} (last error: {first_line(last)})"
     return first
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"

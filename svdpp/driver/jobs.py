@@ -143,7 +143,7 @@ def plan_clips(
         if made_from is last:
             metadata = of_seed(metadata, seed, output)
         else:
-            checkpoint.check_requests(config.sampling, [request])
+            checkpoint.check_request(config.sampling, request)
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
         key = None if folder is None else latents_key(metadata, weights)
         finished = _finished_clip(output, metadata, policy)

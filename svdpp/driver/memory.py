@@ -13,7 +13,7 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.launch import environment, process_group
 from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.costs import MemoryEstimate
+from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import MEMORY_OF
 
@@ -40,6 +40,8 @@ _SHARE_OF_FREE = 0.8
 
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
     """The memory of each part of the model, for the clips of a resolved `config`."""
+    if checkpoint is None:  # the dummy takes megabytes
+        return MemoryEstimate(encode=None, denoise=PartMemory(0, 0), decode=None)
     with environment.defaults():
         from svdpp.models.memory import estimate  # diffusers: seconds
 

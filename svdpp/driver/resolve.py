@@ -213,7 +213,7 @@ class ClipWork:
         sampling = self.config_of(request).sampling
         if self._checkpoint is not None and not request.done_steps:
             try:
-                self._checkpoint.check_requests(sampling, [request])
+                self._checkpoint.check_request(sampling, request)
             except RequestError as error:
                 raise RequestError(
                     f"{name}: {error.message}",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from svdpp.comm.transport import GROUP_TIMEOUT
-from svdpp.errors import BrokenLinkError, RankError, RequestError
+from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
 LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
@@ -86,10 +86,9 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     try:
         return address, _store(world, host, port, address, timeout)
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise RankError(
             f"rank {world.rank} ({socket.gethostname()}) cannot reach the store at {host}:{port}: "
-            f"{reason}",
+            f"{first_line(error)}",
             "set MASTER_ADDR and MASTER_PORT to those of rank 0, and open that port in its "
             "firewall",
         ) from error

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from svdpp.config import Fit
 from svdpp.config.limits import MAX_MEGAPIXELS
-from svdpp.errors import InputError
+from svdpp.errors import InputError, first_line
 
 #: The only decoders that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
@@ -86,9 +86,7 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
     except MemoryError:
         raise InputError(f"{_name(path)} does not fit in memory") from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
-        reason = "".join(c if c.isprintable() else " " for c in str(error))[:200]
-        reason = reason or type(error).__name__
-        raise InputError(f"{_name(path)} is damaged or truncated: {reason}") from error
+        raise InputError(f"{_name(path)} is damaged or truncated: {first_line(error)}") from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,12 +160,11 @@ class Checkpoint:
                 "set from_image accordingly",
             )
 
-    def check_requests(self, sampling: SamplingConfig, requests: Iterable[ClipRequest]) -> None:
-        """`check_inputs` of each request."""
-        for request in requests:
-            prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
-            image, videos = request.image is not None, request.videos
-            self.check_inputs(sampling, image=image, videos=videos, **prompts)
+    def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
+        """`check_inputs` of a clip."""
+        prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+        image = request.image is not None
+        self.check_inputs(sampling, image=image, videos=request.videos, **prompts)
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None."""

@@ -6,9 +6,9 @@ It stands in for SVD in rehearsals on a laptop, and in tests of everything but t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.plan.actions import FrameRange
+from svdpp.plan.costs import Costs
 
 _WEIGHT_SEED = 20231121
 
@@ -41,27 +42,22 @@ class DummyUNet(nn.Module):
         return latent + residual / self.num_steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class SleepTimes:
-    """Seconds that each part takes at least, so that the dummy can stand for another device."""
-
-    step_seconds: float = 0.0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
 class DummyModel:
-    """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames."""
+    """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames.
+
+    With `costs` each part takes at least the seconds of `rank`: the dummy stands for a device.
+    """
 
     def __init__(
         self,
         spec: LatentSpec,
         num_steps: int,
         device: torch.device,
-        sleep_times: SleepTimes = SleepTimes(),
+        costs: Costs | None = None,
+        rank: int = 0,
     ) -> None:
         self.device = device
-        self._sleep_times = sleep_times
+        self._costs, self._rank = costs, rank
         self._spec = spec
         self._dtype = DTYPES[spec.dtype]
         self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
@@ -71,7 +67,7 @@ class DummyModel:
         """The same network with other numbers of steps and frames; it has no other parameters."""
         batch, channels, _, *size = self._spec.shape
         spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
-        return DummyModel(spec, sampling.num_inference_steps, self.device, self._sleep_times)
+        return DummyModel(spec, sampling.num_inference_steps, self.device, self._costs, self._rank)
 
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
         """Nothing: the dummy uses no image."""
@@ -79,7 +75,7 @@ class DummyModel:
 
     def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Noise, drawn on the CPU: every device starts from the same latent."""
-        with _at_least(self._sleep_times.encode_seconds):
+        with self._lasting(Costs.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
             noise = torch.randn(self._spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
@@ -103,7 +99,7 @@ class DummyModel:
         latent = tensors[LATENTS]
         for step in range(start, end):
             if partner is None:
-                with _at_least(self._sleep_times.step_seconds):
+                with self._lasting(Costs.step_on):
                     latent = self._unet(latent, step)
             else:
                 own: Tensors = {}
@@ -115,7 +111,7 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        with _at_least(self._sleep_times.step_seconds / 2):
+        with self._lasting(Costs.step_on, 0.5):
             own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
         return own
 
@@ -125,14 +121,17 @@ class DummyModel:
         """Small black frames, one for each of the latent's, in the time of a decode."""
         count = self._spec.shape[2]
         part = frames or FrameRange(0, count, count)
-        with _at_least(self._sleep_times.decode_seconds * part.fraction):
+        with self._lasting(Costs.decode_on, part.fraction):
             shape = part.end - part.first, 8, 8, 3
             return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
-
-@contextmanager
-def _at_least(seconds: float) -> Iterator[None]:
-    """Sleeps at the end of the block until `seconds` have passed since its start."""
-    end = time.monotonic() + seconds
-    yield
-    time.sleep(max(0.0, end - time.monotonic()))
+    @contextmanager
+    def _lasting(
+        self, seconds: Callable[[Costs, int], float], share: float = 1.0
+    ) -> Iterator[None]:
+        """Sleeps at the end of the block until a share of the part's seconds have passed."""
+        start = time.monotonic()
+        yield
+        if self._costs is not None:
+            end = start + seconds(self._costs, self._rank) * share
+            time.sleep(max(0.0, end - time.monotonic()))

@@ -58,27 +58,27 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
         # The library reads the variable only when it is imported.
         is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+        bar = _Silent if is_quiet else None
         patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
+        revision = commit_of(folder) or model.revision
         with typed_errors(model, absent):
-            revision = commit_of(folder) or model.revision
-            _fetch(model.name, revision, model.local_files_only, patterns, is_quiet=is_quiet)
+            _fetch(model.name, revision, model.local_files_only, patterns, bar)
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
     """A process keeps to the commit that it finds first, and asks the hub for it only once."""
-    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, is_quiet=True)
+    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, _Silent)
 
 
 def _fetch(
-    name: str, revision: str | None, local_files_only: bool, patterns: list[str], *, is_quiet: bool
+    name: str, revision: str | None, local_files_only: bool, patterns: list[str], bar: Any
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "local_files_only": local_files_only}
-    options["tqdm_class"] = _Silent if is_quiet else None
-    return Path(snapshot_download(name, allow_patterns=patterns, **options))
+    return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar, **options))
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]

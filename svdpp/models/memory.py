@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.errors import RequestError
-from svdpp.models.base import DTYPES, Prepared, Tensors
+from svdpp.errors import RequestError, first_line
+from svdpp.models.base import Prepared, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine import load
-from svdpp.models.engine.configs import first_line, has_weights
+from svdpp.models.engine.configs import has_weights
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.patches import component_methods, replaced
 from svdpp.models.engine.values import tensors_in
@@ -37,7 +36,7 @@ from svdpp.plan.layout import Roles
 
 
 def estimate(
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint,
     model: ModelConfig,
     sampling: SamplingConfig,
     *,
@@ -46,14 +45,11 @@ def estimate(
 ) -> MemoryEstimate:
     """Estimates the memory of each part of a model for resolved `sampling`, in seconds.
 
-    `checkpoint` is None for the dummy model. On the CPU the kernels, and so their memory, depend on
-    `num_threads`.
+    On the CPU the kernels, and so their memory, depend on `num_threads`.
     """
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        if checkpoint is None:
-            return MemoryEstimate(encode=None, denoise=_dummy(model, on_cpu), decode=None)
         hollow = _HollowModel(checkpoint, model, sampling, on_cpu=on_cpu)
         packet, encode = hollow.encode()
         packet, denoise = hollow.denoise(packet)
@@ -74,17 +70,6 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
     """The parameters and buffers of a module; `without` are names of submodules."""
     named = chain(module.named_parameters(), module.named_buffers())
     return [tensor for name, tensor in named if name.split(".")[0] not in without]
-
-
-@torch.no_grad()
-def _dummy(model: ModelConfig, on_cpu: bool) -> PartMemory:
-    latent = torch.zeros(model.dummy_latent.shape, dtype=DTYPES[model.dtype])
-    unet = DummyUNet(latent.shape[1]).to(latent.dtype)
-    weights = _weights(unet)
-    live = LiveBytes([*weights, latent], count_workspace=on_cpu)
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
-        unet(latent, 0)
-    return PartMemory(sum(tensor.nbytes for tensor in weights), live.above)
 
 
 class _HollowModel:

@@ -15,7 +15,7 @@ import torch
 
 from svdpp.comm import streams
 from svdpp.config import PipelineConfig
-from svdpp.errors import OutOfMemoryError, RequestError, is_out_of_memory
+from svdpp.errors import OutOfMemoryError, RequestError, first_line, is_out_of_memory
 from svdpp.launch import gpus, process_group
 from svdpp.launch.gpus import available_bytes, gib_text
 from svdpp.launch.world import World
@@ -30,7 +30,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         streams.use_device(device)
     except (AssertionError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        reason = first_line(error)
         if "out of memory" in reason:
             raise OutOfMemoryError(
                 f"{name} has too little free memory for a CUDA context (about 0.5 GB)",

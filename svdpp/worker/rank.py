@@ -17,7 +17,7 @@ from svdpp.config import PipelineConfig
 from svdpp.launch.group import Channel, RankContext
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.dummy import DummyModel, SleepTimes
+from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
@@ -179,20 +179,11 @@ def load_model(
     """The model's parts that `roles` need, on `device`; the dummy sleeps by the costs of `rank`."""
     if checkpoint is None:
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
-        sleeps = _sleep_times(config, rank) if config.model.dummy_sleeps else SleepTimes()
-        return DummyModel(latent, num_steps, torch.device(device), sleeps)
+        costs = config.costs if config.model.dummy_sleeps else None
+        return DummyModel(latent, num_steps, torch.device(device), costs, rank)
     from svdpp.models.engine import model  # imports diffusers: seconds, which the dummy avoids
 
     return model.load_model(checkpoint, config.model, config.sampling, device, roles)
-
-
-def _sleep_times(config: PipelineConfig, rank: int) -> SleepTimes:
-    costs = config.costs
-    return SleepTimes(
-        step_seconds=costs.step_on(rank),
-        encode_seconds=costs.encode_on(rank),
-        decode_seconds=costs.decode_on(rank),
-    )
 
 
 class ActionQueue:

@@ -33,7 +33,7 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
     ("raised", "kind", "words"),
     [
         (RuntimeError(GLOO), BrokenLinkError, "Connection closed by peer"),
-        (RuntimeError(""), BrokenLinkError, "no reason given"),
+        (RuntimeError(""), BrokenLinkError, "RuntimeError"),
         (
             dist.DistBackendError(NCCL_REMOTE),
             BrokenLinkError,

@@ -291,7 +291,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("error", "words"),
     [
         (MemoryError(), "does not fit in memory"),
-        (OverflowError("\x1b[31mboo\n"), "is damaged or truncated:  [31mboo "),
+        (OverflowError("\x1b[31mboo\n"), "is damaged or truncated: ?[31mboo"),
         (KeyError(), "is damaged or truncated: KeyError"),
     ],
 )

@@ -15,7 +15,6 @@ import torch
 
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.dummy import DummyUNet
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.memory import LiveBytes, estimate
 from svdpp.plan.costs import Costs, MemoryEstimate, PartMemory
@@ -64,15 +63,6 @@ def test_activation_bytes_match_torchs_allocator(part: str, threads: int, chunk:
     estimated = getattr(parts, part).activation_bytes
     print(part, threads, chunk, estimated, measured, estimated / measured)
     assert estimated == pytest.approx(measured, rel=0.05)
-
-
-def test_activation_bytes_of_the_dummy_match_torchs_allocator() -> None:
-    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 8, 32, 32))
-    unet, latent = DummyUNet(), torch.zeros(model.dummy_latent.shape)
-
-    estimated = estimate(None, model, SAMPLING, device="cpu").denoise.activation_bytes
-
-    assert estimated == pytest.approx(allocated_peak(lambda: unet(latent, 0)), rel=0.05)
 
 
 def test_parameters_change_the_estimate() -> None:

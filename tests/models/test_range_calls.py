@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
@@ -75,16 +74,6 @@ def test_a_checkpoint_of_svd_from_an_earlier_version_is_continued(tiny: Path, st
     ours, theirs = (model.denoise(each, steps, STEPS, nothing) for each in both)
     assert torch.equal(ours[LATENTS], theirs[LATENTS])
     assert torch.equal(model.decode(ours), model.decode(theirs))
-
-
-def test_caches_between_steps_are_refused(model: EngineModel) -> None:
-    transformer = WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, ffn_dim=8, num_layers=2, text_dim=8
-    )
-    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    model._pipe.transformer = transformer
-    with pytest.raises(ModelError, match="transformer has the cache FirstBlockCacheConfig"):
-        model.encode({}, request_of())
 
 
 def test_draws_from_the_global_generator_are_refused(

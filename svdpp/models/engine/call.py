@@ -86,7 +86,6 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        patches.refuse_caches(self.pipe)
         callback = patches.step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
@@ -259,7 +258,7 @@ class RangeCall:
             "chunks": chunks,
             "states": states,
             "outputs": [values.describe(each) for each in self._outputs],
-            "generators": self._records.packed_state(self._packer, GENERATOR),
+            "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
     # 4. The pipeline, its components and its scheduler, while the call lasts.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.errors import ModelError, is_out_of_memory
+from svdpp.errors import ModelError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from svdpp.models.engine.rows import Row
@@ -185,12 +185,6 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, on one line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
 
 
 _REPR = reprlib.Repr()

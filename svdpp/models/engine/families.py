@@ -13,11 +13,9 @@ from svdpp.models.engine.configs import Configs, Facts, short_repr
 
 def svd(configs: Configs) -> Facts:
     """What the configs of a checkpoint say of its frames; refuses other sizes of its inputs."""
-    unet, channels = configs.of("unet"), configs.of("vae").count("latent_channels", 64)
-    unet.require("in_channels", 2 * channels, "twice the VAE's latent_channels")
     reason = "the size of diffusers' CLIP input"
     configs.of("image_encoder").require("image_size", 224, reason)
-    return {"model_frames": unet.count("num_frames", 1024)}
+    return {"model_frames": configs.of("unet").count("num_frames", 1024)}
 
 
 def wan(configs: Configs) -> Facts:

@@ -19,10 +19,10 @@ from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.config import ModelConfig
-from svdpp.errors import ModelError, OutOfMemoryError, RequestError, is_out_of_memory
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError, first_line, is_out_of_memory
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.configs import first_line, has_weights, library_errors, short_repr
+from svdpp.models.engine.configs import has_weights, library_errors, short_repr
 from svdpp.models.engine.patches import replaced
 from svdpp.models.engine.rows import ROWS
 from svdpp.models.hub import show_name

@@ -31,7 +31,6 @@ _MAX_CACHED_TEXTS = 16
 _OF_TEXT = re.compile(r"_get_\w+_prompt_embeds|_encode_prompt_\w+")
 # Arguments of `__call__` whose sampling parameters have other names.
 _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_length": "num_frames"}
-_SMALL = (16, 16)
 
 
 class EngineModel:
@@ -191,11 +190,7 @@ class EngineModel:
 
 
 def load_model(
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    sampling: SamplingConfig,
-    device: str,
-    roles: Roles,
+    checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
 ) -> EngineModel:
     """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
@@ -237,7 +232,7 @@ def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
     if not sampling.videos:
         return [image] * (sampling.frames if whole else 1) if sampling.from_video else image
     sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}
-    frames = {name: Image.new("RGB", size if whole else _SMALL) for name, size in sizes.items()}
+    frames = {name: Image.new("RGB", size if whole else (16, 16)) for name, size in sizes.items()}
     return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-from svdpp.errors import ModelError
-
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
@@ -28,16 +26,6 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
     """The argument of `__call__` that is called after each step; empty if there is none."""
     name = "callback_on_step_end"
     return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
-
-
-def refuse_caches(pipe: Any) -> None:
-    """They keep state from step to step, which no packet carries."""
-    for part, component in pipe.components.items():
-        if (cache := getattr(component, "_cache_config", None)) is not None:
-            raise ModelError(
-                f"{part} has the cache {type(cache).__name__}, which keeps state from step to step",
-                f"call {part}.disable_cache()",
-            )
 
 
 @contextmanager

@@ -78,10 +78,6 @@ class Records:
         (state,) = self._unpacked(states)
         self._generator.set_state(state)
 
-    def packed_state(self, packer: Packer, name: str) -> Node:
-        """The structure of the generator's state now."""
-        return packer.pack([self._generator.get_state()], name)
-
     def packed(self, packer: Packer) -> list[Node]:
         """The structure of what was recorded; the first latent is packed by its own name."""
         for name, result, _ in self._made:

@@ -65,7 +65,10 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     # Each pixel at its place, because the interpolation depends on the image's size. Rows that it
     # does not read take no memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
-    rows, columns = _read(image.height), _read(image.width)
+    rows, columns = (
+        torch.cat([torch.arange(*span) for span in _spans(size)])
+        for size in (image.height, image.width)
+    )
     whole[..., rows, :] = torch.nan
     whole[..., rows[:, None], columns] = down
     return functional.interpolate(whole, size=(_SIDE, _SIDE), mode="bicubic", align_corners=True)
@@ -101,13 +104,11 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def _read(size: int) -> torch.Tensor:
-    """The positions along a side of `size` pixels that the interpolation reads."""
-    return torch.cat([torch.arange(*span) for span in _spans(size)])
-
-
 def _spans(size: int) -> list[tuple[int, int]]:
-    """The same positions as ranges (start, stop) that do not touch."""
+    """The positions along a side of `size` pixels that the interpolation reads.
+
+    They are ranges (start, stop) that do not touch.
+    """
     spans: list[tuple[int, int]] = []
     for index in range(_SIDE):
         below = index * (size - 1) // (_SIDE - 1)
