@@ -7,6 +7,7 @@ from typing import Any
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.inputs import ImageOptions
+from svdpp.cli.request import PipelineOptions
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import RequestError
@@ -22,8 +23,8 @@ def _most(what: str, most: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ImageOptions):
-    """Where the service listens, what it keeps, and what clients may request."""
+class ServeOptions(PipelineOptions, ImageOptions):
+    """The options of the pipeline; where the service listens, what it keeps, and limits."""
 
     host: str = SERVICE.setting(
         "HOST",
@@ -119,6 +120,7 @@ class ServeOptions(ImageOptions):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seconds("--lease", self.lease)
         if self.queue is not None and not self.queue.startswith(_DATABASES):
             raise RequestError(
@@ -147,8 +149,9 @@ class ServeOptions(ImageOptions):
                     f"add --{name} {most} or less",
                 )
 
-    def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
+    def all_sizes(self) -> tuple[tuple[int, int], ...]:
         """Width and height of the default size and of all others."""
+        sampling = self.sampling_config()
         found = {(sampling.width, sampling.height): None}
         for part in (self.sizes or "").split(",") if self.sizes is not None else ():
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
