@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
@@ -101,38 +101,6 @@ def bare_process_bytes() -> int:
 def free_memory(device: str) -> int:
     """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
     return available_bytes() if device == "cpu" else free_bytes(device)
-
-
-def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
-    """The most frames that can be decoded at a time, and why.
-
-    By the estimate they take at most 80% of the free memory, or else it is one frame. A further
-    frame takes as much as the others, or less while another part has the peak.
-    """
-    config = replace(config, decode_ranks=1)  # others decode with the same chunks
-    frames = resolve(config, weights="none")[0].sampling.frames
-    last = config.layout.replica_ranks[-1][-1]  # it decodes
-    device = f"cuda:{last}" if config.device == "cuda" else config.device
-    free = free_memory(device)
-
-    def needed(chunk: int) -> int:
-        sampling = replace(config.sampling, decode_chunk_size=chunk)
-        ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
-        sharing = [ranks[last]] if config.device == "cuda" else ranks
-        return sum(rank.total_bytes for rank in sharing)
-
-    if (least := needed(1)) > free:
-        raise OutOfMemoryError(
-            "out of memory before the run: with one frame decoded at a time it needs "
-            f"{gib_text(least)}, {gib_text(free)} free",
-            "a smaller --height and --width, or --dtype fp16, lower it",
-        )
-    each = (needed(frames) - least) / max(1, frames - 1)
-    fitting = [n for n in range(2, frames + 1) if least + (n - 1) * each <= _SHARE_OF_FREE * free]
-    chunk = max(fitting, default=1)
-    size = gib_text(round(least + (chunk - 1) * each))
-    text = f"{chunk} of {frames} frames at a time: {size} by estimate, {gib_text(free)} free"
-    return chunk, text
 
 
 def memory_of_devices(
