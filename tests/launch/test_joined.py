@@ -92,9 +92,10 @@ def _group_of_two(
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
     with ThreadPoolExecutor() as rank:
-        rank.submit(connections.connect, store, TERMS.hello(), TERMS)
+        connected = rank.submit(connections.connect, store, TERMS.hello(), TERMS)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
+        connected.result()[0].close()  # it was open until now
 
 
 def test_what_all_hosts_share_is_looked_for_there(
