@@ -156,7 +156,7 @@ class _Run:
         """The metadata of the finished clips, in the order of the request, and the figures."""
         from svdpp.cli.log import EventLog
         from svdpp.cli.progress import Progress, labels
-        from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
+        from svdpp.diagnostics.figures import figures_of_run
 
         console, pipeline, requests = self.console, self.pipeline, self.clips.requests
         if not requests:
@@ -173,9 +173,8 @@ class _Run:
             costs=pipeline.config.costs,
             forecasts=self.asked.knows_costs,
         )
-        recorder = FigureRecorder(pipeline.config, of_run(pipeline, requests))
         with progress, manifest:
-            for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
+            for observer in (progress, EventLog(pipeline.config.layout), manifest):
                 pipeline.observe(observer)
             try:
                 with self.traces.of(pipeline), pipeline:
@@ -186,7 +185,7 @@ class _Run:
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:
-                if (figures := recorder.figures()) is not None:
+                if (figures := figures_of_run(pipeline, requests)) is not None:
                     manifest.measured(figures.to_json())
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
         return [result.metadata for result in results], figures

@@ -130,7 +130,7 @@ class Supervisor:
         for rank, message in self._group.poll(timeout):
             event = parse_event(message)
             self._liveness.heard(rank, event, time.monotonic())
-            self.trace.add(rank, event)
+            self.trace(rank, event)
             if isinstance(event, Failed):
                 self._failures.setdefault(rank, event)  # a later report is about a signal
             for observer in self._observers:
@@ -236,7 +236,7 @@ class Supervisor:
         planned = self._config.device
         if planned == "cuda":
             planned = f"cuda:{local_rank}"
-        device = self.trace.devices.get(rank) or planned
+        device = self.trace.reported[rank].device or planned
         return f"rank {rank} ({device} of {host})"
 
     def _picture(self, rank: int, remark: str) -> str:
