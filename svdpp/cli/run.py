@@ -277,8 +277,8 @@ def _show_dry_run(
         "world_size": config.world_size,
         "device": config.device,
         "ranks": [
-            {"rank": each.rank, "peak_bytes": each.total_bytes}
-            for each in estimate_ranks(config, weights="none")
+            {"rank": rank, "peak_bytes": peak}
+            for rank, peak in enumerate(estimate_ranks(config, weights="none"))
         ],
         "disk": _disk(policy, config, len(clips.requests)),
     }

@@ -185,7 +185,7 @@ def _memory(examination: Examination) -> str:
     config = examination.config
     if not config.model.is_dummy:
         _ = examination.model
-    needed = [rank.total_bytes for rank in estimate_ranks(config)]
+    needed = estimate_ranks(config)
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
@@ -52,39 +52,17 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes on one rank's device; for a CPU rank, on the host."""
-
-    rank: int
-    weight_bytes: int
-    activation_bytes: int
-    """Above the weights, in the part with the largest need."""
-    process_bytes: int
-    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
-
-    @property
-    def total_bytes(self) -> int:
-        """The peak."""
-        return self.weight_bytes + self.activation_bytes + self.process_bytes
-
-
-def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[RankMemory]:
-    """The memory that each rank needs, from the model's configs; `weights` must be present.
+def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[int]:
+    """The peak bytes of each rank on its device, or on the host for a CPU rank, by estimate.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
-    the files already have the requested dtype.
+    the files already have the requested dtype. `weights` must be present.
     """
     config, checkpoint = resolve(config, weights=weights)
-    memories = map(estimate_parts(config, checkpoint).of_rank, config.layout.roles)
+    parts = estimate_parts(config, checkpoint)
     return [
-        RankMemory(
-            rank=rank,
-            weight_bytes=memory.weight_bytes,
-            activation_bytes=memory.activation_bytes,
-            process_bytes=_process_bytes(config, rank),
-        )
-        for rank, memory in enumerate(memories)
+        parts.of_rank(roles).peak_bytes + _process_bytes(config, rank)
+        for rank, roles in enumerate(config.layout.roles)
     ]
 
 
@@ -117,7 +95,7 @@ def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
         sampling = replace(config.sampling, decode_chunk_size=chunk)
         ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
         sharing = [ranks[last]] if config.device == "cuda" else ranks
-        return sum(rank.total_bytes for rank in sharing)
+        return sum(sharing)
 
     if (least := needed(1)) > free:
         raise OutOfMemoryError(
@@ -158,6 +136,7 @@ def memory_of_devices(
 
 
 def _process_bytes(config: PipelineConfig, rank: int) -> int:
+    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
     if config.device == "cpu":
         return bare_process_bytes()
     backend = process_group.choose_backend(config.device, config.world_size)
