@@ -17,11 +17,12 @@ import torch
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory import check_memory
-from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Observer
+from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import RequestError
+from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
+from svdpp.launch.started import StartedGroup
 from svdpp.media import video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
@@ -29,8 +30,8 @@ from svdpp.models.base import LATENTS, PREDICTION, Audio, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
-from svdpp.worker.device import out_of_memory_named
-from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
+from svdpp.worker.device import out_of_memory_named, peak_bytes, take_device
+from svdpp.worker.messages import ActionDone, ClipDone, Finished, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import (
@@ -86,23 +87,35 @@ def run_reference(
         if isinstance(event, ClipDone):
             hashes[event.clip] = event.metadata
 
-    run_rank_task(
-        _compute_all,
-        alone,
-        setup,
-        until=lambda: len(hashes) == len(setup.requests),
-        observers=(collect, *observers),
-    )
+    process_group.check_devices(alone.device, 1)
+    backend = process_group.choose_backend(alone.device, 1)
+    group = StartedGroup(_main, setup, world_size=1, backend=backend, device=alone.device)
+    supervisor = Supervisor(group, alone, collect, *observers)
+    try:
+        supervisor.supervise(lambda: len(hashes) == len(setup.requests))
+    finally:
+        supervisor.kill()
     return [hashes[clip] for clip in sorted(hashes)]
 
 
-def _compute_all(
-    context: RankContext,  # noqa: ARG001
-    device: str,
-    reporter: Reporter,
-    config: PipelineConfig,  # noqa: ARG001
-    setup: _Setup,
-) -> None:
+def _main(context: RankContext, setup: _Setup) -> None:
+    reporter = Reporter(context.channel)
+    reporter.start()
+    try:
+        device = str(take_device(setup.config, context.world))
+        _compute_all(device, reporter, setup)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    while context.channel.receive(1.0) is None:
+        pass  # waits for the parent's Stop; if the parent dies, this process ends with it
+    allocated, reserved = peak_bytes(device)
+    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
+    reporter.stop()
+    context.leave()
+
+
+def _compute_all(device: str, reporter: Reporter, setup: _Setup) -> None:
     begun = time.monotonic()
     with out_of_memory_named(None):
         compute = _diffusers(setup, device) if setup.checkpoint else _dummy(setup, device)
