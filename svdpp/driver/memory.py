@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import psutil
-
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.resolve import Weights, resolve
 from svdpp.errors import OutOfMemoryError
@@ -64,14 +62,6 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
         parts.of_rank(roles).peak_bytes + _process_bytes(config, rank)
         for rank, roles in enumerate(config.layout.roles)
     ]
-
-
-def bare_process_bytes() -> int:
-    """Resident bytes of a rank's process without a model.
-
-    It measures this process, which must already have imported what a rank imports.
-    """
-    return int(psutil.Process().memory_info().rss)
 
 
 def free_memory(device: str) -> int:
@@ -136,9 +126,9 @@ def memory_of_devices(
 
 
 def _process_bytes(config: PipelineConfig, rank: int) -> int:
-    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
+    """On a GPU: context, library handles and NCCL's buffers."""
     if config.device == "cpu":
-        return bare_process_bytes()
+        return _RANK_BYTES
     backend = process_group.choose_backend(config.device, config.world_size)
     pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES

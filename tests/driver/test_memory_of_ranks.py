@@ -26,7 +26,7 @@ def test_ranks_hold_what_their_actions_need() -> None:
 
     first, between, last = estimate_ranks(config)
 
-    assert memory.bare_process_bytes() < between < min(first, last)
+    assert memory._RANK_BYTES < between < min(first, last)
 
 
 def _estimated(config: PipelineConfig, **_: object) -> list[int]:
@@ -76,12 +76,10 @@ def test_one_frame_that_does_not_fit_ends_the_run(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_larger_frames_fit_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This process, with the tests before this one in it, is larger than a rank.
-    monkeypatch.setattr(memory, "bare_process_bytes", lambda: 450 * 2**20)
     chunks = []
     for side in (128, 256):
         sampling = replace(DEMO_CONFIG.sampling, height=side, width=side)
-        monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 2**30)
+        monkeypatch.setattr(memory, "available_bytes", lambda: 1250 * 2**20)
         chunks.append(fit_decode_chunk(replace(DEMO_CONFIG, sampling=sampling))[0])
     assert chunks[0] == 14
     assert 1 < chunks[1] < 14
