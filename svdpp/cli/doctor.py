@@ -50,7 +50,7 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The last check cuts a tiny copy of the model at every step and by pairs. Nothing is downloaded.
+    The last check runs a tiny copy of the model on a rank for each step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
     config = _examined(launched, options)

@@ -140,7 +140,7 @@ class _Run(RunRequest):
         """The metadata of the finished clips, in the order of the request, and the figures."""
         from svdpp.cli.log import EventLog
         from svdpp.cli.progress import Progress, labels
-        from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
+        from svdpp.diagnostics.figures import figures_of_run
 
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
@@ -156,9 +156,8 @@ class _Run(RunRequest):
             num_clips=len(requests),
             costs=config.costs,
         )
-        recorder = FigureRecorder(config, of_run(pipeline, requests))
         with progress, manifest:
-            for observer in (progress, EventLog(config.layout), manifest, recorder):
+            for observer in (progress, EventLog(config.layout), manifest):
                 pipeline.observe(observer)
             try:
                 with self.traces.of(pipeline), pipeline:
@@ -169,7 +168,7 @@ class _Run(RunRequest):
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:
-                if (figures := recorder.figures()) is not None:
+                if (figures := figures_of_run(pipeline, requests)) is not None:
                     manifest.measured(figures.to_json())
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
         return [result.metadata for result in results], figures
@@ -218,7 +217,7 @@ class _Run(RunRequest):
             "layout": str(config.layout),
             "world_size": config.world_size,
             "device": config.device,
-            "ranks": [{"rank": each.rank, "peak_bytes": each.total_bytes} for each in ranks],
+            "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
             "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
         }
         if not console.as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
@@ -19,6 +19,7 @@ from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
+    from svdpp.diagnostics.figures import RankFigures
     from svdpp.driver.pipeline import Pipeline
 
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
@@ -130,10 +131,11 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline) -> None:
+    from svdpp.diagnostics.figures import measured_figures
+
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
-    config, ranks = pipeline.config, pipeline.trace.to_json()
-    for rank, share in zip(ranks, config.layout.all_shares, strict=True):
-        rank.update(start=share.start, end=share.end)
+    config, figures = pipeline.config, measured_figures(pipeline.trace, pipeline.config)
+    assert figures is not None, "a simulation has a clip"
     names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
     console.answer(
         {
@@ -145,8 +147,19 @@ def _show(console: Console, pipeline: Pipeline) -> None:
             "backend": pipeline.backend,
             "clips": times["measured"].clips,
             **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
-            "ranks": ranks,
+            "ranks": [_row(rank) for rank in figures.ranks],
         }
     )
     if not console.as_json:
         console.grid(pipeline.trace.spans, config.world_size)
+
+
+def _row(rank: RankFigures) -> dict[str, Any]:
+    times = {f"{name}_seconds": getattr(rank, name) for name in ("compute", "wait", "transfer")}
+    return {
+        **{name: getattr(rank, name) for name in ("rank", "device", "start", "end")},
+        "steps_done": rank.step.count,
+        "mean_step_seconds": rank.step.mean_seconds,
+        **times,
+        "bubble": max(0.0, 1 - rank.compute / rank.wall),
+    }

@@ -282,9 +282,9 @@ def _check_gpu(config: PipelineConfig) -> None:
 
     (need,) = estimate_ranks(config)
     free = free_bytes(config.device)
-    if need.total_bytes > free:
+    if need > free:
         raise OutOfMemoryError(
-            f"the whole model needs about {need.total_bytes / 2**30:.1f} GiB on a GPU beside the "
+            f"the whole model needs about {need / 2**30:.1f} GiB on a GPU beside the "
             f"ranks, and {config.device} has {free / 2**30:.1f} GiB free"
         )
 

@@ -120,7 +120,7 @@ def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> Non
     trace = Trace(2, last_clips=20)
 
     def take(rank: int, event: Event) -> None:
-        trace.add(rank, event)
+        trace(rank, event)
         file(rank, event)
 
     def make(clip: int) -> None:

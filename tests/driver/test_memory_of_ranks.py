@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.driver import memory
 from svdpp.driver.memory import estimate_ranks
 
 
@@ -15,7 +16,4 @@ def test_ranks_hold_what_their_actions_need() -> None:
 
     first, between, last = estimate_ranks(config)
 
-    assert between.weight_bytes < first.weight_bytes
-    assert between.weight_bytes < last.weight_bytes
-    assert between.process_bytes > 100 * 2**20
-    assert last.total_bytes == last.weight_bytes + last.activation_bytes + last.process_bytes
+    assert memory._RANK_BYTES < between < min(first, last)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -282,8 +281,7 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     config = replace(demo_config(1), device="cuda:1")
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
-    need = SimpleNamespace(total_bytes=2**30)
-    monkeypatch.setattr("svdpp.driver.memory.estimate_ranks", lambda _: [need])
+    monkeypatch.setattr("svdpp.driver.memory.estimate_ranks", lambda _: [2**30])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
         prover._check_gpu(config)
     free[1] = _gpu(1, 2**40)
