@@ -32,7 +32,8 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-_MAX_BACK_OFF = 60.0
+# Before the first restart; each further one doubles it.
+_FIRST_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0
 
@@ -47,7 +48,6 @@ class Engine:
     Args:
         on_changed: called with each job that has reached another state.
         costs: assumed before there is a measurement.
-        first_back_off: seconds before the first restart; each further one doubles them, up to 60.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Engine:
         *,
         on_changed: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
-        first_back_off: float = 1.0,
     ) -> None:
         world = find_world()
         self._is_launched = world is not None
@@ -95,7 +94,7 @@ class Engine:
             self.checkpoint,
         )
         """Places and ETAs of the open jobs."""
-        self._first_back_off = self._back_off = first_back_off
+        self._back_off = _FIRST_BACK_OFF
         self._retry_at = self._start_at = 0.0
         self._start_seconds = _START_SECONDS
         self._deadline = math.inf
@@ -243,7 +242,7 @@ class Engine:
                 raise reraisable(pipeline.run_error)
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
-                self._back_off = self._first_back_off
+                self._back_off = _FIRST_BACK_OFF
             timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
             with self._changed:
                 self._changed.wait_for(lambda: self.feeder.has_work, timeout)

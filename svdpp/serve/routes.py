@@ -231,6 +231,7 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
 routes = APIRouter(tags=["videos"])
 
 
+@routes.head("/v1/videos", include_in_schema=False)
 @routes.get("/v1/videos", responses=documented(404, 422))
 def list_videos(
     service: Served,
@@ -251,6 +252,7 @@ def list_videos(
     )
 
 
+@routes.head("/v1/videos/{id}", include_in_schema=False)
 @routes.get("/v1/videos/{id}", responses=documented(404))
 def get_video(id: str, service: Served, owner: Owned) -> Video:
     """A video's state, progress and ETA."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import InputError, OutputError, RequestError
@@ -21,6 +23,7 @@ from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
+from svdpp.serve.store import FileStore
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -572,6 +575,64 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
         JobQueue(tmp_path / "files", url=database)
     JobQueue(tmp_path / "files", url=database, adopts=True).close()
+
+
+def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str) -> None:
+    store = FileStore(tmp_path, f"memory://{new_id()}")
+    (tmp_path / "theirs").touch()
+    store.put(tmp_path / "theirs")
+    queue = partial(JobQueue, tmp_path / "data", url=database, store=store)
+    store.folder = tmp_path / "data"
+    with pytest.raises(RequestError, match="other objects, such as 'theirs'"):
+        queue()
+    queue(adopts=True).close()
+    assert store.mark() == (tmp_path / "data" / "queue.id").read_text()
+
+
+def test_a_start_that_fails_leaves_no_mark(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is asked outside of transactions, which the database ends after 5 s."""
+    import psycopg
+
+    folder, set_mark, transactions = tmp_path / "data", FileStore.set_mark, list[Any]()
+    store = FileStore(folder, f"memory://{new_id()}")
+
+    def counted(store: FileStore, id: str) -> None:
+        with psycopg.connect(database) as other:
+            query = "SELECT 1 FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'"
+            transactions.extend(other.execute(query).fetchall())
+        set_mark(store, id)
+
+    monkeypatch.setattr(FileStore, "set_mark", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
+        with pytest.raises(OutputError, match="WRONG"):
+            JobQueue(folder, url=database, store=store)
+    assert (store.mark(), list(folder.iterdir())) == ("", [])
+    JobQueue(folder, url=database, store=store).close()
+    assert store.mark() == (folder / "queue.id").read_text()
+    assert transactions == []
+
+
+def test_a_checkpoint_that_cannot_be_put_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.serve.store._TURN_SECONDS", 0.01)
+    lines: list[str] = []
+    turns: list[None] = []
+    sink = logger.add(lines.append, level="ERROR", format="{message}")
+
+    def publish() -> None:
+        turns.append(None)
+        raise PermissionError("no links here")
+
+    with contextlib.closing(FileStore(tmp_path, f"memory://{new_id()}")) as store:
+        store.start(publish)
+        wait_until(lambda: len(turns) > 2, 30, "no turn")
+    logger.remove(sink)
+    assert len(lines) == 1
+    assert lines[0].startswith("latent checkpoints are not put")
 
 
 @pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])
