@@ -20,7 +20,6 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.serve.clips import ToRequest
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
-from svdpp.serve.events import Notifier
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
@@ -74,12 +73,11 @@ class Engine:
             assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
         )
         self._changed = threading.Condition()
-        self._notifier = Notifier(queue, on_changed)
         self.feeder = Feeder(
             self.config,
             queue,
             self._to_request,
-            self._notifier,
+            on_changed,
             self._changed,
             self._seconds_left,
         )
@@ -105,9 +103,7 @@ class Engine:
     # --- for the server -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Puts back what an earlier server left in progress, and starts the ranks in a thread."""
-        for job in self._queue.recover():
-            self._notifier.changed(job.id)
+        """Starts the ranks in a thread."""
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
@@ -135,7 +131,7 @@ class Engine:
         """
         while not self._queue.ask_to_cancel(job_id):
             if self._queue.cancel_waiting(job_id):
-                job = self._notifier.changed(job_id)
+                job = self.feeder.notify(job_id)
                 if job is not None and job.held is None:
                     self._to_request.forget(job)
                 self.feeder.wake()

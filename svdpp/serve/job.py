@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
+from svdpp.config.limits import LARGE_MEGAPIXELS
 
 #: The folders of files in the data folder.
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
@@ -94,6 +95,11 @@ class Job:
     callback_due: float | None = 0.0
     callback_attempts: int = 0
     callback_error: str | None = None
+
+    @property
+    def has_large_image(self) -> bool:
+        """Whether other jobs go first while its image is prepared."""
+        return self.photo_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_in(self, folder: Path) -> Path:
         """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""

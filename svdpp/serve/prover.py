@@ -136,7 +136,7 @@ class Prover:
         """Verifies a clip; False if another server does or did, or the ranks have work."""
         if not self._is_idle():
             return False
-        with self._queue.lock(id) as is_held:
+        with self._queue.database.lock(id) as is_held:
             job = self._begin(id) if is_held else None
             if job is None:
                 return False

@@ -21,12 +21,10 @@ from svdpp.media import output_files
 from svdpp.redaction import redact
 from svdpp.serve.database import (
     VERSION,
-    Database,
     QueueAwayError,
-    Rows,
-    Statements,
     check_own,
     check_version,
+    is_disk_low,
     schema,
 )
 from svdpp.serve.store import MARK, FileStore
@@ -53,14 +51,13 @@ _NETWORK: dict[str, Any] = {
 }
 
 
-class QueueServer(Database):
+class QueueServer:
     """A queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused, and so has each data folder.
+    sees another one is refused, and so has each data folder. The methods are those of `QueueFile`.
     """
 
-    is_shared = True
     # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
     # the turns of several owners. With more claims than owners, one claim waits for the other.
     claim_locks = (
@@ -69,8 +66,7 @@ class QueueServer(Database):
     )
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
-        super().__init__(folder := store.folder)
-        self._store = store
+        self._folder, self._store = store.folder, store
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
@@ -78,8 +74,8 @@ class QueueServer(Database):
         self._retry_at, self._why_away = 0.0, ""
         self._connected_at = time.monotonic()
         self._id = ""
-        with output_files.disk_errors(f"cannot use the data folder {str(folder)!r}"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with output_files.disk_errors(f"cannot use the data folder {str(self._folder)!r}"):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.lock("tables", waits=True):
                 self._open_or_create(adopts=adopts)
 
@@ -91,13 +87,13 @@ class QueueServer(Database):
                 self._drop(use)
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Statements]:
+    def change(self, alone: str = "") -> Iterator[Translated]:
         """A transaction; `alone` is the name of a lock that it holds."""
         with self._locks["write"], self._errors("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
             self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
             try:
-                statements = _Translated(self._open["write"])
+                statements = Translated(self._open["write"])
                 yield statements
                 statements.execute("COMMIT")
             finally:
@@ -117,7 +113,7 @@ class QueueServer(Database):
     @property
     def is_disk_low(self) -> bool:
         """Also whether the folder is not the queue's, because its disk is not mounted."""
-        return super().is_disk_low or self._mark() != self._id
+        return is_disk_low(self._folder) or self._mark() != self._id
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
@@ -186,9 +182,9 @@ class QueueServer(Database):
             return
         store = self._store
         if not id or (store.is_remote and not self._mark()):
-            check_own(self.folder, "", "name the queue that it belongs to")
+            check_own(self._folder, "", "name the queue that it belongs to")
         elif self._mark() != id:
-            raise _not_of_queue(f"the data folder {str(self.folder)!r}", "folder")
+            raise _not_of_queue(f"the data folder {str(self._folder)!r}", "folder")
         if store.is_remote and store.mark() != id:
             raise _not_of_queue("the store of --files", "store")
         if not id and (objects := store.objects()):
@@ -211,24 +207,24 @@ class QueueServer(Database):
 
     def _set_mark(self, id: str) -> None:
         if id:
-            output_files.write_text(self.folder / MARK, id)
+            output_files.write_text(self._folder / MARK, id)
         else:
-            (self.folder / MARK).unlink()
+            (self._folder / MARK).unlink()
 
     def _mark(self) -> str:
         with contextlib.suppress(OSError):
-            return (self.folder / MARK).read_text()
+            return (self._folder / MARK).read_text()
         return ""
 
     # --- connections ------------------------------------------------------------------------------
 
-    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> Rows:
+    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
         """Runs a statement that can be repeated, because the connection may have ended before."""
         if use in self._open:
             with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                return _Translated(self._open[use]).execute(query, values)
+                return Translated(self._open[use]).execute(query, values)
             self._drop(use)
-        return _Translated(self._connect(use)).execute(query, values)
+        return Translated(self._connect(use)).execute(query, values)
 
     def _connect(self, use: str) -> psycopg.Connection[Any]:
         if self._is_closed or time.monotonic() < self._retry_at:
@@ -274,13 +270,14 @@ def _not_of_queue(what: str, kind: str) -> RequestError:
     )
 
 
-class _Translated:
+class Translated:
     """A connection that takes the statements of the queue."""
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
 
-    def execute(self, query: str, values: Sequence[Any] = (), /) -> Rows:
+    def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        """Runs a statement."""
         return self._connection.execute(_translated(query), values or None)
 
 

@@ -160,6 +160,7 @@ def serving(
         engine = Engine(config, store, on_changed=note, **settings)
         if observer is not None:
             engine.observe(observer)
+        store.recover()
         engine.start()
         try:
             yield Serving(store, engine, ended, folder)

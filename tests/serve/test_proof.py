@@ -219,13 +219,13 @@ def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) 
         for id in ids:
             assert prover.request(id)
         proofs = Proving(own, prover, ids, tmp_path, threading.Event())
-        with closing(prover), other.lock(ids[0]) as is_held:
+        with closing(prover), other.database.lock(ids[0]) as is_held:
             assert is_held
             prover.start()
             proofs.wait_for("running", "equal")
             assert not prover._verify(ids[0])
             assert other.set_proof(ids[0], "equal")
-        with own.lock(ids[0]) as is_held:
+        with own.database.lock(ids[0]) as is_held:
             assert is_held  # nobody holds it any more
         assert not prover._verify(ids[0])
         assert verdicts == ["equal"]
