@@ -206,7 +206,6 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _serve(self) -> None:
-        """One pipeline, from its start to its end."""
         self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(

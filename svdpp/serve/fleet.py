@@ -157,7 +157,6 @@ class Fleet:
             feeder.ask_to_cancel(id)
 
     def _num_free(self) -> int:
-        """How many servers could take a clip like this one, as they were seen last."""
         return sum(other.free > 0 for other in self._others_like_this())
 
     def _others_like_this(self) -> list[FleetServer]:

@@ -41,7 +41,7 @@ class Job:
         model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
-        photo: name of the file in the folder of photographs; empty for a clip from text alone.
+        photo: name of the file in the folder of images; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
         photo_pixels: width times height; 0 without an image.
         videos: SHA-256 of the further videos that the family takes, by name.
@@ -106,7 +106,7 @@ class Job:
         return clip_file(folder, self.id, self.token)
 
     def photo_in(self, folder: Path) -> Path | None:
-        """The photograph's file in a data folder; it may not exist."""
+        """The image's file in a data folder; it may not exist."""
         return folder / PHOTOS / self.photo if self.photo else None
 
     def videos_in(self, folder: Path) -> dict[str, Path]:
@@ -114,7 +114,7 @@ class Job:
         return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
 
     def uploads_in(self, folder: Path) -> list[Path]:
-        """The files of the photograph and the videos."""
+        """The files of the image and the videos."""
         photo = self.photo_in(folder)
         return [*([photo] if photo else []), *self.videos_in(folder).values()]
 

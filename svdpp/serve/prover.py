@@ -127,7 +127,6 @@ class Prover:
                 self._changed.wait(_SHARED_LOOK_SECONDS if is_shared else _LOOK_SECONDS)
 
     def _to_verify(self) -> list[str]:
-        """The clips to verify, requested ones first."""
         if not self._is_idle():
             return []
         return [*self._queue.to_prove(), *(self._queue.unproved() if self._when_idle else ())]

@@ -239,7 +239,7 @@ class JobQueue:
         """Store a new job, or find the one that the same request has created before.
 
         That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new photograph. QueueFullError: a limit is reached. What `check` finds, called
+        removes the new image. QueueFullError: a limit is reached. What `check` finds, called
         in the transaction, is raised.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"

@@ -195,7 +195,6 @@ class QueueServer:
             )
 
     def _mark_files(self, id: str, undo: contextlib.ExitStack) -> str:
-        """Marks store and folder with the id of the queue, or with a new one, and returns it."""
         store, marked = self._store, id or secrets.token_hex(16)
         if store.is_remote and (before := store.mark()) != marked:
             store.set_mark(marked)

@@ -82,7 +82,6 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
 
 
 def _sizes(queue: JobQueue) -> Counter[str]:
-    """The bytes of the files of each job."""
     sizes, ids = Counter[str](), queue.clips()
     for name, num_bytes in _all_files(queue.store).items():
         if (found := _ID.search(name)) and found[0] in ids:
@@ -91,7 +90,6 @@ def _sizes(queue: JobQueue) -> Counter[str]:
 
 
 def _all_files(store: FileStore) -> dict[str, int]:
-    """The bytes of each image and clip, by name."""
     if store.is_remote:
         return {name: num_bytes for name, (num_bytes, _) in store.objects().items()}
     with _errors(store.folder):
@@ -125,7 +123,7 @@ def remove_leftovers(
 ) -> None:
     """Remove what servers that do not live any more have left, and claims that were lost.
 
-    That is unfinished files, clips that are not of their job's last claim, and photographs of
+    That is unfinished files, clips that are not of their job's last claim, and images of
     requests that have stored no job. `requests` are of this server, and go on. `in_use` are parts
     of the names of files that this server needs.
     """
@@ -205,7 +203,7 @@ def _is_lost_object(name: str, seconds: float, tokens: Mapping[str, int | None])
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
-    """At the start of a server, move the photographs and clips of no job to `lost+found`.
+    """At the start of a server, move the images and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files
     with the names that a server gives are touched, and links are not followed. Returns the files at

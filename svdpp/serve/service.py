@@ -56,7 +56,7 @@ class ServerSettings:
     max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
     max_pixels: int = MAX_PIXELS
-    """Of a photograph."""
+    """Of an image."""
     keep_seconds: float | None = None
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
@@ -177,7 +177,7 @@ class Service:
         return None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Checks and stores photograph and job durably; the same request may have created the job.
+        """Checks and stores image and job durably; the same request may have created the job.
 
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """

@@ -187,7 +187,6 @@ class FileStore:
                 is_failing = True
 
     def _look(self) -> None:
-        """Finds out whether the store answers, and belongs to the queue."""
         if self.mark() != self._queue_id:
             raise self._away("it has no mark of the queue")
         if self.why_away:
@@ -226,7 +225,6 @@ class FileStore:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the folder in it."""
     import fsspec  # of the extra
 
     options = {"config_kwargs": _S3} if url.startswith(("s3:", "s3a:")) else {}
