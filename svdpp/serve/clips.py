@@ -255,7 +255,6 @@ class ToRequest:
             del self._published[next(iter(self._published))]
 
     def _fetch_latents(self, job: Job, key: str) -> None:
-        """Gets the latest latent checkpoint of an earlier claim."""
         if not (self._store.is_remote and job.token > 1):
             return
         names = self._store.objects(f"{LATENTS}/{job.id}")
