@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from svdpp.launch.group import RankContext
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.started import start_ranks
 from tests.driver.dummies import HANG_SECONDS
 
 RankFunction = Callable[..., Any]
@@ -21,7 +21,7 @@ def run_ranks(
 
     Fails the test with the output of the first rank that did not end with 0.
     """
-    group = StartedGroup(
+    group = start_ranks(
         _call,
         (function, arguments),
         world_size=world_size,

@@ -238,7 +238,9 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ", ".join(_cell(name, each) for each in value) or "none"
+        cells = [_cell(name, each) for each in value[:_MAX_ROWS]]
+        more = [f"and {len(value) - _MAX_ROWS} more"] if len(value) > _MAX_ROWS else []
+        return ", ".join(cells + more) or "none"
     if value is None or value == {}:
         return "-"
     if name.endswith("_bytes"):

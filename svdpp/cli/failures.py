@@ -117,6 +117,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """Ends the process silently as by signal `number`; its ranks notice and end, too."""
-    process_lifetime.remove_all()
-    process_lifetime.remove_multiprocessing_folder()
+    process_lifetime.remove_temp_files()
     os._exit(128 + number)

@@ -284,8 +284,11 @@ def _show_dry_run(
         "disk": _disk(policy, config, len(clips.requests)),
     }
     if not console.as_json:
-        about["clips"] = [str(policy.folder / clip["output"]) for clip in about["clips"]]
-        sampling = config.sampling
+        folder, sampling = policy.folder, config.sampling
+        about["clips"] = [
+            {"output": str(folder / clip["output"]), "seed": clip["seed"]}
+            for clip in about["clips"]
+        ]
         console.result(
             f"{counted(len(clips.requests), 'clip')} to make: "
             f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "

@@ -9,15 +9,15 @@ through pinned host memory under gloo, which does not carry CUDA tensors point t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -49,12 +49,13 @@ _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 #: What a link carries: clips, the predictions that a pair exchanges at each step, or final latents
 #: and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
+Direction = Literal["recv", "send"]
 
 
 class Transfer(NamedTuple):
     """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
 
-    direction: Literal["recv", "send"]
+    direction: Direction
     clip: int
     next_step: int
     peer: int
@@ -101,10 +102,8 @@ class Transport:
 
     def connect(
         self,
-        rounds: Iterable[Iterable[tuple[int, int]]],
+        links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
-        pairs: Iterable[tuple[int, int]] = (),
-        decode: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Opens this rank's links by one small packet each.
 
@@ -115,24 +114,17 @@ class Transport:
         other.
 
         Args:
-            rounds: of pairs (from, to), the same for all ranks; see `plan.schedule.connect_rounds`.
+            links: by channel, rounds of pairs (from, to), the same for all ranks; see
+                `plan.schedule.connect_rounds`.
             on_connecting: called with the other end before each of this rank's links is opened.
-            pairs: of ranks that exchange predictions, the same for all ranks.
-            decode: pairs (from, to) for clips that several ranks decode, the same for all ranks.
         """
-        links: list[tuple[int, int, Channel]] = [
-            (*ends, "clips") for ends in itertools.chain.from_iterable(rounds)
+        in_order = [
+            (channel, *ends) for channel, rounds in links.items() for ends in chain(*rounds)
         ]
-        pairs = list(pairs)
-        others: dict[Channel, list[tuple[int, int]]] = {
-            "predictions": [*pairs, *((high, low) for low, high in pairs)],
-            "decode": list(decode),
-        }
-        for channel, found in others.items():
-            for is_up in (True, False) if found else ():
+        for channel in dict.fromkeys(channel for channel, *_ in in_order):
+            for is_up in (True, False) if channel != "clips" else ():
                 self._groups[channel, is_up] = dist.new_group(timeout=GROUP_TIMEOUT)
-            links += [(*ends, channel) for ends in found]
-        for source, target, channel in links:
+        for channel, source, target in in_order:
             if self._rank not in (source, target):
                 continue
             if on_connecting is not None:
@@ -204,7 +196,7 @@ class Transport:
             reached = time.monotonic()
             if payload.numel():
                 self._send_payload(link, staged, after)
-        self._report("send", clip, step, payload, link, reached, waited=reached - begun)
+        self._report(link, "send", clip, step, payload.numel(), reached, reached - begun)
 
     def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
         if not self._direct:
@@ -225,7 +217,7 @@ class Transport:
             description = Description(data)
             description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
             payload = self._receive_payload(link, header.num_bytes, description.crc)
-        self._report("recv", clip, next_step, payload, link, begun)
+        self._report(link, "recv", clip, next_step, payload.numel(), begun, 0.0)
         return description, payload
 
     def _receive_payload(self, link: _Link, num_bytes: int, crc: int | None) -> torch.Tensor:
@@ -251,18 +243,17 @@ class Transport:
 
     def _report(
         self,
-        direction: Literal["recv", "send"],
-        clip: int,
-        next_step: int,
-        payload: torch.Tensor,
         link: _Link,
+        direction: Direction,
+        clip: int,
+        step: int,
+        size: int,
         begun: float,
-        waited: float = 0.0,
+        waited: float,
     ) -> None:
         if clip != _HELLO_CLIP:
-            end = time.monotonic()
-            packet = clip, next_step, link.peer, payload.numel()
-            self._on_transfer(Transfer(direction, *packet, end - begun, waited, end, link.channel))
+            end, ends = time.monotonic(), (direction, clip, step, link.peer)
+            self._on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:

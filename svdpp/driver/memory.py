@@ -28,7 +28,7 @@ _IMAGE_BYTES = 768 * 2**20
 _DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_KNOBS = {kind.lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
+_KNOBS = {str(kind).lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
 _KNOBS["weights"] = "a smaller --world, or --dtype bf16, lowers it"
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.stalls import silence_limit
 from svdpp.driver.supervisor import Observer, Supervisor
@@ -13,15 +15,14 @@ from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.connections import Terms
 from svdpp.launch.group import Group, RankContext
-from svdpp.launch.joined import JoinedGroup
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.joined import join_ranks
+from svdpp.launch.started import start_ranks
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.device import peak_bytes, take_device
 from svdpp.worker.joined_rank import serve_joined
-from svdpp.worker.messages import Event, Finished, Started
-from svdpp.worker.rank import RankSetup, rank_main
+from svdpp.worker.messages import Event, Started
+from svdpp.worker.rank import RankSetup, rank_main, run_rank, wait_for_stop
 from svdpp.worker.reporter import Reporter
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
@@ -40,7 +41,7 @@ class PipelineRanks:
 
     Without a launcher, `serve` raises `ClosedError`.
 
-    A launcher's ranks ignore signals (`StartedGroup`) only on rank 0's host.
+    A launcher's ranks ignore signals (`start_ranks`) only on rank 0's host.
     """
 
     def __init__(
@@ -105,16 +106,14 @@ class PipelineRanks:
     def dismiss(self) -> None:
         """Ends the other launched ranks, which have no work. Call it instead of the block."""
         if self.world is not None:
-            JoinedGroup(self._terms()).kill()
+            join_ranks(self._terms(), lambda _context, _setup: None, None).kill()
 
     def _open(self) -> Group:
         if self.world is not None:
-            group = JoinedGroup(self._terms())
-            group.begin(rank_main, self._setup)
-            return group
+            return join_ranks(self._terms(), rank_main, self._setup)
         checkpoint = self._setup.checkpoint
         preload = fork_server.modules_for(None if checkpoint is None else checkpoint.family)
-        return StartedGroup(
+        return start_ranks(
             rank_main,
             self._setup,
             world_size=self._setup.config.world_size,
@@ -226,7 +225,7 @@ def run_rank_task(
     ranks.
     """
     process_group.check_devices(config.device, config.world_size)
-    group = StartedGroup(
+    group = start_ranks(
         _main,
         (task, config, argument),
         world_size=config.world_size,
@@ -243,17 +242,9 @@ def run_rank_task(
 
 def _main(context: RankContext, call: tuple[RankTask, PipelineConfig, Any]) -> None:
     task, config, argument = call
-    reporter = Reporter(context.channel)
-    reporter.start()
-    try:
-        device = str(take_device(config, context.world))
-        task(context, device, reporter, config, argument)
-    except BaseException as error:
-        reporter.failed(error)
-        raise
-    while context.channel.receive(1.0) is None:
-        pass  # waits for the parent's Stop; if the parent dies, this process ends with it
-    allocated, reserved = peak_bytes(device)
-    reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
-    reporter.stop()
-    context.leave()
+
+    def perform(device: torch.device, reporter: Reporter) -> None:
+        task(context, str(device), reporter, config, argument)
+        wait_for_stop(context.channel)
+
+    run_rank(context, config, perform)

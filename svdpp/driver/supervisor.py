@@ -26,7 +26,7 @@ from svdpp.errors import (
 from svdpp.launch.group import GUARD, Group
 from svdpp.plan.grid import draw_grid
 from svdpp.plan.schedule import Schedule
-from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse_event
+from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse
 
 _POLL_SECONDS = 0.1
 # After the first failure, time for the other ranks' reports: the cause often arrives later.
@@ -128,7 +128,7 @@ class Supervisor:
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
-            event = parse_event(message)
+            event = parse(message)
             self._liveness.heard(rank, event, time.monotonic())
             self.trace.add(rank, event)
             if isinstance(event, Failed):
@@ -146,7 +146,7 @@ class Supervisor:
         stall = self._liveness.stall(time.monotonic())
         if stall is not None:
             reason, hint = stall.reason, stall.hint
-            host = self._group.location(stall.rank).host
+            host = self._group.members[stall.rank].host
             if stall.silent and host != socket.gethostname():
                 hint = f"check whether {host} or the network to it is down, or the rank stopped"
             raise self._rank_error(stall.rank, reason, hint, "stalled here")
@@ -208,7 +208,7 @@ class Supervisor:
 
     def _died(self, rank: int, code: int | None) -> RankError:
         if code is None:
-            hint = f"see the launcher's output on {self._group.location(rank).host}"
+            hint = f"see the launcher's output on {self._group.members[rank].host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
@@ -232,12 +232,11 @@ class Supervisor:
         )
 
     def _name(self, rank: int) -> str:
-        host, local_rank = self._group.location(rank)
-        planned = self._config.device
+        member, planned = self._group.members[rank], self._config.device
         if planned == "cuda":
-            planned = f"cuda:{local_rank}"
+            planned = f"cuda:{member.local_rank}"
         device = self.trace.devices.get(rank) or planned
-        return f"rank {rank} ({device} of {host})"
+        return f"rank {rank} ({device} of {member.host})"
 
     def _picture(self, rank: int, remark: str) -> str:
         if not self.trace.spans:

@@ -1,7 +1,7 @@
 """The TCP connections between rank 0 and ranks that a launcher started: one per rank.
 
-Rank 0 listens on one address. Address, port and a secret are in the launcher's store, and both ends
-prove that they know the secret. The kernel closes a connection whose host is down or unreachable:
+Rank 0 listens on one address. Its endpoint is in the launcher's store, with a secret, and both ends
+prove that they know it. The kernel closes a connection whose host is down or unreachable:
 each end sends something every second, and the connection ends if nothing is acknowledged. Over it
 each rank measures the offset between its host's clocks and rank 0's.
 """
@@ -9,13 +9,15 @@ each rank measures the offset between its host's clocks and rank 0's.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
@@ -26,18 +28,23 @@ from svdpp.launch.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: First byte of a control message from rank 0. Commands are JSON objects and begin with a brace.
-BEGIN, END = b"!", b"."
-
 _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Seconds by which this host's clocks are ahead of rank 0's."""
+
+    monotonic_ahead: float = 0.0
+    wall_ahead: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankHello:
-    """The first message of a rank: who it is.
+    """The first message of a rank: who it is, and which of rank 0's probes its host lacks.
 
     `error` says why the rank cannot start, as `error_to_dict` gives it.
     """
@@ -46,7 +53,24 @@ class RankHello:
     local_rank: int
     host: str
     shared_settings: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where rank 0 listens, and the files that all hosts must see."""
+
+    address: str
+    port: int
+    secret: str
+    host: str
+    probes: list[str]
+
+    @property
+    def token(self) -> str:
+        """A name for this attempt, which messages may show."""
+        return hashlib.sha256(self.secret.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +106,23 @@ class RankListener:
     A connection without an acknowledgement for `peer_timeout` is closed.
     """
 
-    def __init__(self, store: Store, address: str, peer_timeout: float) -> None:
+    def __init__(
+        self, store: Store, address: str, peer_timeout: float, probes: Sequence[str] = ()
+    ) -> None:
         self._peer_timeout = peer_timeout
         self._secret = secrets.token_bytes(32)
         self._socket = socket.create_server(
             (address, 0), family=_family(address), backlog=_BACKLOG, dualstack_ipv6=False
         )
         self._socket.settimeout(_POLL_SECONDS)
-        port = self._socket.getsockname()[1]
-        endpoint = {"address": address, "port": port, "secret": self._secret.hex()}
-        store.set(_KEY, json.dumps(endpoint))
+        self.endpoint = Endpoint(
+            address=address,
+            port=self._socket.getsockname()[1],
+            secret=self._secret.hex(),
+            host=socket.gethostname(),
+            probes=list(probes),
+        )
+        store.set(_KEY, json.dumps(asdict(self.endpoint)))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
         """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
@@ -114,7 +145,7 @@ class RankListener:
         self._socket.close()
 
 
-def connect(store: Store, hello: RankHello, terms: Terms) -> Connection:
+def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
     """Connects this rank to rank 0, whose listener may open later.
 
     The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
@@ -123,16 +154,17 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> Connection:
     deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
         try:
-            endpoint = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
+            stored = store.get(_KEY) if store.check([_KEY]) else None
         except RuntimeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
                 "see the output of rank 0 on its host",
             ) from error
-        if endpoint is not None:
+        if stored is not None:
+            endpoint = Endpoint(**json.loads(stored))
             connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
             if connection is not None:
-                return connection
+                return connection, endpoint
         time.sleep(_POLL_SECONDS)
     raise RankError(
         f"rank {hello.rank} ({hello.host}) could not connect to rank 0 in time",
@@ -150,10 +182,9 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
     return connection.recv_bytes(max_bytes)
 
 
-def _try_to_connect(
-    endpoint: dict[str, Any], hello: RankHello, peer_timeout: float
-) -> Connection | None:
-    target, secret = (endpoint["address"], endpoint["port"]), bytes.fromhex(endpoint["secret"])
+def _try_to_connect(endpoint: Endpoint, hello: RankHello, peer_timeout: float) -> Connection | None:
+    target, secret = (endpoint.address, endpoint.port), bytes.fromhex(endpoint.secret)
+    hello = replace(hello, missing=[path for path in endpoint.probes if not os.path.exists(path)])
     try:
         connected = socket.create_connection(target, timeout=_HANDSHAKE_SECONDS)
     except OSError:
@@ -204,16 +235,8 @@ _NUM_ROUNDS = 8
 _TIMES = struct.Struct("<dd")
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Seconds by which this host's clocks are ahead of rank 0's."""
-
-    monotonic_ahead: float = 0.0
-    wall_ahead: float = 0.0
-
-
 def compare_clocks(connection: Connection, deadline: float) -> Clock:
-    """Measures the offset to the clocks of the other end, which runs `answer_clock`.
+    """Measures the offset to the clocks of rank 0, which runs `answer_clock`.
 
     Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
     have read its clocks halfway through it.

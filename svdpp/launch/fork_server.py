@@ -14,13 +14,13 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
-from pathlib import Path
 
 from svdpp.launch import environment, process_lifetime
 
@@ -28,11 +28,9 @@ from svdpp.launch import environment, process_lifetime
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"
 
-#: Environment variables of the server: the starter's process id, the folder of the starter's
+#: Environment variable of the server: the starter's process id, the folder of the starter's
 #: temporary files, and the modules to import.
-_STARTER = "SVDPP_FORK_SERVER_STARTER"
-_FOLDER = "SVDPP_FORK_SERVER_FOLDER"
-_MODULES = "SVDPP_FORK_SERVER_MODULES"
+_TASK = "SVDPP_FORK_SERVER"
 _WAIT_SECONDS = 1.0
 
 
@@ -45,12 +43,8 @@ def start(preload: Sequence[str]) -> None:
     """Starts the server unless it is running; does not wait for its imports."""
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([__name__])
-    modules = {
-        _STARTER: str(os.getpid()),
-        _FOLDER: util.get_temp_dir(),
-        _MODULES: ",".join(preload),
-    }
-    with environment.defaults(modules), process_lifetime.signals_blocked():
+    task = json.dumps([os.getpid(), util.get_temp_dir(), *preload])
+    with environment.defaults({_TASK: task}), process_lifetime.signals_blocked():
         forkserver.ensure_running()
 
 
@@ -68,7 +62,7 @@ def start_early(*, family: str | None, device: str) -> None:
         start(modules_for(family))
 
 
-def _preload(starter: int, folder: Path, modules: str) -> None:
+def _preload(starter: int, folder: str, *modules: str) -> None:
     def end_if_starter_has_ended() -> None:
         if os.getppid() != starter:
             process_lifetime.kill_descendants()
@@ -83,8 +77,8 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
     # The garbage collector would find nothing: what an import creates stays. Its searches take a
     # fifth of the time.
     gc.disable()
-    for name in filter(None, modules.split(",")):
-        name, _, family = name.partition(":")
+    for module_and_family in modules:
+        name, _, family = module_and_family.partition(":")
         module = importlib.import_module(name)
         if family:
             module.preload(family)
@@ -104,12 +98,12 @@ def _preload(starter: int, folder: Path, modules: str) -> None:
     atexit.register(end)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: str) -> None:
     """Removes the folder, to which ranks that have just been killed may still write."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    while folder.exists() and time.monotonic() < deadline:
+    while os.path.exists(folder) and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-if _STARTER in os.environ:  # in the server
-    _preload(int(os.environ.pop(_STARTER)), Path(os.environ.pop(_FOLDER)), os.environ.pop(_MODULES))
+if _TASK in os.environ:  # in the server
+    _preload(*json.loads(os.environ.pop(_TASK)))

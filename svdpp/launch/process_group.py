@@ -20,7 +20,7 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
+_LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
 
 # Where in its C++ sources torch raised an error, as its messages begin or go on.
 _SOURCE_LINE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?")
@@ -83,8 +83,14 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """
     host, port = store_address()
     address = choose_interface(host, spans_hosts=world.spans_hosts)
+    wait, key = timedelta(seconds=timeout), (world, host, port)
     try:
-        return address, _store(world, host, port, address, timeout)
+        if key not in _stores and world.owns_store and world.rank == 0:
+            _stores[key] = _own_store(address, port, wait)
+        elif key not in _stores:
+            _stores[key] = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        _stores[key].set_timeout(wait)
+        return address, _stores[key]
     except (OSError, RuntimeError) as error:
         raise RankError(
             f"rank {world.rank} ({socket.gethostname()}) cannot reach the store at {host}:{port}: "
@@ -92,17 +98,6 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
             "set MASTER_ADDR and MASTER_PORT to those of rank 0, and open that port in its "
             "firewall",
         ) from error
-
-
-def _store(world: World, host: str, port: int, address: str, timeout: float) -> dist.Store:
-    wait, key = timedelta(seconds=timeout), (world, host, port)
-    if key in _stores:
-        _stores[key].set_timeout(wait)
-    elif world.owns_store and world.rank == 0:
-        _stores[key] = _own_store(address, port, wait)
-    else:
-        _stores[key] = dist.TCPStore(host, port, is_master=False, timeout=wait)
-    return _stores[key]
 
 
 def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
@@ -147,7 +142,7 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
         raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
 
 
-def destroy(timeout: float) -> None:
+def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     """Leaves the process group. Call it when every rank has received what was sent to it.
 
     Only a process that joins another group needs it; one that exits does not. `ncclCommDestroy` may

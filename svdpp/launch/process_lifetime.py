@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -45,11 +44,19 @@ def kill_with_children(pids: Collection[int]) -> None:
     starts between listing and kill ends by itself, because its input is closed. Processes are not
     stopped first: if this process were killed then, they would stay stopped.
     """
-    _kill([*pids, *_children(pids)])
+    for pid in [*pids, *_children(pids)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """Kills this process's children and theirs, as `kill_with_children` does."""
+    """Kills this process's children and theirs. Call it directly before this process ends.
+
+    This thread then keeps the GIL until it blocks, instead of for 5 ms: otherwise another thread
+    may run before this process ends, and report a killed ffmpeg as a lost clip. `os.kill` does not
+    release the GIL.
+    """
+    sys.setswitchinterval(1000)
     kill_with_children(_children([os.getpid()]))
 
 
@@ -111,11 +118,9 @@ def exit_by_signal(number: int) -> NoReturn:
 
     The parent sees the signal in the exit status.
     """
-    _keep_other_threads_waiting()
-    children = _children([os.getpid()])
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
-    _kill(children)
+    kill_descendants()
     while True:
         os.kill(os.getpid(), number)
 
@@ -125,34 +130,12 @@ def exit_process(code: int) -> NoReturn:
 
     A normal exit would wait for threads that wait for another rank.
     """
-    remove_all()
-    remove_multiprocessing_folder()
+    remove_temp_files()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    kill_children()
+    kill_descendants()
     os._exit(code)
-
-
-def kill_children() -> None:
-    """Kills this process's children. Call it directly before this process ends."""
-    _keep_other_threads_waiting()
-    _kill(_children([os.getpid()]))
-
-
-def _keep_other_threads_waiting() -> None:
-    """Makes this thread keep the GIL until it blocks, instead of for 5 ms.
-
-    Otherwise another thread may run before this process ends, and report a killed ffmpeg as a lost
-    clip. `os.kill` does not release the GIL.
-    """
-    sys.setswitchinterval(1000)
-
-
-def _kill(pids: Collection[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _children(pids: Collection[int]) -> list[int]:
@@ -166,22 +149,11 @@ def _children(pids: Collection[int]) -> list[int]:
     return children
 
 
-# With the id of the process that created each: a forked child inherits this dictionary, but must
-# not remove the folders.
-_folders: dict[Path, int] = {}
+def make_folder(prefix: str) -> Path:
+    """Creates a folder that only this user can open, for which see `remove_temp_files`."""
+    from multiprocessing import util
 
-
-def make_folder(prefix: str, within: str | None = None) -> Path:
-    """Creates a folder that only this user can open (mkdtemp sets its mode to 0700)."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=within))
-    _folders[folder] = os.getpid()
-    return folder
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a folder that `make_folder` created; does nothing if it is already removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _folders.pop(folder, None)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=util.get_temp_dir()))
 
 
 @contextlib.contextmanager
@@ -191,24 +163,15 @@ def temp_folder(prefix: str) -> Iterator[Path]:
     try:
         yield made
     finally:
-        remove_folder(made)
+        shutil.rmtree(made, ignore_errors=True)
 
 
-def remove_all() -> None:
-    """Removes every folder that this process created and has not removed."""
-    for made, pid in list(_folders.items()):
-        if pid == os.getpid():
-            remove_folder(made)
+def remove_temp_files() -> None:
+    """Removes multiprocessing's folder, with its sockets and what `make_folder` has created there.
 
-
-def remove_multiprocessing_folder() -> None:
-    """Removes the folder of multiprocessing's sockets, which Python removes only at a normal exit.
-
-    For a process that exits by `os._exit`, or whose starter has been killed.
+    Python does so at a normal exit, and the fork server if its starter is killed; this is for a
+    process that exits by `os._exit`, or whose starter has been killed.
     """
     if "multiprocessing.util" in sys.modules:
         with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
             shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
-
-
-atexit.register(remove_all)

@@ -42,11 +42,6 @@ class World:
     owns_store: bool = False
 
     @property
-    def is_member(self) -> bool:
-        """Whether a launcher started this rank and it is not rank 0."""
-        return self.launcher is not None and self.rank != 0
-
-    @property
     def on_first_host(self) -> bool:
         """Whether this is the host of rank 0."""
         return self.host == 0
@@ -69,15 +64,22 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     None if no launcher started it, also in a batch script outside srun, and in an srun of one task.
     """
     if any(name in environment for name in _TORCHRUN):
-        return _torchrun_world(environment)
-    if "SLURM_STEP_ID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
-        return _slurm_world(environment)
-    return None
+        world = _torchrun_world(environment)
+    elif "SLURM_STEP_ID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
+        world = _slurm_world(environment)
+    else:
+        return None
+    if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
+        raise RequestError(
+            f"invalid {world.launcher} environment: rank {world.rank} of {world.size}, "
+            f"local rank {world.local_rank} of {world.local_size}"
+        )
+    return world
 
 
 def is_member(launched: World | None) -> TypeGuard[World]:
     """Whether a launcher started this rank and it is not rank 0."""
-    return launched is not None and launched.is_member
+    return launched is not None and launched.launcher is not None and launched.rank != 0
 
 
 def was_launched() -> bool:
@@ -111,39 +113,33 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 def _torchrun_world(environment: Mapping[str, str]) -> World:
     rank, local_rank, size = _numbers(environment, _TORCHRUN, "torchrun")
     local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
-    return _checked(
-        World(
-            rank=rank,
-            local_rank=local_rank,
-            size=size,
-            local_size=local_size,
-            host=_number(environment, "GROUP_RANK", rank // max(local_size, 1)),
-            num_hosts=_number(environment, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1))),
-            launcher="torchrun",
-            restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-            owns_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        ),
-        {name: environment[name] for name in _TORCHRUN},
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        local_size=local_size,
+        host=_number(environment, "GROUP_RANK", rank // max(local_size, 1)),
+        num_hosts=_number(environment, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1))),
+        launcher="torchrun",
+        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+        owns_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
 
 def _slurm_world(environment: Mapping[str, str]) -> World:
     rank, local_rank, size = _numbers(environment, _SLURM, "Slurm")
     tasks, host = _tasks_by_host(environment), _number(environment, "SLURM_NODEID", 0)
-    return _checked(
-        World(
-            rank=rank,
-            local_rank=local_rank,
-            size=size,
-            local_size=tasks[host] if host < len(tasks) else size,
-            host=host,
-            num_hosts=_number(environment, "SLURM_STEP_NUM_NODES", 1),
-            is_even=len(set(tasks)) <= 1,
-            launcher="slurm",
-            restarts=_number(environment, "SLURM_RESTART_COUNT", 0),
-            owns_store=True,
-        ),
-        {name: environment[name] for name in _SLURM},
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        local_size=tasks[host] if host < len(tasks) else size,
+        host=host,
+        num_hosts=_number(environment, "SLURM_STEP_NUM_NODES", 1),
+        is_even=len(set(tasks)) <= 1,
+        launcher="slurm",
+        restarts=_number(environment, "SLURM_RESTART_COUNT", 0),
+        owns_store=True,
     )
 
 
@@ -181,10 +177,3 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...], launcher: s
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     value = environment.get(name, "")
     return int(value) if value.isascii() and value.isdecimal() else default
-
-
-def _checked(world: World, values: Mapping[str, str]) -> World:
-    if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
-        launcher = "torchrun" if world.launcher == "torchrun" else "Slurm"
-        raise RequestError(f"invalid {launcher} environment: {dict(values)}")
-    return world

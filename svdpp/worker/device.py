@@ -47,9 +47,13 @@ def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
     """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
-    known = conditions(device, channels_last=config.model.channels_last)
+    known: dict[str, Any] = {
+        "memory_format": "channels_last" if config.model.channels_last else "contiguous",
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
     if device.startswith("cuda"):
-        known["driver"] = gpus.driver_version()
+        known |= _gpu_conditions(device)
     part = "feature_extractor"  # of SVD, whose class is that of the installed library
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
         from svdpp.models.engine.load import component_class  # imports diffusers: seconds
@@ -129,23 +133,20 @@ _HOST_ASKED = re.compile(r"you tried to allocate (\d+) bytes")
 _CUDA_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMG]iB)")
 _CUDA_FREE = re.compile(r"of which ([\d.]+ [KMG]iB) is free")
 
-#: What takes memory in an action, and which option lowers it.
-MEMORY_OF = {
+#: What takes memory in an action, in loading, or in a reference, and which option lowers it.
+MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
     Kind.DENOISE: (
         "a denoising step",
         "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
     ),
     Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size, or auto, lowers it"),
+    None: ("loading the model", "fewer ranks on this device, or no --dtype fp32, lower it"),
+    "reference": (
+        "computing a clip in one process",
+        "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",
+    ),
 }
-_LOADING = (
-    "loading the model",
-    "fewer ranks on this device, or no --dtype fp32, lower it",
-)
-_REFERENCE = (
-    "computing a clip in one process",
-    "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",
-)
 
 
 @contextmanager
@@ -163,23 +164,13 @@ def out_of_memory_named(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        part, knob = _part(doing, decode_chunk_size)
+        kind = doing.kind if isinstance(doing, Action) else doing
+        part, knob = MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
+        if kind is Kind.DECODE and decode_chunk_size is not None:
+            part += f", {decode_chunk_size} at a time"
         sizes = _asked_and_free(str(error))
         known = ": {asked} asked for, {free} free".format_map(sizes) if sizes else ""
         raise OutOfMemoryError(f"out of memory while {part}{known}", knob, details=sizes) from error
-
-
-def _part(
-    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None
-) -> tuple[str, str]:
-    if doing is None or doing == "reference":
-        return _LOADING if doing is None else _REFERENCE
-    part, knob = MEMORY_OF.get(
-        doing.kind, (f"doing {doing}", "fewer ranks on this device lower it")
-    )
-    if doing.kind is Kind.DECODE and decode_chunk_size is not None:
-        part += f", {decode_chunk_size} at a time"
-    return part, knob
 
 
 def _asked_and_free(text: str) -> dict[str, str]:
@@ -220,16 +211,6 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
         torch.backends.cudnn.allow_tf32 = False
 
 
-def conditions(device: str, *, channels_last: bool = False) -> dict[str, Any]:
-    """What the bits depend on besides the request; recorded with every hash, equal on all ranks."""
-    record: dict[str, Any] = {
-        "memory_format": "channels_last" if channels_last else "contiguous",
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-    return {**record, **_gpu_conditions(device)} if device.startswith("cuda") else record
-
-
 def _gpu_conditions(device: str) -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(torch.device(device))
     return {
@@ -244,4 +225,5 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "driver": gpus.driver_version(),
     }

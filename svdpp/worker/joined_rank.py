@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import BEGIN, END, Terms
-from svdpp.launch.group import Entry, PipeChannel, RankContext
+from svdpp.launch.connections import Clock, Terms
+from svdpp.launch.group import END, Channel, Entry, RankContext
 from svdpp.launch.world import World
-from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse_event
+from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse
 
 # A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
 # error, so other ranks wait this long before they exit.
@@ -49,21 +48,20 @@ def serve_joined(
         process_lifetime.ignore_signals()
     else:
         process_lifetime.exit_on_signals(_exit_on_signal)
-    world, hello = terms.world, terms.hello()
-    _, store = process_group.open_store(world, terms.start_timeout)
-    parent = _ParentLink(connections.connect(store, hello, terms), terms, device)
-    parent.observers, parent.say = observers, say
-    parent.listen()
+    _, store = process_group.open_store(terms.world, terms.start_timeout)
+    connection, endpoint = connections.connect(store, terms.hello(), terms)
+    clock = _compared_clock(connection, terms.start_timeout)
+    parent = _ParentLink(connection, endpoint.host, terms, device, observers, say)
     _parents[:] = [parent]
-    parent.wait_for_begin()
+    while parent.receive(_EXIT_DELAY_SECONDS) is None:
+        pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
     context = RankContext(
-        world,
+        terms.world,
         terms.backend,
         parent,
-        join=lambda: process_group.join_store(world, terms.backend, store, parent.token),
-        leave=lambda: process_group.destroy(process_group.LEAVE_SECONDS),
-        host=hello.host,
-        clock=parent.clock,
+        join=lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
+        host=socket.gethostname(),
+        clock=clock,
     )
     try:
         entry(context, argument)
@@ -72,6 +70,19 @@ def serve_joined(
         time.sleep(_REPORT_SECONDS)
         process_lifetime.exit_process(exit_code_of(error))
     parent.disconnect()
+
+
+def _compared_clock(connection: Connection, seconds: float) -> Clock:
+    try:
+        return connections.compare_clocks(connection, time.monotonic() + seconds)
+    except TimeoutError as error:
+        raise RankError(
+            "rank 0 does not answer", "check whether it is stopped or its host is down"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise RankError(
+            "rank 0 ended before the work began", "see the output of rank 0 on its host"
+        ) from error
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
@@ -95,56 +106,42 @@ def _exit_on_signal(number: int) -> NoReturn:
     process_lifetime.exit_with_signal_code(number)
 
 
-class _ParentLink:
-    """A joined rank's channel to rank 0, and the thread that handles rank 0's control messages."""
+class _ParentLink(Channel):
+    """A joined rank's channel to rank 0; its thread ends this process if rank 0 says so or goes."""
 
     def __init__(
         self,
         connection: Connection,
+        host_of_rank_0: str,
         terms: Terms,
         device: str,
+        observers: Sequence[Callable[[int, Event], None]],
+        say: Callable[[str, bool], None],
     ) -> None:
-        self.observers: Sequence[Callable[[int, Event], None]] = ()
-        self.say: Callable[[str, bool], None] = lambda _sentence, _is_loud: None
-        self._world = terms.world
+        super().__init__(connection)
+        self._observers, self._say = observers, say
+        self._world, self._peer_timeout = terms.world, terms.peer_timeout
         self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
-        self._channel = PipeChannel(connection)
-        self._peer_timeout = terms.peer_timeout
+        self._rank_0 = f"rank 0 ({host_of_rank_0})"
         self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._begun = threading.Event()
-        self._is_disconnected = False
-        deadline = time.monotonic() + terms.start_timeout
-        try:
-            welcome = json.loads(connections.receive(connection, deadline))
-            self.clock = connections.compare_clocks(connection, deadline)
-            missing = [probe for probe in welcome["probes"] if not os.path.exists(probe)]
-            connection.send_bytes(json.dumps(missing).encode())
-        except TimeoutError as error:
-            raise RankError(
-                "rank 0 does not answer", "check whether it is stopped or its host is down"
-            ) from error
-        except (OSError, EOFError, ValueError) as error:
-            raise RankError(
-                "rank 0 ended before the work began", "see the output of rank 0 on its host"
-            ) from error
-        self.token: str = welcome["token"]
-        self._rank_0 = f"rank 0 ({welcome['host']})"
-
-    def listen(self) -> None:
+        self._is_disconnected = self._has_timed_out = False
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
 
-    def wait_for_begin(self) -> None:
-        """Waits until rank 0 starts the work; if the connection is lost, the process exits."""
-        self._begun.wait()
-
     def send(self, message: bytes) -> None:
-        event = parse_event(message)
+        event = parse(message)
         if isinstance(event, Heartbeat):
             self._heartbeat = event
-        for observer in self.observers:
+        for observer in self._observers:
             observer(self._world.rank, event)
-        self._channel.send(message)
+        with self._lock:
+            try:
+                super().send(message)
+            except OSError as error:
+                # The kernel says once that nothing reaches the other host; after that, a read only
+                # finds the end of the data.
+                self._has_timed_out |= not isinstance(error, ConnectionError)
+                raise
 
     def receive(self, timeout: float) -> bytes | None:
         with contextlib.suppress(queue.Empty):
@@ -153,55 +150,54 @@ class _ParentLink:
 
     def disconnect(self) -> None:
         self._is_disconnected = True
-        connection = self._channel.connection
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
-            own.shutdown(socket.SHUT_WR)  # rank 0 first reads the messages still in flight
+        with socket.socket(fileno=self.connection.fileno()) as own:
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_WR)  # rank 0 first reads the messages still in flight
+            own.detach()
 
     def report_signal(self, number: int) -> None:
         """Reports the signal that ends this process to rank 0, if that succeeds at once."""
-        if not self._begun.is_set() or self._is_disconnected:
+        if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step
-        error = error_to_dict(Interrupted(number))
-        failed = Failed(error=error, traceback="", action=action, step=step)
+        failed = Failed(
+            error=error_to_dict(Interrupted(number)), traceback="", action=action, step=step
+        )
 
         def send() -> None:
             with contextlib.suppress(OSError):
-                self._channel.send(failed.to_bytes())
+                super(_ParentLink, self).send(failed.to_bytes())
 
         thread = threading.Thread(target=send, name="report-signal", daemon=True)
         thread.start()
         thread.join(_SIGNAL_REPORT_SECONDS)
 
     def _listen(self) -> None:
-        handlers: Mapping[bytes, Callable[[bytes], None]] = {
-            BEGIN: lambda _: self._begun.set(),
-            END: self._end,
-        }
         try:
             while True:
-                message = self._channel.connection.recv_bytes()
-                handlers.get(message[:1], self._commands.put)(message)
+                message = self.connection.recv_bytes()
+                if message.startswith(END):
+                    self._end(**json.loads(message[1:]))
+                self._commands.put(message)
         except (EOFError, OSError) as error:
-            if isinstance(error, (EOFError, ConnectionError)) and not self._channel.has_timed_out():
-                reason = f"{self._rank_0} is gone"
-            else:
-                reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            with self._lock:  # a send in another thread may learn it first
+                if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
+                    reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)
         except Exception as error:  # without this thread the process would never end
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
-    def _end(self, message: bytes) -> NoReturn:
-        end = json.loads(message[1:])
-        if end["error"] is not None:  # rank 0 has told the user
-            self.say(f"{self._name} ends with the run: {end['error']['message']}", False)
+    def _end(self, code: int, error: str | None) -> NoReturn:
+        if error is not None:  # rank 0 has told the user
+            self._say(f"{self._name} ends with the run: {error}", False)
             time.sleep(_EXIT_DELAY_SECONDS)
-        process_lifetime.exit_process(end["code"])
+        process_lifetime.exit_process(code)
 
     def _exit_without_rank_0(self, reason: str) -> None:
         if not self._is_disconnected:
             where = describe_position(self._heartbeat.action, self._heartbeat.step)
-            self.say(f"{reason}: {self._name} ends{where}", True)
+            self._say(f"{reason}: {self._name} ends{where}", True)
             if self._world.local_rank:  # the launcher ends all ranks of a host after the first one
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

@@ -54,7 +54,7 @@ class LatentCheckpoints:
             "in_host_memory": list(in_host_memory),
             "sha256": _sha256(packet.tensors),
         }
-        path = self._path(key, packet.next_step)
+        path = path_of(self._folder, key, packet.next_step)
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
@@ -63,7 +63,7 @@ class LatentCheckpoints:
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
-                    self._path(key, step).unlink(missing_ok=True)
+                    path_of(self._folder, key, step).unlink(missing_ok=True)
         except (OutputError, SafetensorError, OSError) as error:
             raise OutputError(
                 f"no latent checkpoints in {str(self._folder)!r}: {_reason(error)}",
@@ -72,7 +72,7 @@ class LatentCheckpoints:
 
     def load(self, key: str, clip: int, step: int, device: torch.device) -> Packet:
         """The packet written after `step` steps, as `clip` of this run, on `device`."""
-        path = self._path(key, step)
+        path = path_of(self._folder, key, step)
         hint = f"delete {path.name!r}: the clip then starts again"
         try:
             tensors, metadata = _read(path)
@@ -104,9 +104,6 @@ class LatentCheckpoints:
             memory_pressure=bool(metadata["memory_pressure"]),
             compute_seconds=float(metadata["compute_seconds"]),
         )
-
-    def _path(self, key: str, step: int) -> Path:
-        return path_of(self._folder, key, step)
 
 
 def path_of(folder: Path, key: str, step: int) -> Path:

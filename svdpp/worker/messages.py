@@ -275,19 +275,8 @@ Event = (
 _CLASSES = {kind.__name__: kind for kind in get_args(Command | Event)}
 
 
-def parse_command(message: bytes) -> Command:
-    """A message from the parent, as `to_bytes` wrote it."""
-    command: Command = _parsed(message)
-    return command
-
-
-def parse_event(message: bytes) -> Event:
-    """A message from a rank, as `to_bytes` wrote it."""
-    event: Event = _parsed(message)
-    return event
-
-
-def _parsed(message: bytes) -> Any:
+def parse(message: bytes) -> Any:
+    """A command or an event, as `to_bytes` wrote it."""
     values = json.loads(message)
     return _CLASSES[values.pop("kind")].model_validate(values)
 

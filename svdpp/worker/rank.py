@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,9 @@ import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
+from svdpp.launch import process_group
 from svdpp.launch.group import Channel, RankContext
+from svdpp.launch.world import is_member
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
@@ -35,11 +35,10 @@ from svdpp.worker.messages import (
     Joined,
     Started,
     Stop,
-    StoredTensor,
     Work,
-    parse_command,
+    parse,
 )
-from svdpp.worker.reporter import PROFILED_RANK, ClipProfiler, GpuSampler, Reporter
+from svdpp.worker.reporter import PROFILED_RANK, ClipProfiler, Reporter
 from svdpp.worker.side_threads import ClipWriter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.steps import RankTools
@@ -60,113 +59,121 @@ class RankSetup:
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
-    """Runs a rank to its end. Reports every error to the parent before it raises it."""
+    """Runs a rank of a pipeline to its end."""
     if setup.fault is not None:
         setup.fault(context.world.rank)
-    reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
-    reporter.start()
-    sampler = None
-    try:
-        device = take_device(setup.config, context.world)
-        if (uuid := gpu_uuid(str(device))) is not None:
-            sampler = GpuSampler(uuid, reporter.send)
-            sampler.start()
+
+    def perform_all(device: torch.device, reporter: Reporter) -> None:
         inbox = Inbox(context.channel)
-        stage = _Preparation(context, setup, reporter, device).stage(inbox)
+        stage = _prepared_stage(context, setup, reporter, device, inbox)
         for action in inbox.actions(stage.expect, stage.rest):
             stage.perform(action)
         stage.finish()
+
+    run_rank(context, setup.config, perform_all)
+
+
+def run_rank(
+    context: RankContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
+) -> None:
+    """Does `work`, which ends after the parent's first `Stop`, on this rank's device.
+
+    Reports every error to the parent before it raises it.
+    """
+    reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
+    reporter.start()
+    try:
+        device = take_device(config, context.world)
+        if (uuid := gpu_uuid(str(device))) is not None:
+            reporter.sample_gpu(uuid)
+        work(device, reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
-    if sampler is not None:
-        sampler.stop()
     allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    inbox.wait_for_stop()
-    context.leave()
+    wait_for_stop(context.channel)
+    if context.world.launcher is not None:  # a process that goes on; others exit at once
+        process_group.destroy()
 
 
-@dataclass(frozen=True)
-class _Preparation:
-    context: RankContext
-    setup: RankSetup
-    reporter: Reporter
-    device: torch.device
+def wait_for_stop(channel: Channel) -> None:
+    """Waits until the parent says stop; cancellations before it are late."""
+    message = None
+    while message is None or not isinstance(parse(message), Stop):
+        message = channel.receive(_POLL_SECONDS)
 
-    def stage(self, inbox: Inbox) -> PipelineStage:
-        """The rank's stage, for which `Joined` is reported: the model is loaded, links are open."""
-        setup, reporter, name = self.setup, self.reporter, str(self.device)
-        config, rank = setup.config, self.context.world.rank
-        conditions = conditions_of(config, setup.checkpoint, name)
-        reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
-        reporter.measure_memory(name)
-        reporter.phase("loading the model")
-        begun = time.monotonic()
-        with out_of_memory_named(None):
-            model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
-            load_seconds = time.monotonic() - begun
-            reporter.phase("joining the other ranks")
-            self.context.join()
-            transport = self._connected()
-        ahead = self.context.clock.monotonic_ahead
-        reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
-        reporter.at(None)
-        tools = RankTools(
-            rank=rank,
-            device=self.device,
-            transport=transport,
-            reporter=reporter,
-            is_cancelled=inbox.is_cancelled,
-            tensor_store=self._tensor_store(),
-        )
-        writer = ClipWriter(
-            *(reporter, conditions, self.device, tools.tensor_store),
-            fps=config.sampling.fps,
-            host=self.context.host,
-        )
-        checkpoints = None
-        # The second rank of a pair has the latents of the first.
-        if setup.latents_folder and not config.layout.is_second(rank):
-            checkpoints = LatentCheckpoints(Path(setup.latents_folder), conditions)
-        return PipelineStage(
-            *(tools, model, writer, config.sampling),
-            checkpoints=checkpoints,
-            profiler=self._profiler(),
-        )
 
-    def _connected(self) -> Transport:
-        config, rank = self.setup.config, self.context.world.rank
-        transport = Transport(
-            rank,
-            self.device,
-            self.context.backend,
-            self.reporter.transfer,
-            checksum=config.checksum,
-            wall_ahead=self.context.clock.wall_ahead,
-        )
-        layout = config.layout
-        rounds, decode = map(connect_rounds, (layout.links, layout.decode_links))
-        on_connecting = self.reporter.connecting
-        transport.connect(rounds, on_connecting, layout.pairs, itertools.chain(*decode))
-        return transport
+def _prepared_stage(
+    context: RankContext,
+    setup: RankSetup,
+    reporter: Reporter,
+    device: torch.device,
+    inbox: Inbox,
+) -> PipelineStage:
+    """The rank's stage, for which `Joined` is reported: the model is loaded, links are open."""
+    config, rank, name = setup.config, context.world.rank, str(device)
+    conditions = conditions_of(config, setup.checkpoint, name)
+    reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
+    reporter.measure_memory(name)
+    reporter.phase("loading the model")
+    begun = time.monotonic()
+    with out_of_memory_named(None):
+        model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
+        load_seconds = time.monotonic() - begun
+        reporter.phase("joining the other ranks")
+        context.join()
+        transport = _connected_transport(context, config, reporter, device)
+    ahead = context.clock.monotonic_ahead
+    reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
+    reporter.at(None)
+    tensor_store, checkpoints, profiler = None, None, None
+    if setup.tensor_folder is not None:
+        # A rank that may be on another host sends its tensors.
+        send = reporter.tensor if is_member(context.world) else None
+        tensor_store = TensorStore(Path(setup.tensor_folder), send)
+    # The second rank of a pair has the latents of the first.
+    if setup.latents_folder is not None and not config.layout.is_second(rank):
+        checkpoints = LatentCheckpoints(Path(setup.latents_folder), conditions)
+    if setup.profile_path is not None and rank == PROFILED_RANK:
+        profiler = ClipProfiler(Path(setup.profile_path), name)
+    tools = RankTools(
+        rank=rank,
+        device=device,
+        transport=transport,
+        reporter=reporter,
+        is_cancelled=inbox.is_cancelled,
+        tensor_store=tensor_store,
+    )
+    writer = ClipWriter(reporter, conditions, device, tensor_store, host=context.host)
+    return PipelineStage(
+        *(tools, model, writer, config.sampling), checkpoints=checkpoints, profiler=profiler
+    )
 
-    def _tensor_store(self) -> TensorStore | None:
-        """Keeps results for verification; a rank that may be on another host sends them."""
-        if self.setup.tensor_folder is None:
-            return None
-        is_member = self.context.world.is_member
-        return TensorStore(Path(self.setup.tensor_folder), self._send_file if is_member else None)
 
-    def _send_file(self, name: str, data: bytes) -> None:
-        self.reporter.send(StoredTensor(name=name, data=base64.b64encode(data)))
-
-    def _profiler(self) -> ClipProfiler | None:
-        path = self.setup.profile_path
-        if path is None or self.context.world.rank != PROFILED_RANK:
-            return None
-        return ClipProfiler(Path(path), str(self.device))
+def _connected_transport(
+    context: RankContext, config: PipelineConfig, reporter: Reporter, device: torch.device
+) -> Transport:
+    transport = Transport(
+        context.world.rank,
+        device,
+        context.backend,
+        reporter.transfer,
+        checksum=config.checksum,
+        wall_ahead=context.clock.wall_ahead,
+    )
+    layout = config.layout
+    back = [(high, low) for low, high in layout.pairs]
+    transport.connect(
+        {
+            "clips": connect_rounds(layout.links),
+            "predictions": [layout.pairs, back],
+            "decode": connect_rounds(layout.decode_links),
+        },
+        reporter.connecting,
+    )
+    return transport
 
 
 def load_model(
@@ -197,7 +204,6 @@ class ActionQueue:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
-        self._left: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         """Whether actions are left."""
@@ -205,11 +211,10 @@ class ActionQueue:
 
     def holds(self, clip: int) -> bool:
         """Whether actions of `clip` are left."""
-        return clip in self._left
+        return any(action.clip == clip for action in self._actions)
 
     def add(self, actions: Sequence[Action]) -> None:
         """Adds a list of further clips, in order."""
-        self._left.update(action.clip for action in actions)
         if self._actions and actions and actions[0].kind is Kind.RECV:
             self._actions.insert(self._start_of_last_work(), actions[0])
             actions = actions[1:]
@@ -217,11 +222,7 @@ class ActionQueue:
 
     def pop(self) -> Action:
         """Removes and returns the next action."""
-        action = self._actions.popleft()
-        self._left[action.clip] -= 1
-        if not self._left[action.clip]:
-            del self._left[action.clip]
-        return action
+        return self._actions.popleft()
 
     def _start_of_last_work(self) -> int:
         """The index of the first action, other than its RECV, of the last clip in the queue."""
@@ -243,7 +244,7 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queue = ActionQueue()
-        self._new: list[Work] = []
+        self._expect: Callable[[Work], None] = lambda _: None
         self._now: int | None = None
         self._cancelled: set[int] = set()
         self._is_stopped = False
@@ -251,52 +252,41 @@ class Inbox:
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
         """Yields this rank's actions until the parent says stop and none is left.
 
-        `expect` is called with each work before any of its actions is yielded, `rest`
-        whenever no action is left.
+        `expect` is called with each work as it comes, `rest` while no action is left.
         """
+        self._expect = expect
         while True:
-            self._receive_all(expect)
-            if not self._queue:
-                rest()
-                while not (self._queue or self._is_stopped):
-                    self._receive(_POLL_SECONDS)
-                    self._receive_all(expect)
-                if not self._queue:
-                    return
-            action = self._queue.pop()
-            self._now = action.clip
-            yield action
-            if not self._queue.holds(action.clip):
-                self._cancelled.discard(action.clip)
-            self._now = None
-
-    def wait_for_stop(self) -> None:
-        """Waits until the parent says stop another time; cancellations before it are late."""
-        self._is_stopped = False
-        while not self._is_stopped:
+            self._receive_all()
+            if self._queue:
+                action = self._queue.pop()
+                self._now = action.clip
+                yield action
+                if action.clip in self._cancelled and not self._queue.holds(action.clip):
+                    self._cancelled.remove(action.clip)
+                self._now = None
+                continue
+            rest()
+            if self._is_stopped:
+                return
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
         """Whether the parent has cancelled `clip`, which has actions left; does not wait."""
-        while self._receive(0):
-            pass
+        self._receive_all()
         return clip in self._cancelled
 
-    def _receive_all(self, expect: Callable[[Work], None]) -> None:
+    def _receive_all(self) -> None:
         while self._receive(0):
             pass
-        for work in self._new:
-            expect(work)
-        self._new.clear()
 
     def _receive(self, timeout: float) -> bool:
         message = self._channel.receive(timeout)
         if message is None:
             return False
-        match parse_command(message):
+        match parse(message):
             case Work() as work:
-                self._new.append(work)
                 self._queue.add(work.actions)
+                self._expect(work)
             case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import threading
 import time
@@ -26,10 +27,11 @@ from svdpp.worker.messages import (
     Failed,
     GpuSample,
     Heartbeat,
+    StoredTensor,
     TransferDone,
 )
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = SAMPLE_SECONDS = 1.0
 
 
 class Reporter:
@@ -46,15 +48,28 @@ class Reporter:
         self._writers: list[Callable[[], bool]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
+        self._sampler: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the heartbeats."""
         self._thread.start()
 
+    def sample_gpu(self, uuid: str) -> None:
+        """Sends a sample of a GPU every second from now on; without NVML nothing.
+
+        In a thread of its own, because a driver that hangs must not stop the heartbeats.
+        """
+        uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        sampler = threading.Thread(target=self._sample, args=(uuid,), name="sampler", daemon=True)
+        sampler.start()
+        self._sampler = sampler
+
     def stop(self) -> None:
-        """Stops the heartbeats."""
+        """Stops heartbeats and samples; does not wait for a driver that hangs."""
         self._stopped.set()
         self._thread.join()
+        if self._sampler is not None:
+            self._sampler.join(timeout=SAMPLE_SECONDS)
 
     def add_writer(self, is_busy: Callable[[], bool]) -> None:
         """Adds a writer thread; heartbeats report whether it is busy."""
@@ -92,6 +107,10 @@ class Reporter:
         if values.pop("channel") == "clips":
             self.send(TransferDone(**values))
 
+    def tensor(self, name: str, data: bytes) -> None:
+        """Sends a file of the tensor store to the parent, which keeps it."""
+        self.send(StoredTensor(name=name, data=base64.b64encode(data)))
+
     def clip_failed(self, clip: int, error: BaseException) -> None:
         """Reports that `clip` alone is lost."""
         known = error_to_dict(error)
@@ -124,57 +143,29 @@ class Reporter:
         return any(is_busy() for is_busy in self._writers)
 
     def _heartbeat(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the parent is gone, and this process ends with it
             while True:
                 current = {"writing": self._is_writing(), "memory_bytes": self._memory()}
                 self.send(self._now.model_copy(update=current))
                 if self._stopped.wait(HEARTBEAT_SECONDS):
                     return
-        except OSError:
-            return  # the parent is gone, and this process ends with it
 
-
-SAMPLE_SECONDS = 1.0
-
-#: Bits of NVML's clock event reasons (nvml.h) that slow a busy GPU down.
-_SLOWED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and heat, brake
-
-
-class GpuSampler:
-    """A thread that sends a sample of one GPU every second; without NVML it sends nothing.
-
-    A thread of its own, because a driver that hangs must not stop the heartbeats.
-    """
-
-    def __init__(self, uuid: str, send: Callable[[GpuSample], None]) -> None:
-        self._uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        self._send = send
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
-
-    def start(self) -> None:
-        """Starts the samples."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stops the samples; waits for one that is being taken, but not for a driver that hangs."""
-        self._stopped.set()
-        self._thread.join(timeout=SAMPLE_SECONDS)
-
-    def _run(self) -> None:
+    def _sample(self, uuid: str) -> None:
         with gpus.open_nvml() as nvml:
             if nvml is None:
                 return
             try:
-                handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+                handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
             except nvml.NVMLError:
                 return
-            try:
+            with contextlib.suppress(OSError):  # as in `_heartbeat`
                 while not self._stopped.is_set():
-                    self._send(read_sample(nvml, handle))
+                    self.send(read_sample(nvml, handle))
                     self._stopped.wait(SAMPLE_SECONDS)
-            except OSError:
-                return  # the parent is gone, and this process ends with it
+
+
+#: Bits of NVML's clock event reasons (nvml.h) that slow a busy GPU down.
+_SLOWED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and heat, brake
 
 
 def read_sample(nvml: Any, handle: Any) -> GpuSample:

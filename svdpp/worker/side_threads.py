@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,16 @@ class BoundedExecutor:
     """Makes calls in one thread, in order; the thread makes the rank's device its current one.
 
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
+    Heartbeats report whether it is busy.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
         self._thread = streams.one_thread(name, device)
         self._waiting: list[Future[None]] = []
         self._reporter = reporter
+        self._device = device
         self._stream = SideStream(device)
+        reporter.add_writer(self.is_busy)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
         """Queues one call; blocks while two others are queued."""
@@ -69,26 +72,10 @@ class BoundedExecutor:
         self._waiting.pop(0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedClip:
-    """The result of one clip, on the device or the host.
-
-    The request's output says where files go. The packet's latent, the frames (F, H, W, 3, uint8;
-    None: write none) and the audio are complete behind `ready` in the device's queue.
-    """
-
-    job: ClipJob
-    packet: Packet
-    frames: torch.Tensor | None
-    ready: Mark
-    audio: Audio | None = None
-
-
 class ClipWriter(BoundedExecutor):
     """Writes clips one at a time, in the order of `put`.
 
-    `fps` is for clips whose requests have no sampling parameters, `host` for each clip's JSON if a
-    launcher has started the ranks.
+    `host` is for each clip's JSON if a launcher has started the ranks.
     """
 
     def __init__(
@@ -98,32 +85,50 @@ class ClipWriter(BoundedExecutor):
         device: torch.device,
         tensor_store: TensorStore | None = None,
         *,
-        fps: int,
         host: str = "",
     ) -> None:
         super().__init__("clip-writer", device, reporter)
         self._conditions = conditions
         self._tensor_store = tensor_store
-        self._fps = fps
         self._host = host
 
-    def put(self, finished: FinishedClip) -> None:
-        """Queues a clip; blocks while two are queued."""
-        self.submit(self._write_or_lose, finished)
+    def put(
+        self,
+        job: ClipJob,
+        packet: Packet,
+        decoded: torch.Tensor | None = None,
+        audio: Audio | None = None,
+    ) -> None:
+        """Queues a clip, on the device or the host; blocks while two are queued.
 
-    def _write_or_lose(self, finished: FinishedClip) -> None:
+        The request's output says where files go. The frames (F, H, W, 3) are uint8; None: write
+        none.
+        """
+        self.submit(self._write_or_lose, job, packet, decoded, audio, mark(self._device))
+
+    def _write_or_lose(self, job: ClipJob, *rest: Any) -> None:
         try:
-            self._write(finished)
+            self._write(job, *rest)
         except OutputError as error:
-            self._reporter.clip_failed(finished.job.clip, error)
+            self._reporter.clip_failed(job.clip, error)
 
-    def _write(self, finished: FinishedClip) -> None:
+    def _write(
+        self,
+        job: ClipJob,
+        packet: Packet,
+        decoded: torch.Tensor | None,
+        audio: Audio | None,
+        ready: Mark,
+    ) -> None:
         begun = time.monotonic()
-        job, packet, frames = finished.job, finished.packet, self._frames_on_host(finished)
-        audio = self._audio_on_host(finished)
+        frames: Frames | None = None
+        if decoded is not None:
+            frames = self._stream.to_host(decoded, ready).numpy()
+        if audio is not None:
+            audio = Audio(self._stream.to_host(audio.samples, ready), audio.rate)
         if self._tensor_store is not None and frames is not None:
             keep_result(self._tensor_store, job.clip, frames, audio)
-        latent = self._stream.to_host(packet.tensors[LATENTS], finished.ready)
+        latent = self._stream.to_host(packet.tensors[LATENTS], ready)
         metadata = {
             **job.metadata,
             "conditions": self._conditions,
@@ -140,26 +145,14 @@ class ClipWriter(BoundedExecutor):
         if output is not None and frames is not None:
             # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
             # the hash of the video file.
-            sampling = job.request.sampling
-            fps = self._fps if sampling is None else sampling.fps
+            assert job.request.sampling is not None
+            fps = job.request.sampling.fps
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
             sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
             metadata = {**metadata, "file_sha256": sha256}
             output_files.write_json(Path(output.json_path), metadata)
         seconds = time.monotonic() - begun
         self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
-
-    def _frames_on_host(self, finished: FinishedClip) -> Frames | None:
-        if finished.frames is None:
-            return None
-        frames: Frames = self._stream.to_host(finished.frames, finished.ready).numpy()
-        return frames
-
-    def _audio_on_host(self, finished: FinishedClip) -> Audio | None:
-        if finished.audio is None:
-            return None
-        samples = self._stream.to_host(finished.audio.samples, finished.ready)
-        return Audio(samples, finished.audio.rate)
 
 
 class LatentCheckpointWriter(BoundedExecutor):
@@ -174,7 +167,6 @@ class LatentCheckpointWriter(BoundedExecutor):
     ) -> None:
         super().__init__("checkpoints", device, reporter)
         self._checkpoints = checkpoints
-        self._device = device
         self._is_losing = False
 
     def put(self, key: str, packet: Packet) -> None:
@@ -203,16 +195,12 @@ _Image = tuple[tuple[Any, ...], SamplingConfig | None]
 class PhotoReader:
     """Reads images in the order of `expect`, at most one ahead, and those of `prepare_early`.
 
-    `prepare` is called in the thread. `sampling` is for clips whose requests have none.
+    `prepare` is called in the thread.
     """
 
     def __init__(
-        self,
-        sampling: SamplingConfig,
-        prepare: Callable[[Source, SamplingConfig], Prepared],
-        device: torch.device,
+        self, prepare: Callable[[Source, SamplingConfig], Prepared], device: torch.device
     ) -> None:
-        self._sampling = sampling
         self._prepare = prepare
         self._upcoming: deque[tuple[int, ClipRequest, Future[Prepared] | None]] = deque()
         self._ahead: dict[int, Future[Prepared]] = {}
@@ -254,9 +242,9 @@ class PhotoReader:
             self._ahead[clip] = early or self._thread.submit(self._read, request)
 
     def _read(self, request: ClipRequest) -> Prepared:
-        sampling = request.sampling or self._sampling
-        source = read_source(request, sampling)
-        return {} if source is None else self._prepare(source, sampling)
+        assert request.sampling is not None
+        source = read_source(request, request.sampling)
+        return {} if source is None else self._prepare(source, request.sampling)
 
 
 def _image_of(request: ClipRequest) -> _Image:

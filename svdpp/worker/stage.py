@@ -31,7 +31,6 @@ from svdpp.worker.messages import (
 from svdpp.worker.reporter import ClipProfiler
 from svdpp.worker.side_threads import (
     ClipWriter,
-    FinishedClip,
     LatentCheckpointWriter,
     PhotoReader,
 )
@@ -48,13 +47,8 @@ class PipelineStage:
     It performs its actions in order and assumes nothing else: neither that its steps are one
     range, nor that a step of a clip belongs to one rank.
 
-    Args:
-        tools: what all its actions work with.
-        model: the parts that this rank's actions need.
-        clip_writer: writes the clips that end here.
-        sampling: of the clips whose requests have none.
-        checkpoints: the folder of latent checkpoints; None writes and reads none.
-        profiler: profiles one clip; None profiles none.
+    `model` has the parts that the actions need; `sampling` is of the clips whose requests have
+    none.
     """
 
     def __init__(
@@ -70,20 +64,18 @@ class PipelineStage:
         self._tools = tools
         self._transport, self._reporter = tools.transport, tools.reporter
         self._device = tools.device
-        self._model = model
         self._clip_writer = clip_writer
+        self._model = model
         self._sampling = sampling
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
-        self._photos = PhotoReader(sampling, self._prepare, model.device)
+        self._photos = PhotoReader(self._prepare, model.device)
         self._checkpoints = checkpoints
-        self._reporter.add_writer(clip_writer.is_busy)
         self._checkpoint_writer: LatentCheckpointWriter | None = None
         if checkpoints is not None:
             writer = LatentCheckpointWriter(checkpoints, model.device, self._reporter)
-            self._reporter.add_writer(writer.is_busy)
             self._checkpoint_writer = writer
         self._profiler = profiler
         self._jobs: dict[int, ClipJob] = {}
@@ -95,11 +87,11 @@ class PipelineStage:
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
+        jobs = {job.clip: self._with_sampling(job) for job in work.jobs}
         if not work.actions:
-            for job in work.jobs:
+            for job in jobs.values():
                 self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
             return
-        jobs = {job.clip: job for job in work.jobs}
         self._jobs.update(jobs)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
@@ -118,7 +110,7 @@ class PipelineStage:
         """
         self._reporter.at(action)
         profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
-        chunk = self._sampling_of(action.clip).decode_chunk_size
+        chunk = self._sampling_of(action).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
             self._performers[action.kind](action)
 
@@ -162,7 +154,7 @@ class PipelineStage:
             self._tools.check_wanted(action.clip)
             packet.begun_at = time.time()
             with self._timed(action):
-                model = self._model_of(action.clip)
+                model = self._model_of(self._sampling_of(action))
                 packet.tensors = model.encode(prepared, request)
                 streams.wait_for_queue(self._device)
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
@@ -176,8 +168,7 @@ class PipelineStage:
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
             packet = self._checkpoints.load(key, action.clip, action.start, self._device)
-            sampling = self._jobs[action.clip].request.sampling or self._sampling
-            packet.tensors = upgraded(packet.tensors, sampling, action.start)
+            packet.tensors = upgraded(packet.tensors, self._sampling_of(action), action.start)
             self._packets[action.clip] = packet
 
     def _recv(self, action: Action) -> None:
@@ -190,25 +181,27 @@ class PipelineStage:
         denoising = Denoising(self._tools, action, packet)
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
-                denoising.run(self._model_of(action.clip))
+                denoising.run(self._model_of(self._sampling_of(action)))
         if packet.tombstone:
             denoising.drop()
         packet.next_step = action.end
 
     def _share(self, action: Action) -> None:
-        packet = self._packet(action)
-        with self._waiting(action, "send"):
-            # A copy, as this rank goes on and may drop the clip while the packet leaves.
-            self._transport.send(replace(packet), action.peer, _channel_of(action))
+        # A copy, as this rank goes on and may drop the clip while the packet leaves.
+        self._send_packet(action, replace(self._packet(action)))
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
         writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
-        with self._waiting(action, "send"):
-            if writer is not None and key is not None and not packet.tombstone:
+        if writer is not None and key is not None and not packet.tombstone:
+            with self._waiting(action, "send"):
                 writer.put(key, packet)
-            self._transport.send(packet, action.peer)
+        self._send_packet(action, packet)
         self._forget(action.clip)
+
+    def _send_packet(self, action: Action, packet: Packet) -> None:
+        with self._waiting(action, "send"):
+            self._transport.send(packet, action.peer, _channel_of(action))
 
     def _decode(self, action: Action) -> None:
         packet = self._packet(action)
@@ -217,7 +210,7 @@ class PipelineStage:
         if action.helps:
             packet.compute_seconds = 0.0  # the other rank counts what was before
         with self._isolated(packet), self._timed(action):
-            model = self._model_of(action.clip)
+            model = self._model_of(self._sampling_of(action))
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
@@ -227,8 +220,7 @@ class PipelineStage:
     def _return(self, action: Action) -> None:
         packet = self._packet(action)
         packet.tensors = {} if packet.tombstone else {_FRAMES: self._frames[action.clip]}
-        with self._waiting(action, "send"):
-            self._transport.send(packet, action.peer, _channel_of(action))
+        self._send_packet(action, packet)
         self._helps.remove(action.clip)
         self._forget(action.clip)
 
@@ -254,15 +246,8 @@ class PipelineStage:
         if not packet.tombstone:
             packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
-                self._clip_writer.put(
-                    FinishedClip(
-                        job=self._jobs[action.clip],
-                        packet=packet,
-                        frames=self._frames.get(action.clip),
-                        audio=self._audio.get(action.clip),
-                        ready=streams.mark(self._device),
-                    )
-                )
+                job, frames = self._jobs[action.clip], self._frames.get(action.clip)
+                self._clip_writer.put(job, packet, frames, self._audio.get(action.clip))
         else:
             self._reporter.send(ClipDropped(clip=action.clip))
         self._forget(action.clip)
@@ -278,17 +263,21 @@ class PipelineStage:
             packet.make_tombstone()
         return packet
 
-    def _model_of(self, clip: int) -> VideoModel:
-        sampling = self._jobs[clip].request.sampling
-        return self._model if sampling is None else self._model_with(sampling)
+    def _with_sampling(self, job: ClipJob) -> ClipJob:
+        request = replace(job.request, sampling=job.request.sampling or self._sampling)
+        return job.model_copy(update={"request": request})
 
-    def _sampling_of(self, clip: int) -> SamplingConfig:
-        return self._jobs[clip].request.sampling or self._sampling
+    def _sampling_of(self, action: Action) -> SamplingConfig:
+        sampling = self._jobs[action.clip].request.sampling
+        assert sampling is not None
+        return sampling
 
     def _prepare(self, source: Source, sampling: SamplingConfig) -> Prepared:
         """Prepares an image or a video; runs in the reader's thread."""
-        model = self._model if sampling == self._sampling else self._model_with(sampling)
-        return model.prepare(source)
+        return self._model_of(sampling).prepare(source)
+
+    def _model_of(self, sampling: SamplingConfig) -> VideoModel:
+        return self._model if sampling == self._sampling else self._model_with(sampling)
 
     def _image_ready(self, request: ClipRequest, seconds: float) -> None:
         self._reporter.send(ImageReady(image=request.image, seconds=seconds))

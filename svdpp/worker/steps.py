@@ -25,15 +25,12 @@ class NotWantedError(Exception):
     """The clip was cancelled, or the other rank of the pair has dropped it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankTools:
     """What all actions of a rank work with.
 
-    Args:
-        transport: the rank's links, connected.
-        reporter: sends events to the parent.
-        is_cancelled: whether the parent needs nothing more of a clip; called between steps.
-        tensor_store: keeps latents and predictions for verification; None keeps none.
+    `is_cancelled` says between steps whether the parent needs nothing more of a clip;
+    `tensor_store` keeps latents and predictions for verification.
     """
 
     rank: int
@@ -46,8 +43,8 @@ class RankTools:
     _copies: streams.SideStream = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory_pressure", MemoryPressure(self.device))
-        object.__setattr__(self, "_copies", streams.SideStream(self.device))
+        self.memory_pressure = MemoryPressure(self.device)
+        self._copies = streams.SideStream(self.device)
 
     def check_wanted(self, clip: int) -> None:
         """Raises NotWantedError if the parent needs nothing more of `clip`."""

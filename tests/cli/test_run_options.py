@@ -101,13 +101,13 @@ def test_a_drawn_seed_is_printed_and_kept() -> None:
 
 
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--dry-run")
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "0-500", "--dry-run")
     result = dry_run(PHOTO, "--seeds", "1-2")
 
     assert answer.code == 0
     for words in (
-        "out/rocket_0.mp4\n",
-        "1 clip to make: 2 frames of 32x32, 2 steps",
+        "501 clips to make: 2 frames of 32x32, 2 steps",
+        "\nout/rocket_99.mp4    99\n... and 401 more\n",
         "disk\n  needed: ",
     ):
         assert words in answer.out

@@ -113,7 +113,6 @@ MODEL_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "config missing": (lambda model: (model / "vae/config.json").unlink(), "is missing"),
     "no frames": (change_json("unet/config.json", num_frames=0), "num_frames is 0"),
-    "other channels": (change_json("unet/config.json", in_channels=9), "in_channels is 9"),
     "a width for all memory": (
         change_json("unet/config.json", block_out_channels=[32, 10**9]),
         "block_out_channels is [32, 1000000000]",

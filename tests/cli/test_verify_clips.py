@@ -208,7 +208,7 @@ def test_more_memory_than_there_is_ends_before_any_process(monkeypatch: pytest.M
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(ranks, "StartedGroup", start)
+    monkeypatch.setattr(ranks, "start_ranks", start)
     monkeypatch.setattr(memory, "_DEMO_PIXELS", 0)
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")

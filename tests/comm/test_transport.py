@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,12 +30,15 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
+def _transport(
+    context: RankContext, transfers: list[Transfer], pairs: Sequence[tuple[int, int]] = ()
+) -> Transport:
     context.join()
     transport = Transport(
         context.world.rank, torch.device("cpu"), context.backend, transfers.append
     )
-    transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
+    rounds = connect_rounds((r, r + 1) for r in range(context.world.size - 1))
+    transport.connect({"clips": rounds, "predictions": [pairs]})
     return transport
 
 
@@ -152,11 +156,7 @@ def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
 def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
     """Both ranks of a pair send a prediction at each step, while a packet is on its way."""
     transfers: list[Transfer] = []
-    context.join()
-    transport = Transport(
-        context.world.rank, torch.device("cpu"), context.backend, transfers.append
-    )
-    transport.connect(connect_rounds([(0, 1)]), None, [(0, 1)])
+    transport = _transport(context, transfers, [(0, 1), (1, 0)])
     rank, other = context.world.rank, 1 - context.world.rank
     waiting = None if rank == 0 else transport.post_receive(7, 0, 0)
     found = []

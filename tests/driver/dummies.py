@@ -27,5 +27,5 @@ def clips(*seeds: int) -> list[ClipRequest]:
 
 def pids(pipeline: Pipeline) -> list[int]:
     """Process ids of the ranks, by rank."""
-    found: list[int] = pipeline._session.supervisor._group.pids  # type: ignore[union-attr, attr-defined]
+    found: list[int] = pipeline._session.supervisor._group.pids  # type: ignore[union-attr]
     return found

@@ -17,7 +17,7 @@ from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.worker import latent_checkpoints
 from tests.driver.dummies import HANG_SECONDS, clips, config
-from tests.faults.stops import InjectedStop
+from tests.faults.damage import Damage
 from tests.models.small_svd import small_svd
 
 pytestmark = pytest.mark.processes
@@ -31,8 +31,8 @@ def release(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-def _held(release: Path, rank: int, place: str) -> InjectedStop:
-    return InjectedStop("hang", rank, 0, place=place, until=str(release))
+def _held(release: Path, rank: int, place: str) -> Damage:
+    return Damage("hang", rank, 0, place=place, until=str(release))
 
 
 def _slow(world_size: int, **changes: Any) -> PipelineConfig:

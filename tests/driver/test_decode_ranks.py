@@ -20,7 +20,6 @@ from svdpp.verification.verify import verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
-from tests.faults.stops import InjectedStop
 from tests.models.small_svd import small_svd
 from tests.models.tiny_families import save_tiny_wan
 
@@ -101,7 +100,7 @@ def test_a_clip_that_only_lacks_its_decode_is_decoded_by_both(tmp_path: Path) ->
         expected = pipeline.run(request).metadata
     apart = svd(2, split="balanced", costs=Costs(step_seconds=1, decode_seconds=100))
     kept = tmp_path / f"{request.latents_key}_step4.safetensors"
-    fault = InjectedStop("raise", 1, 0, place="decode", until=str(kept))
+    fault = Damage("raise", 1, 0, place="decode", until=str(kept))
     with (
         pytest.raises(RankError, match="an injected fault"),
         Pipeline(apart, latents_folder=str(tmp_path), fault=fault) as pipeline,

@@ -26,7 +26,6 @@ from svdpp.worker.tensor_store import tensor_sha256
 from tests.driver.dummies import clips, config, pids
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, is_there
-from tests.faults.stops import InjectedStop
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
@@ -153,7 +152,7 @@ def _assert_nothing_is_left(pipeline: Pipeline) -> None:
 def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
     """Ranks read further work only after their current work; a pipe holds less than this."""
     gate, pad = tmp_path / "gate", {"pad": "x" * 2**20}
-    stop = InjectedStop("hang", 0, 0, place="step0", until=str(gate))
+    stop = Damage("hang", 0, 0, place="step0", until=str(gate))
     with Pipeline(config(), fault=stop) as pipeline:
         pipeline.submit(clips(1))
         given = threading.Thread(target=pipeline.submit, args=[clips(2), [pad]])

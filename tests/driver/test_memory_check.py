@@ -44,7 +44,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(ranks, "StartedGroup", start)
+    monkeypatch.setattr(ranks, "start_ranks", start)
 
 
 @pytest.mark.usefixtures("one_gib")

@@ -18,7 +18,6 @@ from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
 from tests.faults.damage import Damage
 from tests.faults.processes import is_there
-from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
 
@@ -170,7 +169,7 @@ def test_an_observer_that_never_returns_cannot_keep_the_ranks(
 
 
 def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
-    stop = InjectedStop("hang", 1, 0, place="load", until=str(tmp_path / "never"))
+    stop = Damage("hang", 1, 0, place="load", until=str(tmp_path / "never"))
     pipeline = Pipeline(config(), fault=stop)
 
     def close(rank: int, event: Event) -> None:  # noqa: ARG001

@@ -19,7 +19,6 @@ from svdpp.errors import ClosedError, RankError
 from svdpp.worker.messages import ClipDone, Event, StepDone
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids
 from tests.faults.damage import Damage
-from tests.faults.stops import InjectedStop
 
 pytestmark = pytest.mark.processes
 
@@ -72,7 +71,7 @@ def test_a_result_is_given_once() -> None:
 
 
 def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
-    stop = InjectedStop("hang", 1, 1, place="step2", until=str(tmp_path / "never"))
+    stop = Damage("hang", 1, 1, place="step2", until=str(tmp_path / "never"))
     pipeline = Pipeline(config(), fault=stop)
     reached = threading.Event()
     pipeline.observe(lambda _, event: reached.set() if isinstance(event, ClipDone) else None)

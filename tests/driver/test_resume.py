@@ -154,7 +154,7 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
 
 
 def _here() -> dict[str, Any]:
-    return device.conditions("cpu")
+    return device.conditions_of(config(1), None, "cpu")
 
 
 def _latent_after(steps: int, seed: int) -> torch.Tensor:

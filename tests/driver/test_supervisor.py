@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,6 @@ from svdpp.errors import (
     TransportError,
     error_to_dict,
 )
-from svdpp.launch.group import RankLocation
 from svdpp.worker.messages import Event, Failed, Finished, Joined
 from tests.driver.dummies import config
 
@@ -35,6 +35,7 @@ class Group:
     """Ranks with prescribed messages and exit codes."""
 
     world_size = 3
+    members = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]  # noqa: RUF012
 
     def __init__(self, said: list[tuple[int, Event]], exited: dict[int, int | None]) -> None:
         self._said = [(rank, event.to_bytes()) for rank, event in said]
@@ -49,9 +50,6 @@ class Group:
 
     def exited(self) -> dict[int, int | None]:
         return self._exited
-
-    def location(self, rank: int) -> RankLocation:
-        return RankLocation("here", rank)
 
     def send(self, rank: int, message: bytes) -> None:  # noqa: ARG002
         self.sent.append((rank, len(self._said)))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,18 +35,25 @@ def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
 class Damage:
     """One fault, at one rank and clip; pickled to every rank, which calls it first.
 
-    Kinds: `ulp` changes one element of the latent that leaves the rank to the next larger
-    floating-point number, `state` one of the history of a multistep solver, `prediction` one of the
-    first prediction that a rank of a pair sends; `skip` omits the rank's first step of the clip;
-    `raise` raises before that step, `hang` hangs there; `nan` fills the latent that enters the rank
-    with NaN; `header` changes `field` of the header that the rank sends. A fault at one rank of a
-    pair is one of the pair, whose ranks do the same steps.
+    Kinds: `hang` hangs at `place`, while heartbeats go on, until the file `until` exists, and
+    `raise` raises there, then (without `until`: never, and at once); `ulp` changes one element of
+    the latent that leaves the rank to the next larger floating-point number, `state` one of the
+    history of a multistep solver, `prediction` one of the first prediction that a rank of a pair
+    sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
+    rank with NaN; `header` changes `field` of the header that the rank sends. A fault at one rank
+    of a pair is one of the pair, whose ranks do the same steps.
+
+    Places, of which the first three come before all clips: `start` (before the rank's first
+    report), `load` (of the model), `join` (before it connects to the other ranks), `step<k>` of the
+    clip, `step` (its first one on this rank), or another action by its name.
     """
 
     kind: str
     rank: int
     clip: int
     field: str = ""
+    place: str = "step"
+    until: str = ""
 
     def __call__(self, rank: int) -> None:
         self.reach(rank, -1, "start")
@@ -58,8 +66,21 @@ class Damage:
         """Whether this fault is of `kind`, at `rank` and `clip`."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
+    def is_at(self, rank: int, clip: int, place: str) -> bool:
+        """Whether this is the rank, clip and place at which it acts."""
+        own_clip = clip if place in ("start", "load", "join") else self.clip
+        is_place = place == self.place or (self.place == "step" and place.startswith("step"))
+        return is_place and (rank, clip) == (self.rank, own_clip)
+
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Called when `rank` reaches `place`; see `InjectedStop`."""
+        """Called when `rank` reaches `place`."""
+        if self.kind not in ("hang", "raise") or not self.is_at(rank, clip, place):
+            return
+        is_awaited = bool(self.until) or self.kind == "hang"
+        while is_awaited and not (self.until and Path(self.until).exists()):
+            time.sleep(0.02)
+        if self.kind == "raise":
+            raise RuntimeError("an injected fault")
 
     def _watch_places(self, rank: int) -> None:
         phase, perform, before = Reporter.phase, PipelineStage.perform, Denoising._before_step
@@ -115,10 +136,6 @@ class Damage:
         end: int,
         *rest: Any,
     ) -> Tensors:
-        if self.strikes("raise", rank, action.clip):
-            raise RuntimeError("an injected fault")
-        while self.strikes("hang", rank, action.clip):
-            time.sleep(1)
         if self.strikes("nan", rank, action.clip):
             tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
         if any(self.strikes("skip", each, action.clip) for each in (rank, action.peer)):

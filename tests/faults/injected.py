@@ -3,9 +3,8 @@
     python -m tests.faults.injected PLAN.json run ...
 
 PLAN.json has `events` (path of that file: one JSON object per line, with the time at which the
-parent received the event). It may have `stop` (fields of `InjectedStop`), `start_method`,
-`heartbeat_timeout_seconds`, and `leaving_seconds` (rank 0's process spends them before it leaves
-the pipeline).
+parent received the event). It may have `stop` (fields of `Damage`), and
+`leaving_seconds` (rank 0's process spends them before it leaves the pipeline).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,29 +21,22 @@ from typing import Any
 def main() -> None:
     from svdpp.__main__ import main as svdpp
     from svdpp.driver import pipeline
-    from svdpp.launch import fork_server
 
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
-    if "start_method" in plan:
-        fork_server.start_method = lambda device: plan["start_method"]  # noqa: ARG005
     pipeline.Pipeline = _injected(plan)  # type: ignore[misc]
     svdpp()
 
 
 def _injected(plan: dict[str, Any]) -> type:
     from svdpp.driver.pipeline import Pipeline
-    from tests.faults.stops import InjectedStop
+    from tests.faults.damage import Damage
 
     note = _notes(Path(plan["events"]))
 
     class Injected(Pipeline):
         def __init__(self, config: Any, **options: Any) -> None:
-            if "heartbeat_timeout_seconds" in plan:
-                config = replace(
-                    config, heartbeat_timeout_seconds=plan["heartbeat_timeout_seconds"]
-                )
             if "stop" in plan:
-                options["fault"] = InjectedStop(**plan["stop"])
+                options["fault"] = Damage(**plan["stop"])
             super().__init__(config, **options)
             self.observe(
                 lambda rank, event: note(rank=rank, kind=type(event).__name__, **event.model_dump())

@@ -29,6 +29,7 @@ from svdpp.worker.messages import ClipDone, Event, Failed, Heartbeat
 from tests.cli.shell import PHOTO
 from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
 from tests.faults.conftest import StartCommand
+from tests.faults.damage import Damage
 from tests.faults.processes import (
     allowing_for_others,
     command_line,
@@ -36,7 +37,6 @@ from tests.faults.processes import (
     ranks_below,
     wait_until,
 )
-from tests.faults.stops import InjectedStop
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
@@ -102,7 +102,7 @@ class Faulty:
     def __init__(
         self,
         config: PipelineConfig,
-        stop: InjectedStop | None,
+        stop: Damage | None,
         when: Happens,
         act: Callable[[dict[int, int]], None],
     ) -> None:
@@ -143,7 +143,7 @@ def _kill(rank: int, number: signal.Signals) -> Callable[[dict[int, int]], None]
     return lambda pids: os.kill(pids[rank], number)
 
 
-def _stands(stop: InjectedStop) -> Happens:
+def _stands(stop: Damage) -> Happens:
     """Whether the parent knows that the rank has reached the place of the stop."""
 
     def happens(rank: int, event: Event) -> bool:
@@ -176,7 +176,7 @@ def test_a_rank_killed_while_the_ranks_connect(victim: int, temporary_files: Pat
 
 def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[int]]:
     """Kills a rank whose address the others know; the run's error, and the ranks that failed."""
-    late = InjectedStop("hang", LAST, 0, place="join", until=str(gate))
+    late = Damage("hang", LAST, 0, place="join", until=str(gate))
     failed: list[int] = []
 
     def others_have_published(rank: int, event: Event) -> bool:
@@ -202,7 +202,7 @@ def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[i
 def test_a_rank_that_raises(temporary_files: Path) -> None:
     """At the second clip, after the first is done."""
     gate = temporary_files / "gate"
-    stop = InjectedStop("raise", MIDDLE, 1, place="step3", until=str(gate))
+    stop = Damage("raise", MIDDLE, 1, place="step3", until=str(gate))
     clip_is_done = lambda _, event: isinstance(event, ClipDone)  # noqa: E731
     faulty = Faulty(DUMMY, stop, clip_is_done, lambda _: gate.touch())
     error, seconds = faulty.run(_clips())
@@ -224,23 +224,20 @@ DECODING = replace(
 PAIRS = replace(DECODING, world_size=4, cfg_parallel=2, decode_ranks=2)
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 STRUCK = [
+    *((DEMO, MIDDLE, "start", KILLED), (DEMO, LAST, "load", KILLED)),
+    *((DEMO, FIRST, "step0", KILLED), (DUMMY, FIRST, "step0", STOPPED)),
     *(
-        (DEMO, MIDDLE, "start", KILLED),
-        (DEMO, LAST, "load", KILLED),
-        (DEMO, FIRST, "step0", KILLED),
+        (DUMMY, MIDDLE, "step2", signal.SIGINT),
+        (PAIRS, 1, "step2", KILLED),
+        (PAIRS, 3, "step5", STOPPED),
     ),
-    *((DUMMY, FIRST, "step0", STOPPED), (DUMMY, MIDDLE, "step2", signal.SIGINT)),
-    *((PAIRS, 1, "step2", KILLED), (PAIRS, 3, "step5", STOPPED)),
     *((DECODING, FIRST, "decode", KILLED), (DECODING, LAST, "decode", STOPPED)),
 ]
 OTHERS_STRUCK = [
     *((DEMO, rank, place, KILLED) for rank in (FIRST, LAST) for place in ("start", "load")),
-    *(
-        (DEMO, MIDDLE, "load", KILLED),
-        (DEMO, MIDDLE, "step1", KILLED),
-        (DEMO, LAST, "step2", KILLED),
-    ),
-    *((DEMO, LAST, "decode", KILLED), (DUMMY, MIDDLE, "step2", STOPPED)),
+    *((DEMO, MIDDLE, place, KILLED) for place in ("load", "step1")),
+    *((DEMO, LAST, place, KILLED) for place in ("step2", "decode")),
+    (DUMMY, MIDDLE, "step2", STOPPED),
     *((PAIRS, rank, place, KILLED) for rank, place in ((0, "step0"), (2, "step3"), (3, "step5"))),
     *((PAIRS, rank, place, STOPPED) for rank, place in ((0, "step0"), (1, "step2"), (2, "step3"))),
     *((DECODING, rank, "decode", KILLED) for rank in (MIDDLE, LAST)),
@@ -257,7 +254,7 @@ def test_a_rank_is_named_and_no_other(
     config: PipelineConfig, rank: int, place: str, number: signal.Signals
 ) -> None:
     """Not its neighbour, the other of its pair, or those that wait for its part of a decode."""
-    stop, limit, bound = InjectedStop("hang", rank, 1, place=place), 0.0, 4
+    stop, limit, bound = Damage("hang", rank, 1, place=place), 0.0, 4
     if number is STOPPED:
         limit, bound = allowing_for_others(2.5), 5
         config = replace(config, heartbeat_timeout_seconds=limit)
@@ -340,7 +337,7 @@ def test_a_rank_frozen_at_the_very_end_is_named() -> None:
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
     """A step takes over three times the heartbeat timeout."""
     gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)
-    stop = InjectedStop("hang", MIDDLE, 1, place="step2", until=str(gate))
+    stop = Damage("hang", MIDDLE, 1, place="step2", until=str(gate))
     heartbeats: list[float] = []
 
     def release(rank: int, event: Event) -> None:
@@ -363,7 +360,7 @@ def test_a_rank_that_never_starts() -> None:
     config = replace(DUMMY, start_timeout_seconds=limit)
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:
-        Pipeline(config, fault=InjectedStop("hang", rank, 0, place="start")).__enter__()
+        Pipeline(config, fault=Damage("hang", rank, 0, place="start")).__enter__()
     assert time.monotonic() - begun <= limit + allowing_for_others(2)
     assert re.match(rf"rank {rank} \(cpu of .*\) never started within 2 s", caught.value.message)
     assert "--start-timeout" in caught.value.hint

@@ -13,7 +13,7 @@ from torch.cuda import _gpu_trace, _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from svdpp.comm import streams
-from tests.faults.stops import InjectedStop
+from tests.faults.damage import Damage
 
 MIB = 2**20
 _kept: list[torch.Tensor] = []
@@ -31,7 +31,7 @@ def _take_what_is_free() -> None:
 
 
 @dataclass(frozen=True)
-class FullDevice(InjectedStop):
+class FullDevice(Damage):
     """From its place on, the rank's device has no free memory.
 
     Args:
@@ -48,7 +48,7 @@ class FullDevice(InjectedStop):
 
 
 @dataclass(frozen=True)
-class Fragmented(InjectedStop):
+class Fragmented(Damage):
     """At its place, the allocator has to give back what it keeps to fulfil a request."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:
@@ -61,7 +61,7 @@ class Fragmented(InjectedStop):
 
 
 @dataclass(frozen=True)
-class Watched(InjectedStop):
+class Watched(Damage):
     """All ranks are checked for races; what is found is in the files of `folder`, one for each.
 
     Args:
@@ -176,7 +176,7 @@ def _waits_for_queue(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Counted(InjectedStop):
+class Counted(Damage):
     """Writes `STEP FOR_QUEUE FOR_EVENTS` to the file `until` before each step of the clip."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:

@@ -153,7 +153,7 @@ def seconds_until_named(
     def strike(rank: int, event: Event) -> None:
         if rank == 1 and isinstance(event, kind) and not began:
             began.append(time.monotonic())
-            pids: list[int] = pipeline._entered.supervisor._group.pids  # type: ignore[attr-defined]
+            pids: list[int] = pipeline._entered.supervisor._group.pids
             os.kill(pids[1], number)
 
     pipeline.observe(strike)

@@ -18,7 +18,7 @@ from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
 from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipJob
-from svdpp.worker.side_threads import ClipWriter, FinishedClip, LatentCheckpointWriter
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.tensor_store import TensorStore
 from tests.gpu.machine import Report
 
@@ -149,23 +149,20 @@ def _in_latent_checkpoint(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.
     writer = LatentCheckpointWriter(checkpoints, DEVICE, reporter)
     writer.put("0" * 64, Packet(0, 1, 0.0, {LATENTS: tensor}))
     writer.finish()
-    assert not reporter.method_calls
+    assert [name for name, *_ in reporter.method_calls] == ["add_writer"]
     return checkpoints.load("0" * 64, 0, 1, torch.device("cpu")).tensors[LATENTS]
 
 
 def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
     kept, reporter = TensorStore(folder), Mock()
-    writer = ClipWriter(reporter, {}, DEVICE, kept, fps=7)
+    writer = ClipWriter(reporter, {}, DEVICE, kept)
     writer.put(
-        FinishedClip(
-            job=ClipJob(clip=0, request=ClipRequest(seed=0)),
-            packet=Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
-            frames=tensor,
-            ready=streams.mark(DEVICE),
-        )
+        ClipJob(clip=0, request=ClipRequest(seed=0)),
+        Packet(0, 1, 0.0, {LATENTS: torch.zeros(1)}),
+        tensor,
     )
     writer.finish()
-    assert [name for name, *_ in reporter.method_calls] == ["send"]
+    assert [name for name, *_ in reporter.method_calls] == ["add_writer", "send"]
     return kept.load(0, "frames")["frames"]
 
 

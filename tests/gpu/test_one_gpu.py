@@ -21,13 +21,12 @@ from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.started import start_ranks
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, wait_until
-from tests.faults.stops import InjectedStop
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -92,7 +91,7 @@ def test_a_rank_that_is_gone_is_named(
 
 def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_path: Path) -> None:
     release = tmp_path / "release"
-    held = InjectedStop("hang", 1, 0, place="step3", until=str(release))
+    held = Damage("hang", 1, 0, place="step3", until=str(release))
     first, second = machine.requests(2)
     with Pipeline(machine.config(2), fault=held) as pipeline:
         cancelled, after = pipeline.submit([first, second])
@@ -129,7 +128,8 @@ def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
     streams.use_device(device)
     context.join()
     transport = Transport(rank, device, context.backend, lambda _: None, checksum=True)
-    transport.connect(connect_rounds((r, r + 1) for r in range(context.world.size - 1)))
+    rounds = connect_rounds((r, r + 1) for r in range(context.world.size - 1))
+    transport.connect({"clips": rounds})
     matrix = torch.randn(asked[1], asked[1], device=device)
     copies, hashes, begun = streams.SideStream(device), [], time.monotonic()
     for clip in range(NUM_PACKETS):
@@ -153,7 +153,7 @@ def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
 def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Report) -> None:
     backend = "gloo" if machine.is_rehearsal else "nccl"
     asked = machine.shared, 128 if machine.is_small else 2048
-    group = StartedGroup(
+    group = start_ranks(
         _relay_over_nccl, asked, world_size=3, backend=backend, device=machine.shared
     )
     answers: dict[int, Any] = {}

@@ -162,85 +162,78 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def made(num_hosts: int, folder: Path) -> Iterator[Hosts]:
-    """Hosts on one network, each with its own link."""
+def made(num_hosts: int, folder: Path, *, delay: float = 0.0, loss: float = 0.0) -> Iterator[Hosts]:
+    """Hosts on one network, each with its own link.
+
+    With a `delay` in seconds each way, or a `loss` (share of the packets), there are two hosts.
+    """
     _check_tools()
     run = uuid.uuid4().hex[:6]
-    switch, names = f"sw-{run}", [f"h{index}-{run}" for index in range(num_hosts)]
-    try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "br0", "up")
-        hosts = []
-        for index, namespace in enumerate(names):
-            host = _new_host(index, namespace, folder)
-            port = f"p{index}"
-            _ip(
-                *("link", "add", DEVICE, "netns", namespace, "type", "veth"),
-                *("peer", "name", port, "netns", switch),
-            )
-            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            _give_address(host)
-            hosts.append(host)
-        yield from _used(Hosts(hosts, folder))
-    finally:
-        for namespace in (switch, *names):
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+    with contextlib.ExitStack() as stack:
+        all_hosts = [
+            _new_host(index, f"h{index}-{run}", folder, stack) for index in range(num_hosts)
+        ]
+        if delay or loss:
+            stack.enter_context(_slow_link([host.namespace for host in all_hosts], delay, loss))
+        else:
+            _connect_to_switch(all_hosts, f"sw-{run}", stack)
+        for host in all_hosts:
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", DEVICE)
+            _ip("-n", host.namespace, "link", "set", DEVICE, "up")
+        hosts = Hosts(all_hosts, folder)
+        stack.callback(hosts.end_all)
+        yield hosts
+
+
+def _connect_to_switch(hosts: Sequence[Host], switch: str, stack: contextlib.ExitStack) -> None:
+    _add_namespace(switch, stack)
+    _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+    _ip("-n", switch, "link", "set", "br0", "up")
+    for host in hosts:
+        port = f"p{host.index}"
+        _ip(
+            *("link", "add", DEVICE, "netns", host.namespace, "type", "veth"),
+            *("peer", "name", port, "netns", switch),
+        )
+        _ip("-n", switch, "link", "set", port, "master", "br0", "up")
 
 
 @contextlib.contextmanager
-def made_far_apart(folder: Path, *, delay: float, loss: float) -> Iterator[Hosts]:
-    """Two hosts on a link with a delay in seconds each way, which loses a share of the packets."""
-    _check_tools()
+def _slow_link(namespaces: Sequence[str], delay: float, loss: float) -> Iterator[None]:
     if not Path("/dev/net/tun").exists():
         raise NoHosts("there is no /dev/net/tun")
-    run = uuid.uuid4().hex[:6]
-    names = [f"h{index}-{run}" for index in range(2)]
-    wire: subprocess.Popen[str] | None = None
+    options = *namespaces, DEVICE, str(delay), str(loss)
+    wire = subprocess.Popen(
+        [sys.executable, "-m", "tests.hosts.slow_link", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     try:
-        hosts = [_new_host(index, namespace, folder) for index, namespace in enumerate(names)]
-        wire = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.slow_link", *names, DEVICE, str(delay), str(loss)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
         assert wire.stdout is not None
         if wire.stdout.readline() != "ready\n":
             raise NoHosts("TUN devices cannot be created")
-        for host in hosts:
-            _give_address(host)
-        yield from _used(Hosts(hosts, folder))
+        yield
         wire.terminate()
         said = wire.communicate()[0]
         assert re.fullmatch(r"carried [1-9]\d* lost [1-9]\d*\n", said), said
     finally:
-        if wire is not None:
-            wire.kill()
-            wire.wait()
-        for namespace in names:
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+        wire.kill()
+        wire.wait()
 
 
-def _used(hosts: Hosts) -> Iterator[Hosts]:
-    try:
-        yield hosts
-    finally:
-        hosts.end_all()
+def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _new_host(index: int, namespace: str, folder: Path) -> Host:
-    _ip("netns", "add", namespace)
+def _new_host(index: int, namespace: str, folder: Path, stack: contextlib.ExitStack) -> Host:
+    _add_namespace(namespace, stack)
     _ip("-n", namespace, "link", "set", "lo", "up")
     name = f"host{index}"
     home = folder / name
     home.mkdir()
     return Host(name, namespace, f"10.77.0.{index + 1}", index, home)
-
-
-def _give_address(host: Host) -> None:
-    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", DEVICE)
-    _ip("-n", host.namespace, "link", "set", DEVICE, "up")
 
 
 def _check_tools() -> None:

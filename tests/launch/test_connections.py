@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from svdpp.errors import RankError, RequestError
 from svdpp.launch import connections
 from svdpp.launch.connections import RankHello, RankListener, Terms
-from svdpp.launch.group import PipeChannel, QueuedChannel
+from svdpp.launch.group import Channel, QueuedChannel
 from svdpp.launch.process_group import choose_interface
 from svdpp.launch.world import World
 
@@ -40,12 +40,6 @@ class InMemoryStore:
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
 
-    @property
-    def endpoint(self) -> dict[str, Any]:
-        (value,) = self.values.values()
-        endpoint: dict[str, Any] = json.loads(value)
-        return endpoint
-
 
 @pytest.fixture
 def store() -> InMemoryStore:
@@ -59,59 +53,25 @@ def listener(store: InMemoryStore) -> Iterator[RankListener]:
     listener.close()
 
 
-def _accept(
-    listener: RankListener, seconds: float = 20
-) -> tuple[RankHello, connections.Connection]:
-    deadline = time.monotonic() + seconds
+def _accept(listener: RankListener) -> RankHello:
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if (accepted := listener.accept()) is not None:
-            return accepted
+            return accepted[0]
     raise AssertionError("no rank connected")
-
-
-def _connect_in_thread(
-    store: InMemoryStore, connected: list[connections.Connection]
-) -> threading.Thread:
-    def work() -> None:
-        connected.append(connections.connect(store, HELLO, TERMS))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
-def test_a_rank_connects_and_sends_its_hello(store: InMemoryStore, listener: RankListener) -> None:
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    hello, connection = _accept(listener)
-    thread.join()
-    assert hello == HELLO
-    connection.send_bytes(b"{}")
-    assert connected[0].recv_bytes() == b"{}"
-    connection.close()
-    with pytest.raises(EOFError):
-        connected[0].recv_bytes()
-
-
-def test_rank_0_listens_on_one_address(store: InMemoryStore, listener: RankListener) -> None:  # noqa: ARG001
-    assert store.endpoint["address"] == "127.0.0.1"
 
 
 def test_clients_without_the_secret_are_rejected(
     store: InMemoryStore, listener: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
-    target = "127.0.0.1", int(store.endpoint["port"])
-    silent = socket.create_connection(target)
-    loud = socket.create_connection(target)
-    loud.sendall(b"\0\0\0\x20" + b"x" * 32)
-    assert [listener.accept(), listener.accept()] == [None, None]
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    assert _accept(listener)[0] == HELLO, "a rank with the secret must still be accepted"
-    thread.join()
-    silent.close()
-    loud.close()
+    target = listener.endpoint.address, listener.endpoint.port
+    with socket.create_connection(target), socket.create_connection(target) as loud:
+        loud.sendall(b"\0\0\0\x20" + b"x" * 32)
+        assert [listener.accept(), listener.accept()] == [None, None]
+        with ThreadPoolExecutor() as rank:
+            rank.submit(connections.connect, store, HELLO, TERMS)
+            assert _accept(listener) == HELLO, "a rank with the secret must still be accepted"
 
 
 def test_the_endpoint_of_an_earlier_attempt_is_skipped(
@@ -127,15 +87,13 @@ def test_the_endpoint_of_an_earlier_attempt_is_skipped(
             raise
 
     monkeypatch.setattr(socket, "create_connection", connecting)
-    earlier = RankListener(store, "127.0.0.1", peer_timeout=5)
-    earlier.close()
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    assert has_failed.wait(20)
-    now = RankListener(store, "127.0.0.1", peer_timeout=5)
-    assert _accept(now)[0] == HELLO
-    thread.join()
-    now.close()
+    RankListener(store, "127.0.0.1", peer_timeout=5).close()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connections.connect, store, HELLO, TERMS)
+        assert has_failed.wait(20)
+        now = RankListener(store, "127.0.0.1", peer_timeout=5)
+        assert _accept(now) == HELLO
+        now.close()
 
 
 def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
@@ -144,12 +102,7 @@ def test_a_rank_without_rank_0_gives_up_in_time(store: InMemoryStore) -> None:
 
 
 @pytest.mark.parametrize("num_pauses", [0, connections._NUM_ROUNDS // 2])
-def test_clocks_are_compared(
-    store: InMemoryStore,
-    listener: RankListener,
-    monkeypatch: pytest.MonkeyPatch,
-    num_pauses: int,
-) -> None:
+def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch, num_pauses: int) -> None:
     """Also by a thread that is paused, at first, before it reads its wall clock."""
     pauses, own, wall_clock = iter(range(num_pauses)), threading.current_thread(), time.time
 
@@ -158,30 +111,23 @@ def test_clocks_are_compared(
             time.sleep(0.1)
         return wall_clock()
 
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    _, connection = _accept(listener)
-    thread.join()
-    deadline = time.monotonic() + 20
-    answering = threading.Thread(target=connections.answer_clock, args=(connection, deadline))
-    answering.start()
-    monkeypatch.setattr(time, "time", read)
-    offset = connections.compare_clocks(connected[0], deadline)
-    answering.join()
+    (ours, theirs), deadline = Pipe(), time.monotonic() + 20
+    with ThreadPoolExecutor() as rank_0:
+        rank_0.submit(connections.answer_clock, theirs, deadline)
+        monkeypatch.setattr(time, "time", read)
+        offset = connections.compare_clocks(ours, deadline)
     assert abs(offset.monotonic_ahead) < 0.05
     assert abs(offset.wall_ahead) < 0.05
 
 
-def test_gloo_and_nccl_use_the_chosen_interface() -> None:
-    environment = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert choose_interface("10.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
+@pytest.mark.parametrize(
+    ("peer", "environment"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
+)
+def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
+    peer: str, environment: dict[str, str]
+) -> None:
+    assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def test_the_default_interface_is_the_one_towards_the_store() -> None:
-    environment: dict[str, str] = {}
-    assert choose_interface("127.0.0.1", spans_hosts=False, environment=environment) == "127.0.0.1"
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +152,7 @@ def _senders() -> list[threading.Thread]:
 
 def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     ours, theirs = Pipe()
-    parent, rank = QueuedChannel(ours), PipeChannel(theirs)
+    parent, rank = QueuedChannel(ours), Channel(theirs)
     for message in MESSAGES:
         parent.send(message)  # each is larger than a pipe's buffer
     rank.send(b"busy")
@@ -214,28 +160,19 @@ def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
     assert [rank.receive(10) for _ in MESSAGES] == MESSAGES
     parent.close()
     parent.close()
-    rank.close()
+    theirs.close()
 
 
-def test_close_does_not_wait_for_the_rank_and_leaves_no_thread() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_send_and_close_do_not_wait_for_the_rank_and_leave_no_thread(has_ended: bool) -> None:
     before = _senders()
     ours, theirs = Pipe()
     parent = QueuedChannel(ours)
+    if has_ended:
+        theirs.close()
     for message in MESSAGES:
         parent.send(message)
     parent.close()
     assert parent.connection.closed
     assert _senders() == before
     theirs.close()
-
-
-def test_send_does_not_raise_if_the_rank_has_ended() -> None:
-    before = _senders()
-    ours, theirs = Pipe()
-    parent = QueuedChannel(ours)
-    theirs.close()
-    parent.send(b"work")
-    parent.send(b"stop")
-    parent.close()
-    assert parent.connection.closed
-    assert _senders() == before

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.launch import fork_server
 from svdpp.media.inputs import example_photos
 
 FAKE_GPU_BOX = Path(__file__).parent / "fake_gpu_box"
@@ -18,15 +17,12 @@ PHOTO = str(example_photos()[0])
 pytestmark = pytest.mark.processes
 
 
-def _svdpp(record: Path, *arguments: str, free_bytes: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs the command in processes that see two fake GPUs with that much free memory."""
+def _python(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in processes that see two fake GPUs."""
     path = os.pathsep.join([str(FAKE_GPU_BOX), str(Path.cwd())])
     return subprocess.run(
-        [sys.executable, "-m", "svdpp", *arguments],
-        env={
-            **os.environ,
-            **{"PYTHONPATH": path, "FAKE_GPU_RECORD": str(record), "FAKE_GPU_FREE": free_bytes},
-        },
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "FAKE_GPU_RECORD": str(record)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -50,7 +46,7 @@ def _svdpp(record: Path, *arguments: str, free_bytes: str = "") -> subprocess.Co
 def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> None:
     record = tmp_path / "record"
     out = () if command[0] == "verify" else ("--out", str(tmp_path / "out"))
-    answer = _svdpp(record, *command, "--gpus", "2", "--model", "demo", *out)
+    answer = _python(record, "-m", "svdpp", *command, "--gpus", "2", "--model", "demo", *out)
     assert "this is a fake GPU" in answer.stdout + answer.stderr, answer.stderr
     lines = [line.split(" ", 1) for line in record.read_text().splitlines()]
     ranks = {pid for pid, call in lines if call.startswith("sets cuda:")}
@@ -72,20 +68,6 @@ def test_cuda_ranks_of_a_fork_server_fail(tmp_path: Path) -> None:
         "from svdpp.__main__ import main\n"
         "main()\n"
     )
-    path = os.pathsep.join([str(FAKE_GPU_BOX), str(Path.cwd())])
     options = ["run", PHOTO, "--device", "cuda", "--gpus", "2", "--model", "demo"]
-    subprocess.run(
-        [sys.executable, "-c", code, *options, "--out", str(tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": path, "FAKE_GPU_RECORD": str(record)},
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
+    _python(record, "-c", code, *options, "--out", str(tmp_path / "out"))
     assert "bad fork" in record.read_text()
-
-
-@pytest.mark.parametrize(
-    ("device", "method"), [("cpu", "forkserver"), ("cuda", "spawn"), ("cuda:0", "spawn")]
-)
-def test_the_start_method_follows_the_device(device: str, method: str) -> None:
-    assert fork_server.start_method(device) == method

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.launch.group import RankContext
-from svdpp.launch.started import StartedGroup
+from svdpp.launch.started import start_ranks
 from tests.faults.processes import is_there, wait_until
 
 _START_AND_DIE = """
@@ -125,7 +125,7 @@ def _print_and_fail(context: RankContext, _argument: object) -> None:
 
 @pytest.mark.processes
 def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    group = StartedGroup(_print_and_fail, None, world_size=2, backend="gloo")
+    group = start_ranks(_print_and_fail, None, world_size=2, backend="gloo")
     assert not group.end(60)
     output = group.output_tail(1) or ""
     group.kill()

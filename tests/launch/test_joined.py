@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -17,13 +19,14 @@ import pytest
 
 from svdpp.errors import Interrupted, OutputError, RankError, RequestError
 from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import BEGIN, Terms
-from svdpp.launch.joined import JoinedGroup
+from svdpp.launch.connections import Terms
+from svdpp.launch.group import Group, RankContext
+from svdpp.launch.joined import join_ranks
 from svdpp.launch.world import World
 from svdpp.worker import joined_rank
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
-from tests.launch.test_connections import HELLO, TERMS, InMemoryStore, _connect_in_thread
+from tests.launch.test_connections import TERMS, InMemoryStore
 
 # The tests replace the exit of a process by SystemExit, also in threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -43,9 +46,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryStore]:
     monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", store))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
     monkeypatch.setattr(process_lifetime, "exit_process", exit_process)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     yield store
+    _join_links()  # they would end this process when the patches are undone
+
+
+def _join_links() -> None:
     for thread in threading.enumerate():
-        if thread.name == "parent-link":  # it would end this process when the patches are undone
+        if thread.name == "parent-link":
             thread.join(20)
             assert not thread.is_alive()
 
@@ -54,38 +62,39 @@ def _terms(world: World, start_timeout: float = 20) -> Terms:
     return replace(TERMS, world=world, start_timeout=start_timeout)
 
 
+def _rank_0(_context: RankContext, _argument: object) -> None:
+    """Rank 0 has nothing to do."""
+
+
+def _link(connection: Any, said: list[str]) -> joined_rank._ParentLink:
+    say = lambda sentence, _: said.append(sentence)  # noqa: E731
+    return joined_rank._ParentLink(connection, "there", _terms(RANK_1), "cpu", (), say)
+
+
 def _group_of_two(
-    store: InMemoryStore,
-    said: list[str] | None = None,
-    start_timeout: float = 20,
-    shared_paths: tuple[str, ...] = (),
-) -> JoinedGroup:
+    store: InMemoryStore, start_timeout: float = 20, shared_paths: tuple[str, ...] = ()
+) -> Group:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
-    said = [] if said is None else said
 
-    def work() -> None:
-        connection = connections.connect(store, HELLO, _terms(RANK_1))
-        link = joined_rank._ParentLink(connection, _terms(RANK_1), "cpu")
-        link.say = lambda sentence, _: said.append(sentence)
-        link.listen()
-        joined_rank._parents[:] = [link]
+    def connect() -> None:
+        terms = _terms(RANK_1)
+        connection, _ = connections.connect(store, terms.hello(), terms)
+        joined_rank._compared_clock(connection, 20)
+        joined_rank._parents[:] = [_link(connection, [])]
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        return JoinedGroup(replace(_terms(WORLD, start_timeout), shared_paths=shared_paths))
-    finally:
-        thread.join()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connect)
+        terms = replace(_terms(WORLD, start_timeout), shared_paths=shared_paths)
+        return join_ranks(terms, _rank_0, None)
 
 
 @pytest.mark.long
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
-    connected: list[connections.Connection] = []
-    thread = _connect_in_thread(store, connected)
-    with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
-        JoinedGroup(_terms(WORLD, allowing_for_others(1)))
-    thread.join()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(connections.connect, store, TERMS.hello(), TERMS)
+        with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
+            join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
 
 
 def test_what_all_hosts_share_is_looked_for_there(
@@ -109,17 +118,13 @@ def test_what_all_hosts_share_is_looked_for_there(
             _group_of_two(store, shared_paths=(str(out), shared))
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot be written: Not a directory"):
-        JoinedGroup(replace(_terms(WORLD), shared_paths=(str(tmp_path / "file/out"),)))
+        _group_of_two(store, shared_paths=(str(tmp_path / "file/out"),))
 
 
 def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
     group = _group_of_two(store)
-    with pytest.raises(SystemExit):
-        joined_rank._exit_on_signal(2)
-    assert group.poll(0) == [], "before the work, rank 0 would take a report for an answer"
     (parent,) = joined_rank._parents
-    group._channels[1].send(BEGIN)
-    parent.wait_for_begin()
+    assert parent.receive(20) is not None, "the sign to begin"
     with pytest.raises(SystemExit) as end:
         joined_rank._exit_on_signal(2)
     assert end.value.code == 128 + 2
@@ -132,32 +137,17 @@ def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        joined_rank._ParentLink(theirs, _terms(RANK_1, 0.1), "cpu")
+        joined_rank._compared_clock(theirs, 0.1)
     ours.close()
 
 
-def _listening_rank(connection: Any, said: list[str]) -> Any:
-    parent = joined_rank._ParentLink.__new__(joined_rank._ParentLink)
-    parent.__dict__.update(
-        _channel=joined_rank.PipeChannel(connection),
-        _heartbeat=Heartbeat(),
-        _name="rank 1",
-        _rank_0="rank 0",
-        _is_disconnected=False,
-        _peer_timeout=4.0,
-        _world=WORLD,
-        say=lambda sentence, _: said.append(sentence),
-    )
-    return parent
-
-
-def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("store")
+def test_an_invalid_message_ends_a_rank() -> None:
     ours, theirs = Pipe()
     said: list[str] = []
-    parent = _listening_rank(theirs, said)
     ours.send_bytes(b".no JSON")
-    with pytest.raises(SystemExit):
-        parent._listen()
+    _link(theirs, said)
+    _join_links()
     (reason,) = said
     assert "sent an invalid message" in reason
 
@@ -165,26 +155,27 @@ def test_an_invalid_message_ends_a_rank(store: InMemoryStore) -> None:  # noqa: 
 @pytest.mark.parametrize(
     ("of_send", "reason"),
     [
-        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing has reached rank 0 for 4 s"),
-        (OSError(errno.EHOSTUNREACH, "no route"), "nothing has reached rank 0 for 4 s"),
-        (BrokenPipeError(errno.EPIPE, "closed"), "rank 0 is gone"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing has reached rank 0 (there) for 5 s"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "nothing has reached rank 0 (there) for 5 s"),
+        (BrokenPipeError(errno.EPIPE, "closed"), "rank 0 (there) is gone"),
     ],
 )
-def test_a_silent_host_is_named_even_if_a_heartbeat_finds_it(
-    store: InMemoryStore,  # noqa: ARG001
-    of_send: OSError,
-    reason: str,
-) -> None:
+@pytest.mark.usefixtures("store")
+def test_a_silent_host_is_named_even_if_a_heartbeat_finds_it(of_send: OSError, reason: str) -> None:
     """Linux tells one system call of the timeout; after it, a read finds the end of the data."""
-    connection = Mock(
-        send_bytes=Mock(side_effect=[of_send, BrokenPipeError]),
-        recv_bytes=Mock(side_effect=EOFError),
+    sent, said = threading.Event(), list[str]()
+
+    def receive() -> NoReturn:
+        sent.wait(20)
+        raise EOFError
+
+    connection: Any = Mock(
+        send_bytes=Mock(side_effect=[of_send, BrokenPipeError]), recv_bytes=receive
     )
-    said: list[str] = []
-    parent = _listening_rank(connection, said)
+    parent = _link(connection, said)
     for _ in range(2):
         with pytest.raises(OSError):  # noqa: PT011
-            parent._channel.send(b"heartbeat")
-    with pytest.raises(SystemExit):
-        parent._listen()
+            parent.send(Heartbeat().to_bytes())
+    sent.set()
+    _join_links()
     assert said[0].startswith(reason)

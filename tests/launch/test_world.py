@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from svdpp.errors import RequestError
-from svdpp.launch.world import World, find_world, store_address, was_launched
+from svdpp.launch.world import World, find_world, is_member, store_address, was_launched
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -35,7 +35,7 @@ def test_world_of_torchrun() -> None:
         launcher="torchrun",
         restarts=2,
     )
-    assert (world.is_member, world.spans_hosts, world.on_first_host) == (True, True, False)
+    assert (is_member(world), world.spans_hosts, world.on_first_host) == (True, True, False)
     assert world.ranks_per_host == 4
 
 
@@ -43,7 +43,7 @@ def test_the_three_required_variables_mean_one_host_that_owns_its_store() -> Non
     world = find_world({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     assert world is not None
     assert (world.local_size, world.spans_hosts, world.owns_store) == (2, False, True)
-    assert not world.is_member
+    assert not is_member(world)
 
 
 def test_world_of_slurm() -> None:

@@ -23,8 +23,8 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
+from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
-from tests.faults.stops import InjectedStop
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
@@ -109,7 +109,7 @@ class Serving:
     def pids(self) -> list[int]:
         pipeline = self.engine._pipeline
         assert pipeline is not None
-        found: list[int] = pipeline._entered.supervisor._group.pids  # type: ignore[attr-defined]
+        found: list[int] = pipeline._entered.supervisor._group.pids
         return found
 
     def kill(self, rank: int) -> None:
@@ -153,7 +153,7 @@ def serving(
         if stop is not None:
             rank, clip, step = stop
             gate = str(folder / "gate")
-            fault = InjectedStop("hang", rank, clip, place=f"step{step}", until=gate)
+            fault = Damage("hang", rank, clip, place=f"step{step}", until=gate)
             patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
         engine = Engine(config, store, on_changed=note, **settings)
         if observer is not None:

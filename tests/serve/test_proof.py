@@ -252,7 +252,7 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
         [sys.executable, "-c", SERVER, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
     )
-    wait_until(lambda: list(temporary.glob("svdpp-verify-*")), HANG_SECONDS, "no proof")
+    wait_until(lambda: list(temporary.rglob("svdpp-verify-*")), HANG_SECONDS, "no proof")
     (process,) = children_of(server.pid, "svdpp.serve.prover")
     server.kill()
     server.wait()

@@ -62,7 +62,7 @@ def work(folder: Path, num_clips: int) -> None:
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
         group = pipeline._entered.supervisor._group
         resumed = sum(request.done_steps > 0 for request in todo)
-        _say(ready=group.pids, resumed=resumed)  # type: ignore[attr-defined]
+        _say(ready=group.pids, resumed=resumed)
         pipeline.submit(todo)
         for result in pipeline.results():
             record = {

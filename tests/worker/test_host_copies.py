@@ -126,7 +126,7 @@ def test_a_rank(tmp_path: Path) -> None:
     rank = stage.PipelineStage(
         RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
         _model(),
-        ClipWriter(written, {}, CPU, kept, fps=7),
+        ClipWriter(written, {}, CPU, kept),
         SvdSampling(),
         checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
     )

@@ -33,13 +33,16 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 def _requests(paths: list[Path]) -> list[tuple[int, ClipRequest]]:
-    return [(clip, ClipRequest(seed=0, image=str(path))) for clip, path in enumerate(paths)]
+    return [
+        (clip, ClipRequest(seed=0, image=str(path), sampling=SAMPLING))
+        for clip, path in enumerate(paths)
+    ]
 
 
 def test_each_photograph_comes_fitted_to_its_own_clip(paths: list[Path]) -> None:
-    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
+    reader = PhotoReader(_first_pixel, CPU)
     reader.expect(_requests(paths[:2]))
-    reader.expect([(2, _requests(paths)[2][1]), (3, ClipRequest(seed=1))])
+    reader.expect([(2, _requests(paths)[2][1]), (3, ClipRequest(seed=1, sampling=SAMPLING))])
     for clip, shade in enumerate((10, 20, 30)):
         assert reader.take(clip)["pixel"].tolist() == [shade] * 3
     assert reader.take(3) == {}
@@ -59,7 +62,7 @@ def test_one_photograph_is_read_ahead_and_no_more(
         return read_bytes(path)
 
     monkeypatch.setattr(files, "read_bytes", noting)
-    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
+    reader = PhotoReader(_first_pixel, CPU)
     reader.expect(_requests(paths))
     reader.take(0)
     assert second.wait(30)
@@ -77,7 +80,7 @@ def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path])
         assert image.getpixel((0, 0)) != (10, 10, 10) or may_end.wait(30)
         return _first_pixel(image, sampling)
 
-    reader = PhotoReader(SAMPLING, slow, CPU)
+    reader = PhotoReader(slow, CPU)
     large, *small = (request for _, request in _requests(paths))
     reader.prepare_early(large, lambda _: prepared.set())
     reader.expect(enumerate(small))
@@ -92,9 +95,9 @@ def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path])
 
 
 def test_a_photograph_that_went_bad_spoils_no_other(paths: list[Path]) -> None:
-    reader = PhotoReader(SAMPLING, _first_pixel, CPU)
+    reader = PhotoReader(_first_pixel, CPU)
     paths[1].unlink()
-    changed = ClipRequest(seed=0, image=str(paths[2]), image_sha256="0" * 64)
+    changed = replace(_requests(paths)[2][1], image_sha256="0" * 64)
     requests = [*_requests(paths[:2]), (2, changed), (3, _requests(paths)[0][1])]
     reader.expect(requests)
     assert reader.take(0)

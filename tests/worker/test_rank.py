@@ -18,7 +18,7 @@ from svdpp.config import (
     SvdSampling,
     own_params,
 )
-from svdpp.launch.group import PipeChannel, RankContext
+from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
@@ -33,8 +33,7 @@ from svdpp.worker.messages import (
     Finished,
     Stop,
     Work,
-    parse_command,
-    parse_event,
+    parse,
 )
 from svdpp.worker.rank import ActionQueue, Inbox
 from tests.plan.schedule_check import check_schedule
@@ -116,7 +115,7 @@ def _work(clip: int) -> Work:
 
 def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = PipeChannel(ours), Inbox(PipeChannel(theirs))
+    parent, inbox = Channel(ours), Inbox(Channel(theirs))
     expected: list[Work] = []
     rests: list[int] = []
     actions = inbox.actions(expected.append, lambda: rests.append(len(expected)))
@@ -141,7 +140,7 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
     assert rests == [3]
     for late in (Cancel(clip=2), Stop()):
         parent.send(late.to_bytes())
-    inbox.wait_for_stop()
+    module.wait_for_stop(inbox._channel)
     assert not theirs.poll()
     assert not any(map(inbox.is_cancelled, range(8)))
 
@@ -154,7 +153,7 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     sampling = kind(**own, num_inference_steps=7)
     request = ClipRequest(seed=0, sampling=sampling)
     work = Work(actions=(), jobs=(ClipJob(clip=0, request=request),))
-    back = parse_command(work.to_bytes())
+    back = parse(work.to_bytes())
     assert isinstance(back, Work)
     each = back.jobs[0].request.sampling
     assert each == sampling
@@ -172,7 +171,7 @@ class Parent:
         self.said: list[object] = []
 
     def send(self, message: bytes) -> None:
-        self.said.append(parse_event(message))
+        self.said.append(parse(message))
 
     def receive(self, timeout: float) -> bytes | None:  # noqa: ARG002
         is_finished = any(isinstance(event, Finished) for event in self.said)
@@ -190,14 +189,9 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
     )
     parent = Parent()
     left: list[int] = []
-    world = World(rank=0, local_rank=0, size=1, local_size=1)
-    context = RankContext(
-        world,
-        "gloo",
-        parent,
-        join=lambda: None,
-        leave=lambda: left.append(len(parent.commands)),
-    )
+    monkeypatch.setattr(module.process_group, "destroy", lambda: left.append(len(parent.commands)))
+    world = World(rank=0, local_rank=0, size=1, local_size=1, launcher="torchrun")
+    context = RankContext(world, "gloo", parent, join=lambda: None)
     module.rank_main(context, module.RankSetup(config=config, checkpoint=None))
     assert left == [0]
     assert not any(isinstance(event, Failed) for event in parent.said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,8 +19,8 @@ from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker import reporter
 from svdpp.worker import reporter as module
-from svdpp.worker.messages import ClipFailed, GpuSample, Heartbeat, parse_event
-from svdpp.worker.reporter import GpuSampler, Reporter, read_sample
+from svdpp.worker.messages import ClipFailed, GpuSample, Heartbeat, parse
+from svdpp.worker.reporter import Reporter, read_sample
 
 
 class _Channel:
@@ -30,8 +31,14 @@ class _Channel:
         self._sent.put(message)
 
     def heartbeat(self) -> Heartbeat:
-        event = parse_event(self._sent.get(timeout=60.0))
+        event = parse(self._sent.get(timeout=60.0))
         assert isinstance(event, Heartbeat)
+        return event
+
+    def sample(self) -> GpuSample:
+        """The next sample, which heartbeats may precede."""
+        while not isinstance(event := parse(self._sent.get(timeout=60.0)), GpuSample):
+            pass
         return event
 
 
@@ -61,7 +68,7 @@ def test_a_lost_clip_names_a_host_that_is_not_rank_0s(other_host: str, message: 
     channel = Mock()
     Reporter(channel, other_host).clip_failed(3, InputError("no such file"))
     (sent,) = channel.send.call_args.args
-    assert parse_event(sent) == ClipFailed(
+    assert parse(sent) == ClipFailed(
         clip=3, error={"type": "InputError", "message": message, "hint": ""}
     )
 
@@ -101,7 +108,7 @@ def test_a_sample_has_plain_units_and_survives_the_channel() -> None:
     assert (sample.utilisation, sample.watts) == (0.75, 250.5)
     assert (sample.memory_bytes, sample.celsius, sample.sm_mhz) == (3 * 2**30, 61, 1410)
     assert sample.throttled == 1
-    assert parse_event(sample.to_bytes()) == sample
+    assert parse(sample.to_bytes()) == sample
     assert sample.counters()["gpu power"] == {"W": 250.5}
     assert sample.counters()["gpu load"] == {"percent": 75.0}
 
@@ -117,21 +124,32 @@ def test_what_a_gpu_does_not_give_is_missing() -> None:
 
 def test_the_thread_samples_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, _stand_in())
-    samples: queue.Queue[GpuSample] = queue.Queue()
-    sampler = GpuSampler("1", samples.put)
-    sampler.start()
-    found = [samples.get(timeout=60) for _ in range(3)]
-    sampler.stop()
+    channel = _Channel()
+    reporter = _sampling("1", channel)
+    found = [channel.sample() for _ in range(3)]
+    reporter.stop()
     assert found[0].when < found[1].when < found[2].when
-    assert not sampler._thread.is_alive()
+    assert not _samplers()
 
 
 @pytest.mark.parametrize("nvml", [None, _stand_in(nvmlDeviceGetHandleByUUID=None)])
 def test_without_nvml_there_is_nothing(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, nvml)
-    samples: list[GpuSample] = []
-    sampler = GpuSampler("GPU-1", samples.append)
-    sampler.start()
-    sampler._thread.join(timeout=60)
-    sampler.stop()
-    assert samples == []
+    channel = Mock()
+    reporter = _sampling("GPU-1", channel)
+    for thread in _samplers():
+        thread.join(timeout=60)
+    reporter.stop()
+    kinds = {type(parse(call.args[0])) for call in channel.send.call_args_list}
+    assert kinds == {Heartbeat}
+
+
+def _sampling(uuid: str, channel: Any) -> Reporter:
+    reporter = Reporter(channel)
+    reporter.start()
+    reporter.sample_gpu(uuid)
+    return reporter
+
+
+def _samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sampler"]

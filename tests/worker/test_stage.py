@@ -30,7 +30,7 @@ class _Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def put(self, _: object) -> None:
+    def put(self, *_: object) -> None:
         self.now += 50.0
 
     def send(self, event: Event) -> None:
@@ -39,11 +39,18 @@ class _Clock:
     def at(self, *_: object, **__: object) -> None:
         pass
 
-    def add_writer(self, is_busy: Callable[[], bool]) -> None:
-        assert not is_busy()
 
-    def is_busy(self) -> bool:
-        return False
+def _stage(doubles: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
+    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
+    model = DummyModel(spec, 1, torch.device("cpu"))
+    tools = RankTools(
+        rank=0,
+        device=model.device,
+        transport=doubles,
+        reporter=doubles,
+        is_cancelled=is_cancelled,
+    )
+    return stage.PipelineStage(tools, model, doubles, SvdSampling())
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +60,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
         monotonic=clock.monotonic, time=time.time, process_time=time.process_time
     )
     monkeypatch.setattr(stage, "time", times)
-    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
-    model = DummyModel(spec, 1, torch.device("cpu"))
-    doubles: Any = clock
-    tools = RankTools(rank=0, device=model.device, transport=doubles, reporter=doubles)
-    alone = stage.PipelineStage(tools, model, doubles, SvdSampling())
+    alone = _stage(clock, lambda _: False)
     for clip in range(2):
         texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
         job = ClipJob(clip=clip, request=ClipRequest(seed=0))
@@ -72,17 +75,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
 
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     clock, cancelled = _Clock(), set[int]()
-    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
-    model = DummyModel(spec, 1, torch.device("cpu"))
-    doubles: Any = clock
-    tools = RankTools(
-        rank=0,
-        device=model.device,
-        transport=doubles,
-        reporter=doubles,
-        is_cancelled=cancelled.__contains__,
-    )
-    alone = stage.PipelineStage(tools, model, doubles, SvdSampling())
+    alone = _stage(clock, cancelled.__contains__)
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DECODE c0 @1", "FINISH c0 @1"
     alone.expect(Work(actions=texts, jobs=(ClipJob(clip=0, request=ClipRequest(seed=0)),)))
     for text in texts:

@@ -50,9 +50,8 @@ def _after_fork() -> None:
 
 
 def _replace_nvml() -> None:
-    """Two GPUs with 80 GB each, of which FAKE_GPU_FREE gives the free bytes, or else 70 GB each."""
-    free = [int(each) for each in os.environ.get("FAKE_GPU_FREE", "").split(",") if each]
-    free = free or [70 * 10**9] * 2
+    """Two GPUs with 80 GB each, of which 70 GB are free."""
+    total, free = 80 * 10**9, 70 * 10**9
     pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
     pynvml.nvmlSystemGetDriverVersion = lambda: "999.0"
     pynvml.nvmlDeviceGetCount = lambda: 2
@@ -60,9 +59,8 @@ def _replace_nvml() -> None:
     pynvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
     pynvml.nvmlDeviceGetName = lambda index: "Fake GPU"  # noqa: ARG005
     pynvml.nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)  # noqa: ARG005
-    total = 80 * 10**9
-    pynvml.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(
-        total=total, free=free[index], used=total - free[index]
+    pynvml.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(  # noqa: ARG005
+        total=total, free=free, used=total - free
     )
 
 
