@@ -47,7 +47,7 @@ def test_no_rank_does_steps_of_both_experts(
         )
         for clip in range(clips)
     ]
-    experts = experts_of_steps(layout, layout.routes(range(clips)) + routes)
+    experts = experts_of_steps(layout, [*map(layout.route, range(clips)), *routes])
 
     for role, needed in zip(layout.roles, experts, strict=True):
         assert needed <= role.experts
@@ -145,11 +145,6 @@ def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
     assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
-
-
-def test_roles_that_denoise_have_experts() -> None:
-    assert Roles(encode=True, denoise=True, decode=False).experts == HIGH
-    assert Roles(encode=True, denoise=False, decode=True).experts == frozenset()
 
 
 def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
