@@ -218,7 +218,7 @@ def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[
 
 def _compared(row: Row) -> tuple[str, ...]:
     forecast = row.forecast
-    if forecast is None:
+    if forecast is None or row.layout is None:
         return (row.name, *("-" * len(_COMPARED[1:])))
     return (
         row.name,
@@ -227,7 +227,7 @@ def _compared(row: Row) -> tuple[str, ...]:
         f"{forecast.first_clip:.1f}",
         f"{forecast.latency.mean:.1f}",
         f"{forecast.jitter:.1f}",
-        gib(row.peak_gib),
+        gib(row.layout.peak_gib),
         f"{forecast.bubble:.0%}",
     )
 
@@ -235,6 +235,6 @@ def _compared(row: Row) -> tuple[str, ...]:
 def _row_json(row: Row) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
-        facts["layout"] = _facts(row.layout) | {"peak_gib": row.peak_gib}
+        facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
         facts["forecast"] = _details(row.forecast, row.seconds_per_clip)
     return {"name": row.name, "note": row.note or None, **facts}

@@ -282,9 +282,7 @@ class Layout:
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
         """Peak memory of each rank, GiB; None if the costs do not give it."""
-        return tuple(
-            self.costs.peak_gib(**role.parts, num_experts=len(role.experts)) for role in self.roles
-        )
+        return tuple(map(self.costs.peak_gib, self.roles))
 
     def shares(self, replica: int) -> list[StepShare]:
         """The steps of each rank of replica `replica`, in order; each second of a pair included."""

@@ -15,6 +15,7 @@ from svdpp.config.files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.layout import Roles
 from tests.plan.plans import memory
 
 MEASURED = Costs(
@@ -57,13 +58,13 @@ def test_a_transfer_is_latency_and_bytes_and_between_hosts_it_has_its_own() -> N
 
 def test_peak_is_all_weights_and_the_largest_work() -> None:
     peak = MEASURED.peak_gib
-    assert peak(encode=True, denoise=True, decode=True) == 1.5 + 3.0 + 0.25 + 8.0
-    assert peak(encode=False, denoise=True, decode=False) == 3.0 + 6.0
-    assert peak(encode=False, denoise=False, decode=False) == 0.0
+    assert peak(Roles(encode=True, denoise=True, decode=True)) == 1.5 + 3.0 + 0.25 + 8.0
+    assert peak(Roles(denoise=True)) == 3.0 + 6.0
+    assert peak(Roles()) == 0.0
     partly = Costs(denoise_weights_gib=3.0, denoise_work_gib=6.0, decode_weights_gib=1.0)
-    assert partly.peak_gib(encode=False, denoise=True, decode=False) == 9.0
-    assert partly.peak_gib(encode=False, denoise=True, decode=False, num_experts=2) == 12.0
-    assert partly.peak_gib(encode=False, denoise=True, decode=True) is None
+    assert partly.peak_gib(Roles(denoise=True)) == 9.0
+    assert partly.peak_gib(Roles(denoise=True, experts=frozenset({0, 1}))) == 12.0
+    assert partly.peak_gib(Roles(denoise=True, decode=True)) is None
 
 
 def test_costs_of_another_world() -> None:
