@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 #: Side, frames and tokens of each clip.
 SIZES = {
-    "svd": (192, 4, None),
+    "svd": (128, 4, None),
     "wan-image-bf16": (160, 13, 256),
     "ltx-image": (192, 17, 256),
-    "ltx2": (96, 9, 256),
+    "ltx2": (64, 9, 256),
     "hunyuan-video-image": (128, 9, 420),
-    "wan-animate": (128, 9, 256),
-    "cogvideox-image": (128, 9, 64),
+    "wan-animate": (96, 9, 256),
+    "cogvideox-image": (96, 9, 64),
     "mochi": (128, 7, 256),
     "wan": (160, 13, 256),
     "wan-2.1-image": (160, 13, 256),

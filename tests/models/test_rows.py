@@ -249,22 +249,17 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("framepack", {"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
     ("kandinsky5-image", {"num_frames": 13}, "--frames must be at least 17"),
     ("skyreels-v2-df", {"num_frames": 101}, "--frames must be 1 to 97"),
-    ("wan", {"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80"),
-    ("wan", {"num_frames": 80}, "--frames 77"),
+    ("wan", {"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80 ... --frames 77"),
     ("wan", {"num_frames": 0}, "--frames must be 1 to 1024, got 0"),
-    ("wan", {"height": 40}, "--height must be a multiple of 16 from 16 to 4096, got 40"),
-    ("wan", {"height": 40}, "--height 32 or 48"),
-    ("wan", {"width": 8}, "--width must be a multiple of 16 from 16 to 4096, got 8"),
-    ("wan", {"width": 8}, "nearest: --width 16"),
+    ("wan", {"height": 40}, "--height must be a multiple of 16 ... got 40 ... --height 32 or 48"),
+    ("wan", {"width": 8}, "--width must be a multiple of 16 from 16 to 4096, got 8 ... --width 16"),
     ("wan", UNGUIDED, "--param guidance_scale_2 has no effect: --guidance-scale"),
     ("wan", {"decode_chunk_size": 2}, "decodes all frames"),
     ("wan", {"flow_shift": 0.0}, "--param flow_shift must be above 0"),
     ("wan-2.1-image", {"guidance_scale_2": 2.0}, "--param guidance_scale_2 has no effect on model"),
     ("wan-5b-image", {"height": 48}, "multiple of 32 from 32 to 4096, got 48"),
-    ("ltx", {"num_frames": 10}, "--frames must be a multiple of 8 plus 1, got 10"),
-    ("ltx", {"num_frames": 10}, "--frames 17"),
-    ("ltx", {"height": 80}, "--height must be a multiple of 32 from 32 to 4096, got 80"),
-    ("ltx", {"height": 80}, "--height 64 or 96"),
+    ("ltx", {"num_frames": 10}, "--frames must be a multiple of 8 plus 1, got 10 ... --frames 17"),
+    ("ltx", {"height": 80}, "multiple of 32 from 32 to 4096, got 80 ... --height 64 or 96"),
     ("ltx", {"num_inference_steps": 1}, "--steps must be 2 or more"),
     ("ltx", {"decode_timestep": 0.1}, "--param decode_timestep has no effect on model"),
     ("ltx", {"decode_noise_scale": 0.1}, "--param decode_noise_scale has no effect on model"),
@@ -279,4 +274,5 @@ def test_what_a_row_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         rows(name).checkpoint.resolve(CASES[name].config(**changes))
-    assert words in f"{caught.value.message} {caught.value.hint}"
+    said = f"{caught.value.message} {caught.value.hint}"
+    assert re.search(".*".join(map(re.escape, words.split(" ... "))), said)

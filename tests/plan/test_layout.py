@@ -18,7 +18,7 @@ from svdpp.plan.experts import assign_replicas
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
 from svdpp.plan.schedule import Route, Schedule, build_schedule
-from svdpp.plan.split import StepRange, split_steps
+from svdpp.plan.split import StepRange
 from tests.plan.plans import WAN, layouts, memory
 from tests.plan.schedule_check import check_schedule
 from tests.plan.test_schedule import check_receives
@@ -110,7 +110,8 @@ def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips
 def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clip: int) -> None:
     layout = Layout(num_steps=per_rank * world_size, world_size=world_size)
 
-    assert layout.route(clip) == Route(clip, split_steps(layout.num_steps, world_size))
+    ranges = [StepRange(r, r * per_rank, (r + 1) * per_rank) for r in range(world_size)]
+    assert layout.route(clip) == Route(clip, tuple(ranges))
     assert layout.links == tuple(itertools.pairwise(range(world_size)))
 
 
@@ -188,7 +189,6 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
     ("options", "message", "hint"),
     [
         ({"world_size": 0}, "the number of ranks must be 1 or more, got 0", ""),
-        ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
         ({"replicas": 3}, NOT_EQUAL.format(3), "use --replicas 2 or --replicas 4"),
         ({"replicas": 0}, NOT_EQUAL.format(0), "use --replicas 1 or --replicas 2"),
         ({"replicas": 16}, NOT_EQUAL.format(16), "use --replicas 4 or --replicas 8"),
