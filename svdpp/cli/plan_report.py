@@ -194,13 +194,16 @@ def _compared(row: Row) -> dict[str, str]:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
         times = forecast.first_clip, forecast.latency.mean, forecast.jitter
         cells = [f"{forecast.makespan:.1f}", rate, *(f"{time:.1f}" for time in times)]
-        cells += [_gib(row.peak_gib), f"{forecast.bubble:.0%}"]
+        cells += [
+            _gib(None if row.layout is None else row.layout.peak_gib),
+            f"{forecast.bubble:.0%}",
+        ]
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
-        facts["layout"] = _facts(row.layout) | {"peak_gib": row.peak_gib}
+        facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
         facts["forecast"] = _details(row.forecast, row.seconds_per_clip)
     return {"name": row.name, "note": row.note or None, **facts}

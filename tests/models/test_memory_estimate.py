@@ -106,8 +106,8 @@ def test_an_estimate_becomes_costs() -> None:
     )
     costs = Costs(**half.as_costs())  # type: ignore[arg-type]
 
-    assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0
-    assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
+    assert costs.peak_gib(Roles(denoise=True, decode=True)) == 6.0
+    assert costs.peak_gib(Roles(encode=True, denoise=True, decode=True)) is None
 
 
 def test_storages_count_once_and_until_they_are_freed() -> None:
