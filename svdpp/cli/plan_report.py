@@ -190,14 +190,11 @@ def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[
 
 def _compared(row: Row) -> dict[str, str]:
     forecast, cells = row.forecast, ["-"] * len(_COMPARED)
-    if forecast is not None:
+    if forecast is not None and row.layout is not None:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
         times = forecast.first_clip, forecast.latency.mean, forecast.jitter
         cells = [f"{forecast.makespan:.1f}", rate, *(f"{time:.1f}" for time in times)]
-        cells += [
-            _gib(None if row.layout is None else row.layout.peak_gib),
-            f"{forecast.bubble:.0%}",
-        ]
+        cells += [_gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 
