@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 
@@ -206,6 +207,12 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint on a misspelt `name`: the known one that is most like it, or `otherwise`."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:

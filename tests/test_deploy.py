@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from svdpp.cli.defaults import load_defaults
 from svdpp.cli.serve import serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,9 +105,9 @@ def test_what_the_manifests_name_exists(name: str) -> None:
 
 def test_the_servers_of_a_fleet_share_queue_and_folder() -> None:
     first, second = FLEET["first"], FLEET["second"]
-    (queue,) = load_defaults(DEPLOY, {"SVDPP_QUEUE": first["environment"]["SVDPP_QUEUE"]}).values()
-    assert queue.names == ("--queue",)
-    assert str(queue.value).endswith("@database/svdpp")
+    (queue,) = (option for option in serve.params if option.envvar == ["SVDPP_QUEUE"])
+    assert queue.opts == ["--queue"]
+    assert first["environment"]["SVDPP_QUEUE"].endswith("@database/svdpp")
     assert first["depends_on"] == {"database": {"condition": "service_healthy"}}
     assert first["volumes"] == second["volumes"]
     assert "healthcheck" in FLEET["database"]

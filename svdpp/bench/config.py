@@ -26,7 +26,7 @@ from svdpp.bench.targets import parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED
-from svdpp.errors import InputError, RequestError, describe_fault
+from svdpp.errors import InputError, RequestError, describe_fault, nearest
 from svdpp.plan.layout import Split, present_split
 from svdpp.redaction import recorded_name, redact_all
 
@@ -220,11 +220,9 @@ def _find(name: str) -> Path:
         return Path(name)
     if name in shipped():
         return _SHIPPED / f"{name}.yaml"
-    near = difflib.get_close_matches(name, shipped(), n=1)
-    did_you_mean = f"did you mean {near[0]!r}? " if near else ""
     raise RequestError(
         f"{name!r} is neither a file nor a configuration that comes with svdpp",
-        f"{did_you_mean}shipped: {', '.join(shipped())}",
+        nearest(name, shipped(), f"shipped: {', '.join(shipped())}"),
     )
 
 

@@ -11,8 +11,7 @@ from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.targets import check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics.figures import RunFigures
-from svdpp.diagnostics.run_recorder import FigureRecorder
+from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
@@ -37,7 +36,6 @@ class Round:
     number: int
     """Of the round, from 0."""
     trace: Trace
-    """Clips count from the number of the warm-up clips on."""
     figures: RunFigures
     latents_sha256: list[str]
     """By clip."""
@@ -116,11 +114,10 @@ class Bench:
         num_warmups = self.asked.measure.warmups * num_routes
         warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
         clips = [*warmups, *self.requests]
-        trace = Trace(config.world_size)
-        recorder = FigureRecorder(config, config.layout.schedule, trace, num_warmups)
+        trace = Trace(config.world_size, first_clip=num_warmups)
         schedule = config.layout.schedule(len(clips))
         with self.open_observer(title, schedule) as progress:
-            observers: list[Observer] = [recorder, progress]
+            observers: list[Observer] = [trace, progress]
             if case == ONE_DEVICE:
                 made = run_reference(config, clips, observers=observers)[num_warmups:]
             else:
@@ -131,7 +128,7 @@ class Bench:
                     if warmups:
                         pipeline.run(warmups)
                     made = [result.metadata for result in pipeline.run(self.requests)]
-        figures = recorder.figures()
+        figures = measured_figures(trace, config, config.layout.schedule)
         assert figures is not None, "a round has a clip"
         return Round(
             case=case,

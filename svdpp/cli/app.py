@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -13,9 +12,8 @@ from click.shell_completion import CompletionItem
 from svdpp import __version__
 from svdpp.cli.command import Context, help_option
 from svdpp.cli.console import Console
-from svdpp.cli.defaults import load_defaults
 from svdpp.cli.failures import wrong_usage
-from svdpp.errors import RequestError, SvdppError
+from svdpp.errors import RequestError, SvdppError, nearest
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
 COMMANDS: Mapping[str, str] = {
@@ -40,9 +38,8 @@ pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make ea
 
 #: Paragraphs at the end of the help.
 EPILOG = """
-Defaults of options can be set in svdpp.toml or in [tool.svdpp] of pyproject.toml in the working
-folder, and by variables such as SVDPP_MODEL; svdpp env shows them. For completion in bash (zsh,
-fish): eval "$(_SVDPP_COMPLETE=bash_source svdpp)".
+Variables such as SVDPP_MODEL set defaults of options; svdpp env shows them. For completion in bash
+(zsh, fish): eval "$(_SVDPP_COMPLETE=bash_source svdpp)".
 
 Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
 memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
@@ -104,16 +101,13 @@ class App(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, with the defaults that the user sets."""
+        """The command; its module is imported."""
         if cmd_name in COMMANDS:
-            ctx.obj = load_defaults()
-            ctx.default_map = {cmd_name: {key: one.value for key, one in ctx.obj.items()}}
             found: click.Command = getattr(import_module(f"svdpp.cli.{cmd_name}"), cmd_name)
             return found
         if cmd_name.startswith("-") or ctx.resilient_parsing:
             return None
-        near = get_close_matches(cmd_name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "svdpp --help lists the commands"
+        hint = nearest(cmd_name, COMMANDS, "svdpp --help lists the commands")
         raise RequestError(f"no such command: {cmd_name}", hint)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

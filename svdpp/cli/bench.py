@@ -6,22 +6,18 @@ import shlex
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.options.layout import LayoutOptions, RankOptions
-from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
-    from svdpp.bench.compare import Comparison, Ratio
-    from svdpp.bench.config import BenchConfig, Workload
+    from svdpp.bench.config import BenchConfig
     from svdpp.bench.runner import Bench
 
 
@@ -77,7 +73,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
         )
     point = read_config(names[0], overrides)
-    model = _model(point)
+    model = _options(point)
     family = None if model.is_dummy else model.family
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
@@ -93,8 +89,27 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     found = compare(a, b)
     if console.as_json:
         console.json(found.to_json())
-    else:
-        show_comparison(console, a, b, found)
+        return
+    words = {True: "noise", False: "differs", None: "one round"}
+    rows = [
+        {
+            **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
+            **{"low": one.low, "high": one.high},
+            "verdict": "drift" if one.is_baseline else words[one.is_noise],
+        }
+        for one in found.ratios
+    ]
+    console.result("geometric means over rounds")
+    console.show(
+        {
+            **{"A": str(a), "B": str(b)},
+            "settings": "; ".join(found.settings) or "the same",
+            "machines": "; ".join(found.machines) or "the same",
+            "ratios": rows,
+            "latents have the same bits": found.same_bits,
+            "verdict": found.verdict,
+        }
+    )
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
@@ -123,52 +138,35 @@ def _bench(point: BenchConfig) -> Bench:
 
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options, by which errors name fields."""
-    ranks, workload, model = point.pipeline, point.workload, _model(point)
+    options, workload = _options(point), point.workload
     for name in ("prompts", "negative_prompt"):
-        if getattr(workload, name) is not None and model.family == "svd":
+        if getattr(workload, name) is not None and options.family == "svd":
             raise RequestError(
-                f"workload.{name} is not for {model.model}, a model of the family svd",
+                f"workload.{name} is not for {options.model}, a model of the family svd",
                 f"leave workload.{name} out",
             )
-    of_layout = {"split", "replicas", "decoders", "costs", "share_experts"}
-    of_ranks = {field.name for field in fields(RankOptions)}
-    options = PipelineOptions(
-        ranks=RankOptions(**ranks.model_dump(include=of_ranks)),
-        model=model,
-        sampling=_sampling(workload),
-        layout=LayoutOptions(
-            cfg_parallel=cast("Any", str(ranks.cfg_parallel)),
-            **ranks.model_dump(include=of_layout, exclude_defaults=True),
-        ),
-    )
     from_image = True if workload.images else None
     request = PipelineRequest(options=options, num_clips=workload.clips, from_image=from_image)
     return request.resolve()[0]
 
 
-def _model(point: BenchConfig) -> ModelOptions:
-    about = point.model.model_dump()
-    return ModelOptions(
-        model=about.pop("name"),
-        as_family=about.pop("family"),
-        dtype=point.precision,
-        latent_shape=tuple(about.pop("latent_shape")),
-        deterministic=point.pipeline.deterministic,
-        **about,
-    )
-
-
-def _sampling(workload: Workload) -> SamplingOptions:
-    values = workload.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
-    chunk = values.pop("decode_chunk_size")
-    values |= {"num_frames": values.pop("frames")}
-    shared = {field.name for field in fields(SamplingOptions)} & values.keys()
-    own = {name: values[name] for name in values.keys() - shared if values[name] is not None}
-    return SamplingOptions(
-        decode_chunk_size=None if chunk is None else str(chunk),
-        param=[f"{name}={value}" for name, value in own.items()],
-        **{name: values[name] for name in shared},
-    )
+def _options(point: BenchConfig) -> PipelineOptions:
+    """The options with the values of the sections, whose fields have their names or `renamed`."""
+    renamed = {"name": "model", "family": "as_family", "frames": "num_frames"}
+    sections = point.model.model_dump() | point.pipeline.model_dump(exclude_defaults=True)
+    values = {renamed.get(name, name): value for name, value in sections.items()}
+    values |= {"device": point.pipeline.device, "dtype": point.precision}
+    values |= {"latent_shape": tuple(point.model.latent_shape)}
+    values |= {"cfg_parallel": str(point.pipeline.cfg_parallel)}
+    others = {"clips", "images", "prompts", "negative_prompt"}
+    sampling = {
+        renamed.get(name, name): value
+        for name, value in point.workload.model_dump(exclude=others).items()
+        if value is not None
+    }
+    own = sampling.keys() - {field.name for field in fields(PipelineOptions)}
+    values |= {name: sampling[name] for name in sampling.keys() - own}
+    return PipelineOptions(**values, param=[f"{name}={sampling[name]}" for name in sorted(own)])
 
 
 def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
@@ -242,27 +240,3 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
         "target": found["targets"],
     }
     console.show({name: value for name, value in shown.items() if value or value is False})
-
-
-def show_comparison(console: Console, a: Path, b: Path, found: Comparison) -> None:
-    """Prints differences of settings and machine, every ratio, and the verdict."""
-    console.result("geometric means over rounds")
-    console.show(
-        {
-            **{"A": str(a), "B": str(b)},
-            "settings": "; ".join(found.settings) or "the same",
-            "machines": "; ".join(found.machines) or "the same",
-            "ratios": [*map(_ratio_row, found.ratios)],
-            "latents have the same bits": found.same_bits,
-            "verdict": found.verdict,
-        }
-    )
-
-
-def _ratio_row(ratio: Ratio) -> dict[str, Any]:
-    words = {True: "noise", False: "differs", None: "one round"}
-    return {
-        "figure": ratio.name,
-        **{"A": ratio.a, "B": ratio.b, "B / A": ratio.value, "low": ratio.low, "high": ratio.high},
-        "verdict": "drift" if ratio.is_baseline else words[ratio.is_noise],
-    }

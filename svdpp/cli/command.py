@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, get_type_hints
 
 import click
 
 from svdpp.cli.console import Console
 from svdpp.cli.failures import answered
-from svdpp.cli.options.declare import PANELS, Option, declared, parameter
+from svdpp.cli.options.declare import PANELS, Option, declared, parameter, set_by_variables
 from svdpp.cli.options.outputs import TalkOptions
 from svdpp.launch.world import World, find_world
 
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
-_EMPTY = inspect.Parameter.empty
 _LEFT = 28
 # Key of the context's `meta`: whether the help shows all options.
 _ALL = "svdpp.all"
@@ -57,8 +56,8 @@ class Context(click.Context):
 class Command(click.Command):
     """One command of the program.
 
-    Its function takes option groups (frozen dataclasses whose fields are options, arguments or
-    groups), `Console`, `click.Context`, and `World | None` for the launcher's world, each by its
+    Its function takes option groups (frozen dataclasses whose fields are options or arguments),
+    `Console`, `click.Context`, and `World | None` for the launcher's world, each by its
     annotation.
 
     Args:
@@ -94,10 +93,14 @@ class Command(click.Command):
             context_settings=settings,
             add_help_option=False,
         )
+        # An instance of each group, with the command's defaults.
+        self._groups: dict[str, Any] = {}
         for name, given in inspect.signature(function).parameters.items():
             if is_dataclass(self._hints[name]):
-                self.params += self._flat(self._hints[name], given.default)
-        self.params += self._flat(TalkOptions, _EMPTY)
+                new: Any = self._hints[name]
+                self._groups[name] = new() if given.default is given.empty else given.default
+        for group in (*self._groups.values(), TalkOptions()):
+            self.params += self._parameters(group)
         self.params.append(help_option("-h", "--help", help="Show this help."))
         self.params.append(help_option("--help-all", help="Show all options."))
 
@@ -109,11 +112,10 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         """Calls the function, and ends the program if it fails."""
         values = ctx.params
-        taken = {key: one for key, one in (ctx.obj or {}).items() if not is_given(ctx, key)}
         console = Console(
             as_json=values["as_json"],
             quiet=values["quiet"],
-            defaults=taken,
+            variables=set_by_variables(ctx),
             typed={one.names[-1]: _typed_name(ctx, one) for one in _given(ctx)},
         )
         with answered(console, debug=values["debug"]):
@@ -121,36 +123,25 @@ class Command(click.Command):
             if _LAUNCHED in self._hints.values():
                 known[_LAUNCHED] = find_world()
             self.function(
+                **{name: known[hint] for name, hint in self._hints.items() if hint in known},
                 **{
-                    name: known[hint] if hint in known else self._built(hint, values)
-                    for name, hint in self._hints.items()
-                }
+                    name: replace(group, **{n: values[n] for n in vars(group) if n in values})
+                    for name, group in self._groups.items()
+                },
             )
 
-    def _flat(self, group: Any, default: Any) -> Iterator[click.Parameter]:
-        """The parameters of a group, whose instance `default` has the defaults, if there is one."""
-        for name, (hint, about) in declared(group).items():
-            value = getattr(group if default is _EMPTY else default, name, _EMPTY)
+    def _parameters(self, group: Any) -> Iterator[click.Parameter]:
+        """The parameters of a group, with its values as defaults."""
+        kind: Any = type(group)
+        for name, (hint, about) in declared(kind).items():
             if name in self._without:
-                continue
-            if not about:
-                yield from self._flat(hint, value)
                 continue
             about = {**about, "help": self._meanings.get(name, about["help"])}
             if name in self._defaults:
                 about["shown"] = self._defaults[name]
             if "panel" in about:
-                about["default"] = value
+                about["default"] = getattr(group, name)
             yield parameter(name, hint, about)
-
-    def _built(self, group: Any, values: Mapping[str, Any]) -> Any:
-        return group(
-            **{
-                name: self._built(hint, values) if not about else values[name]
-                for name, (hint, about) in declared(group).items()
-                if name not in self._without
-            }
-        )
 
     def format_arguments(self, *_: object) -> None:
         """Writes nothing: `format_options` does, with every version of click."""

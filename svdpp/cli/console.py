@@ -25,7 +25,6 @@ from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit
 from svdpp.redaction import one_line, printable, redact, redact_all
 
 if TYPE_CHECKING:
-    from svdpp.cli.defaults import Default
     from svdpp.plan.forecast import Span
 
 _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
@@ -33,8 +32,8 @@ _CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
 _OPTION = re.compile("--[a-z-]+")
-# Most rows of a table that are still readable.
-_MAX_ROWS = 100
+#: Most rows of a table that are still readable.
+MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
@@ -61,7 +60,7 @@ class Console:
     Args:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
-        defaults: of options, set by a file or variables; an error names those that it may be about.
+        variables: that set options, by the option's name; an error names those of its options.
         typed: names of options as the user typed them, by the names that errors have.
     """
 
@@ -70,13 +69,13 @@ class Console:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        defaults: Mapping[str, Default] | None = None,
+        variables: Mapping[str, str] | None = None,
         typed: Mapping[str, str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
-        self._defaults = defaults or {}
+        self._variables = variables or {}
         self._typed = typed or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
@@ -90,17 +89,9 @@ class Console:
 
     def prose(self, text: str, indent: str = "") -> None:
         """Prints sentences of the result; folded between words on a terminal."""
-        width = self.out.width if self.out.is_terminal else _WIDEST
-        self.result(
-            textwrap.fill(
-                text,
-                width,
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        width = (self.out.width if self.out.is_terminal else _WIDEST) - len(indent)
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        self.result("\n".join(indent + line for line in lines))
 
     def json(self, value: Any) -> None:
         """Prints the whole result as JSON; call once, with `--json`."""
@@ -138,10 +129,7 @@ class Console:
             return
         if isinstance(value, list):
             self.result(label)
-        shown = rows[:_MAX_ROWS]
-        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in shown])
-        if len(rows) > _MAX_ROWS:
-            self.result(f"... and {len(rows) - _MAX_ROWS} more")
+        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
 
     def info(self, *texts: str) -> None:
         """Prints remarks; folded on a terminal unless they contain a command to copy."""
@@ -150,15 +138,18 @@ class Console:
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints a table of the result: numbers to the right except in the first column."""
+        """Prints the first rows of a table: numbers to the right except in the first column."""
         table = Table(box=None, pad_edge=False, header_style="bold")
+        shown = rows[:MAX_ROWS]
         for name in rows[0] if rows else ():
-            is_text = not table.columns or any(row[name][:1].isalpha() for row in rows)
+            is_text = not table.columns or any(row[name][:1].isalpha() for row in shown)
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-        for row in rows:
+        for row in shown:
             table.add_row(*map(one_line, row.values()))
         if not self.as_json:  # a terminal folds lines; rich would cut numbers
             Stdout(highlight=False, width=_WIDEST).print(table)
+        if len(rows) > MAX_ROWS:
+            self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""
@@ -186,7 +177,9 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         message, hint = self._as_typed(message), self._as_typed(hint)
-        hint = "; ".join(filter(None, [hint, *self._origins(f"{message} {hint}")]))
+        named = dict.fromkeys(_OPTION.findall(f"{message} {hint}"))
+        sets = [f"{self._variables[name]} sets {name}" for name in named if name in self._variables]
+        hint = "; ".join(filter(None, [hint, *sets[:1]]))
         self._sentence(message, hint)
         if self.as_json and not self._answered:
             self.json({"schema_version": 1, "error": _record(error, message, hint)})
@@ -194,12 +187,6 @@ class Console:
     def _as_typed(self, text: str) -> str:
         """`text` with the names of options that the user knows."""
         return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
-
-    def _origins(self, text: str) -> list[str]:
-        """The source of each option in `text` for which a file or variable has a default."""
-        named = set(_OPTION.findall(text))
-        found = [each for each in self._defaults.values() if named & {*each.names}]
-        return [f"{each.source} sets {each.names[0]}" for each in found]
 
     def _sentence(self, message: str, hint: str) -> None:
         self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
@@ -238,8 +225,8 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        cells = [_cell(name, each) for each in value[:_MAX_ROWS]]
-        more = [f"and {len(value) - _MAX_ROWS} more"] if len(value) > _MAX_ROWS else []
+        cells = [_cell(name, each) for each in value[:MAX_ROWS]]
+        more = [f"and {len(value) - MAX_ROWS} more"] if len(value) > MAX_ROWS else []
         return ", ".join(cells + more) or "none"
     if value is None or value == {}:
         return "-"

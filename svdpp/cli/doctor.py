@@ -11,11 +11,10 @@ from rich.text import Text
 
 from svdpp.cli.command import command, is_given
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.layout import RankOptions
-from svdpp.cli.options.model import ModelOptions
+from svdpp.cli.options.layout import OF_LAYOUT
 from svdpp.cli.options.outputs import FolderOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
+from svdpp.cli.options.sampling import LOOKS, PROMPT_FIELDS
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World
@@ -31,9 +30,8 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
     examples=("svdpp doctor", "svdpp doctor --gpus 8 --out clips"),
     without=(
         *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
-        *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "min_guidance_scale"),
-        *("max_guidance_scale", "allow_mixed_devices", "lora"),
-        *PROMPT_FIELDS,
+        *(*LOOKS, *PROMPT_FIELDS, "seed", "allow_mixed_devices", "lora"),
+        *(*OF_LAYOUT, "costs", "share_experts"),
     ),
     defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
     meanings={
@@ -48,16 +46,14 @@ def doctor(
     console: Console,
     launched: World | None,
     folder: FolderOptions,
-    sampling: SamplingOptions,
-    ranks: RankOptions,
-    model: ModelOptions = ModelOptions(model=DEMO_MODEL),
+    options: PipelineOptions = PipelineOptions(model=DEMO_MODEL),
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The last check cuts a tiny copy of the model at every step and by pairs. Nothing is downloaded.
+    The last check runs a tiny copy of the model on a rank for each step. Nothing is downloaded.
     The exit code is that of the first check that fails.
     """
-    config = _examined(launched, ranks, model, sampling)
+    config = _examined(launched, options)
     console.info("importing PyTorch and diffusers, then trying one thing after the other")
     from svdpp.diagnostics.doctor import Examination, examine
 
@@ -72,7 +68,7 @@ def doctor(
             {
                 "schema_version": 1,
                 "healthy": not failed,
-                "examined": {"model": model.model, **examined},
+                "examined": {"model": options.model, **examined},
                 "checks": [asdict(check) for check in checks],
             }
         )
@@ -80,33 +76,27 @@ def doctor(
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise click.exceptions.Exit(failed[0].exit_code)
     on_ranks = f"on {counted(config.world_size, f'{config.device} rank')} has what it needs"
-    if model.is_dummy:
+    if options.is_dummy:
         console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")
     else:
-        console.info(f"a run of {model.model} {on_ranks}")
+        console.info(f"a run of {options.model} {on_ranks}")
     if not is_given(context, "model"):
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
 
-def _examined(
-    launched: World | None, ranks: RankOptions, model: ModelOptions, sampling: SamplingOptions
-) -> PipelineConfig:
-    options = PipelineOptions(
-        sampling=sampling,
-        model=replace(model, local_files_only=True),  # nothing is downloaded
-        ranks=replace(ranks, timeout=120.0, start_timeout=120.0),
-    )
+def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
+    # Nothing is downloaded.
+    options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     unknown, from_image = None, True
     try:
-        from_image = needs_image(options.model)
+        from_image = options.needs_image
     except ModelError:  # one of the checks will say so
         unknown = "svd"
     request = PipelineRequest(
         options=options,
         num_clips=None,
         launched=launched,
-        # The check must also work on a machine without GPUs, so `auto` may take the CPU.
-        device=ranks.device_for(DEMO_MODEL),
+        device=options.device_name(any_on_cpu=True),  # also on a machine without GPUs
         from_image=from_image,
         family=unknown,
     )
@@ -114,11 +104,10 @@ def _examined(
 
 
 def _print(console: Console, check: Check) -> None:
-    """Prints one line per check, folded with an indent on a narrow terminal."""
     head = f"{check.verdict:<8}{check.name:<18}"
-    indent, width = " " * len(head), max(40, console.out.width) - 1 - len(head)
-    lines = textwrap.wrap(redact(check.detail), width) or [""]
+    width = max(40, console.out.width) - 1 - len(head)
+    texts = [check.detail, *([f"fix: {check.fix}"] if check.fix else [])]
+    lines = [line for text in texts for line in textwrap.wrap(redact(text), width) or [""]]
     console.result(Text.assemble((head, _COLOURS[check.verdict]), lines[0]))
-    fix = f"fix: {redact(check.fix)}" if check.fix else ""
-    for line in [*lines[1:], *textwrap.wrap(fix, width)]:
-        console.result(indent + line)
+    for line in lines[1:]:
+        console.result(" " * len(head) + line)

@@ -12,8 +12,7 @@ from typing import NoReturn
 import click
 
 from svdpp.cli.console import Console
-from svdpp.cli.defaults import load_defaults
-from svdpp.cli.options.declare import HIDDEN_NAMES
+from svdpp.cli.options.declare import HIDDEN_NAMES, set_by_variables
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -22,6 +21,7 @@ from svdpp.errors import (
     error_from_dict,
     error_to_dict,
     exit_code_of,
+    nearest,
 )
 from svdpp.launch import process_lifetime
 from svdpp.launch.world import find_world, is_member
@@ -39,11 +39,9 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
         yield
     except click.exceptions.Exit:
         raise
-    except Interrupted as error:
-        previous = {}  # keep `end_at_once` for a second signal until the process ends
-        _say(console, error, debug=debug)
-        raise click.exceptions.Exit(exit_code_of(error)) from error
-    except Exception as error:
+    except (Interrupted, Exception) as error:
+        if isinstance(error, Interrupted):
+            previous = {}  # keep `end_at_once` for a second signal until the process ends
         _say(console, error, debug=debug)
         raise click.exceptions.Exit(exit_code_of(error)) from error
     finally:
@@ -58,7 +56,8 @@ def wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
     named = " ".join(["svdpp", *arguments[:1]])  # click does not say where a value is missing
     path = context.command_path if context is not None else named
     refused = RequestError(sentence, near or f"{path} --help shows its usage")
-    Console(as_json="--json" in arguments, defaults=load_defaults()).error(refused)
+    variables = {} if context is None else set_by_variables(context)
+    Console(as_json="--json" in arguments, variables=variables).error(refused)
     return exit_code_of(refused)
 
 
@@ -69,11 +68,10 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
 
 
 def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
-    """What is wrong with the command line, and the nearest options; "" if none is near."""
+    """What is wrong with the command line, and the nearest option; "" if none is near."""
     if isinstance(error, click.NoSuchOption):
-        near = sorted({*(error.possibilities or ())} - HIDDEN_NAMES)
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
-        return f"no such option: {error.option_name}", hint
+        name, known = error.option_name, {*(error.possibilities or ())} - HIDDEN_NAMES
+        return f"no such option: {name}", nearest(name, known)
     if isinstance(error, click.BadParameter) and error.param is not None:
         names = [name for name in error.param.opts if name.startswith("--")]
         shown = "/".join(name for name in names if name not in HIDDEN_NAMES)

@@ -82,14 +82,10 @@ class _LogFile(RotatingFileHandler):
 
     def __init__(self, path: Path, warn: Callable[[str], Any]) -> None:
         self._path, self._warn = path, warn
-        self._has_warned = False
+        bounds: dict[str, Any] = {"maxBytes": _FILE_BYTES, "backupCount": _OLD_FILES}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            super().__init__(
-                *(path, "a", _FILE_BYTES, _OLD_FILES),
-                encoding="utf-8",
-                errors="backslashreplace",
-            )
+            super().__init__(path, encoding="utf-8", errors="backslashreplace", **bounds)
         except OSError as error:
             raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
 
@@ -104,10 +100,9 @@ class _LogFile(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
         """Says the first time why a record was not written."""
-        if not self._has_warned:
-            self._has_warned = True
-            what = redact(f"{str(self._path)!r}: {sys.exception()}")
-            self._warn(f"warning: cannot write the log {what}")
+        error = redact(f"{str(self._path)!r}: {sys.exception()}")
+        self._warn(f"warning: cannot write the log {error}")
+        self._warn = lambda text: None  # noqa: ARG005
 
 
 def _is_remark(record: Record) -> bool:

@@ -44,23 +44,18 @@ def models(console: Console, asked: NameOptions) -> None:
     if console.as_json:
         console.json({"schema_version": 1, "families": found})
     elif name is None:
-        console.table(
-            [
-                {key: each[key] for key in ("family", "title")}
-                | {"from": " or ".join(each["inputs"])}
-                for each in found
-            ]
-        )
+        rows = [{**one, "from": " or ".join(one["inputs"])} for one in found]
+        console.table([{key: row[key] for key in ("family", "title", "from")} for row in rows])
     else:
         words = {
             f"--param {key}": {
-                "default": each["default_in_words"] or str(each["default"]),
-                "range": f"{each['lowest']:g} to {each['highest']:g}",
-                "help": each["help"],
+                "default": one["default_in_words"] or str(one["default"]),
+                "range": f"{one['lowest']:g} to {one['highest']:g}",
+                "help": one["help"],
             }
-            for key, each in found[0]["parameters"].items()
+            for key, one in found[0]["parameters"].items()
         }
-        console.answer({**found[0], "parameters": words})
+        console.show({**found[0], "parameters": words})
 
 
 def describe(family: str) -> dict[str, Any]:

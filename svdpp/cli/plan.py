@@ -13,15 +13,9 @@ from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY
 from svdpp.cli.options.inputs import ClipOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
-from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
-from svdpp.cli.request import (
-    PipelineOptions,
-    PipelineRequest,
-    needs_image,
-    without_world_hint,
-)
+from svdpp.cli.options.layout import ASSUMED_COSTS, OF_LAYOUT
+from svdpp.cli.options.sampling import LOOKS
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -34,10 +28,6 @@ _DEFAULT_WORLD = 4
 _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
-# Options that only --memory uses, and --decode-ranks two of them.
-_OF_CHUNKS = frozenset({"num_frames", "decode_chunk_size"})
-_OF_MEMORY = ("dtype", "device", "height", "width", "memory_opt", "lora", *_OF_CHUNKS)
-_OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +120,9 @@ class SecondsOptions:
     ),
     common=("world", "clips", "steps", "layout", "split", "costs", "compare", "memory", "as_json"),
     without=(
-        *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape"),
-        *("seed", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "channels_last"),
-        *("deterministic", "allow_mixed_devices"),
-        *(name for name in PROMPT_FIELDS if name != "param"),
+        *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape", "seed"),
+        *(*LOOKS, "channels_last", "deterministic", "allow_mixed_devices"),
+        *("guidance_scale", "max_sequence_length"),
     ),
     defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
 )
@@ -143,10 +131,7 @@ def plan(
     console: Console,
     forecast: ForecastOptions,
     seconds: SecondsOptions,
-    sampling: SamplingOptions,
-    model: ModelOptions,
-    layout: LayoutOptions,
-    ranks: RankOptions = RankOptions(device="cuda"),
+    options: PipelineOptions = PipelineOptions(device="cuda"),
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.
 
@@ -157,42 +142,32 @@ def plan(
     from svdpp.plan.choose import compare_layouts
     from svdpp.plan.layout import check_chunks
 
-    _refuse_idle(context, forecast, layout)
-    if sampling.measures_chunk and (forecast.memory or layout.decode_ranks):
-        raise RequestError(
-            "--decode-chunk-size auto needs a device with free memory, and a plan has none",
-            "give a number, such as --decode-chunk-size 4",
-        )
-    world_size, ranks_per_host = _world(forecast.hosts, ranks.world)
-    family = model.family
-    costs = seconds.applied(layout.assumed_costs(family=family), ranks_per_host=ranks_per_host)
+    _refuse_contradictions(context, forecast, options)
+    world_size, ranks_per_host = _world(forecast.hosts, options.world)
+    options = replace(options, world=world_size)
+    costs = options.assumed_costs(family=options.family)
+    costs = seconds.applied(costs, ranks_per_host=ranks_per_host)
     if forecast.memory:
-        costs = replace(costs, **_memory(model, ranks.device, sampling))
+        costs = replace(costs, **_memory(options))
     num_clips = forecast.num_clips(world_size)
     request = PipelineRequest(
-        options=PipelineOptions(
-            sampling=sampling,
-            model=model,
-            ranks=replace(ranks, world=world_size),
-            layout=layout,
-        ),
+        options=options,
         num_clips=num_clips,
         costs=costs,
         expert_boundary=forecast.expert_boundary,
         memory_gib=forecast.limits(world_size),
     )
-    with without_world_hint(forecast.hosts is not None):
-        if forecast.compare:
-            rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
-            show_comparison(console, request.counts, rows)
-        else:
-            config, _ = request.resolve()
-            if layout.decode_ranks is not None and config.chunks:
-                check_chunks(layout.decode_ranks, config.chunks)
-            reason = "" if request.choice is None else request.choice.reason
-            show_layout(console, config.layout, num_clips, reason)
-    console.info(*_remarks(forecast, layout, seconds, costs, ranks.device))
-    if layout.cfg_parallel == "auto" and (why_not := request.pairs[1]):
+    if forecast.compare:
+        rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
+        show_comparison(console, request.counts, rows)
+    else:
+        config, _ = request.resolve()
+        if options.decode_ranks is not None and config.chunks:
+            check_chunks(options.decode_ranks, config.chunks)
+        reason = "" if request.choice is None else request.choice.reason
+        show_layout(console, config.layout, num_clips, reason)
+    console.info(*_remarks(forecast, options, seconds, costs))
+    if options.cfg_parallel == "auto" and (why_not := request.pairs[1]):
         console.info(why_not)
 
 
@@ -214,7 +189,7 @@ def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
     return num_hosts * per_host, per_host
 
 
-def _memory(model: ModelOptions, device: str, sampling: SamplingOptions) -> dict[str, Any]:
+def _memory(options: PipelineOptions) -> dict[str, Any]:
     """The estimated memory of the model's parts, as fields of `Costs`."""
     from svdpp.config import PipelineConfig
     from svdpp.driver.memory import estimate_parts
@@ -222,47 +197,42 @@ def _memory(model: ModelOptions, device: str, sampling: SamplingOptions) -> dict
 
     config = PipelineConfig(
         world_size=1,
-        model=model.to_config(device),
-        sampling=sampling.to_config(model, from_image=needs_image(model)),
-        device=device,
+        model=options.model_config(options.device),
+        sampling=options.sampling_config(from_image=options.needs_image),
+        device=options.device,
     )
     return estimate_parts(*resolve(config, weights="none")).as_costs()
 
 
-def _refuse_idle(context: click.Context, forecast: ForecastOptions, layout: LayoutOptions) -> None:
-    """Refuses options that have no effect beside the others."""
-    needed = {} if forecast.memory else dict.fromkeys(_OF_MEMORY, "--memory")
-    if layout.decode_ranks is not None:
-        needed = {name: needed[name] for name in needed if name not in _OF_CHUNKS}
-    if not (forecast.compare or layout.chooses):
-        needed["device_memory"] = "--layout auto or --compare"
+def _refuse_contradictions(
+    context: click.Context, forecast: ForecastOptions, options: PipelineOptions
+) -> None:
+    if forecast.device_memory is not None and not (forecast.compare or options.chooses):
+        raise RequestError(
+            "--device-memory has an effect only with --layout auto or --compare",
+            "add one of them, or leave out --device-memory",
+        )
+    if forecast.memory and forecast.expert_boundary is not None:
+        raise RequestError(
+            "with --memory the model gives the boundary between its experts",
+            "leave out --expert-boundary",
+        )
     for name, option in given_options(context).items():
-        if name in needed:
-            raise RequestError(
-                f"{option} has an effect only with {needed[name]}",
-                f"add {needed[name]}, or leave out {option}",
-            )
-        if forecast.compare and name in _OF_LAYOUT:
+        if forecast.compare and name in OF_LAYOUT:
             raise RequestError(f"--compare shows all layouts: leave out {option}")
-        if forecast.memory and name == "expert_boundary":
-            raise RequestError(
-                "with --memory the model gives the boundary between its experts",
-                "leave out --expert-boundary",
-            )
 
 
 def _remarks(
     forecast: ForecastOptions,
-    layout: LayoutOptions,
+    options: PipelineOptions,
     seconds: SecondsOptions,
     costs: Costs,
-    device: str,
 ) -> Iterator[str]:
-    if forecast.memory and device == "cpu":
+    if forecast.memory and options.device == "cpu":
         yield "memory: as in use at the same time; malloc may keep up to twice the working memory"
     if forecast.device_memory is not None and costs.denoise_weights_gib is None:
         yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
-    if layout.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
+    if options.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
         yield (
             f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
             if costs.device

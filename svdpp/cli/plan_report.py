@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import MAX_ROWS, Console, counted
 from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
-from svdpp.plan.layout import Layout, StepShare
+from svdpp.plan.layout import Layout
 
 if TYPE_CHECKING:
     from svdpp.plan.choose import Row
@@ -18,28 +18,12 @@ if TYPE_CHECKING:
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
 
-# Most rows and picture lines that are still readable on a terminal.
-_MAX_ROWS = 100
 # Visits of clips at ranks: about a second of drawing.
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
-_COMPARED = ("layout", "total", "per min", "first", "mean", "jitter", "GiB", "idle")
-
-
-class _Timed:
-    def __init__(self, layout: Layout, num_clips: int) -> None:
-        self.layout = layout
-        self.forecast = forecast_layout(layout, num_clips)
-        #: Of each clip of a long queue.
-        self.steady_seconds = steady_seconds_per_clip(layout)
-
-    def show(self, console: Console, what: str) -> None:
-        console.result(
-            f"{what} on {self.layout.world_size} ranks: {self.forecast.makespan:.4g} s, first "
-            f"after {self.forecast.first_clip:.4g} s, bubble {self.forecast.bubble:.0%}"
-        )
-        console.result(f"  of a long queue, one clip every {self.steady_seconds:.4g} s")
+_COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
+_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
 
 
 def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = "") -> None:
@@ -48,58 +32,70 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
     `reason` says why `auto` chose the layout.
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
-    alone |= {"replicas": layout.world_size, "decode_ranks": 1}
-    ours = _Timed(layout, num_clips)
-    theirs = _Timed(replace(layout, **alone), num_clips)
+    data_parallel = replace(layout, **alone, replicas=layout.world_size, decode_ranks=1)
+    ours, theirs = (
+        _details(forecast_layout(each, num_clips), steady_seconds_per_clip(each))
+        for each in (layout, data_parallel)
+    )
+    ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
     if console.as_json:
-        console.json(_layout_json(ours, theirs, reason))
+        others = {name: theirs[name] for name in _TIMES}
+        console.json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                **{name: getattr(layout, name) for name in ("num_steps", "world_size", "split")},
+                "layout": _facts(layout) | {"reason": reason or None},
+                "ranks": ranks,
+                "costs": layout.costs.to_json(),
+                "forecast": {"clips": num_clips, **ours, "data_parallel": others},
+            }
+        )
         return
-    _print_ranks(console, layout)
+    _print_ranks(console, layout, ranks)
     _print_cuts(console, layout, num_clips)
     console.result()
     _print_picture(console, layout, num_clips)
     console.result()
     if reason:
         console.prose(f"auto picks {reason}")
-    ours.show(console, counted(num_clips, "clip"))
+    _print_times(console, f"{counted(num_clips, 'clip')} on {layout.world_size} ranks", ours)
     if layout.split != "uniform" or reason:
-        latency = ours.forecast.latency
-        console.result(
-            f"a clip takes {latency.mean:.4g} s from its encode: "
-            f"p50 {latency.p50:.4g}, p90 {latency.p90:.4g}, p99 {latency.p99:.4g}"
-        )
+        latency = {name: f"{value:.4g}" for name, value in ours["latency_seconds"].items()}
+        parts = ", ".join(f"{name} {latency[name]}" for name in ("p50", "p90", "p99"))
+        console.result(f"a clip takes {latency['mean']} s from its encode: {parts}")
     if layout.replica_size * layout.cfg_parallel > 1:
-        theirs.show(console, "data parallel")
+        _print_times(console, f"data parallel on {layout.world_size} ranks", theirs)
     _warn_of_idle_ranks(console, layout)
 
 
-def _print_ranks(console: Console, layout: Layout) -> None:
+def _rank(layout: Layout, rank: int) -> dict[str, Any]:
+    role, found = layout.roles[rank], layout.all_shares[rank]._asdict() | layout.roles[rank].parts
+    if layout.expert_boundary is not None:
+        found["experts"] = [EXPERTS[expert] for expert in sorted(role.experts)]
+    return found | {"peak_gib": layout.peak_gib[rank]}
+
+
+def _print_ranks(console: Console, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Prints a row for each rank; if all replicas are alike, only those of the first."""
     alike = layout.replicas_are_alike
     replicas = range(1 if alike else layout.replicas)
-    shares = [share for replica in replicas for share in layout.shares(replica)]
-    console.table([_rank_row(layout, share) for share in shares[:_MAX_ROWS]])
-    if len(shares) > _MAX_ROWS:
-        console.result(f"... and {len(shares) - _MAX_ROWS} more ranks")
+    shown = [ranks[share.rank] for replica in replicas for share in layout.shares(replica)]
+    console.table([_rank_row(layout, rank) for rank in shown])
     if alike and layout.replicas > 1:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
 
 
-def _rank_row(layout: Layout, share: StepShare) -> dict[str, str]:
-    rank, row = share.rank, {"rank": str(share.rank)}
+def _rank_row(layout: Layout, rank: Mapping[str, Any]) -> dict[str, str]:
+    row = {"rank": str(rank["rank"])}
     if layout.costs.ranks_per_host is not None:
-        row["host"] = str(layout.costs.host_of(rank))
-    row |= {"start": str(share.start), "end": str(share.end), "steps": f"{share.mean_steps:.4g}"}
-    if layout.expert_boundary is not None:
-        names = _expert_names(layout, rank)
-        row["expert"] = "both" if len(names) > 1 else "".join(names)
+        row["host"] = str(layout.costs.host_of(rank["rank"]))
+    row |= {name: str(rank[name]) for name in ("start", "end")}
+    row["steps"] = f"{rank['mean_steps']:.4g}"
+    if names := rank.get("experts"):
+        row["expert"] = "both" if len(names) > 1 else names[0]
     if any(peak is not None for peak in layout.peak_gib):
-        row["GiB"] = gib([layout.peak_gib[rank]])
+        row["GiB"] = _gib([rank["peak_gib"]])
     return row
-
-
-def _expert_names(layout: Layout, rank: int) -> list[str]:
-    return [EXPERTS[expert] for expert in sorted(layout.roles[rank].experts)]
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
@@ -113,7 +109,7 @@ def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
 
 def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     """Prints the rank x time grid, of the first clips if there are many."""
-    if layout.world_size > _MAX_ROWS:
+    if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
     if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
@@ -123,35 +119,17 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
+def _print_times(console: Console, what: str, times: Mapping[str, Any]) -> None:
+    makespan, first, steady = (times[name] for name in _TIMES)
+    bubble = f"bubble {times['bubble']:.0%}"
+    console.result(f"{what}: {makespan:.4g} s, first after {first:.4g} s, {bubble}")
+    console.result(f"  of a long queue, one clip every {steady:.4g} s")
+
+
 def _warn_of_idle_ranks(console: Console, layout: Layout, name: str = "") -> None:
     idle = sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
     if idle:
         console.info(f"warning: {name}{idle} of {layout.world_size} ranks have nothing to do")
-
-
-def _layout_json(ours: _Timed, data_parallel: _Timed, reason: str) -> dict[str, Any]:
-    layout = ours.layout
-    of_experts = layout.expert_boundary is not None
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "num_steps": layout.num_steps,
-        "world_size": layout.world_size,
-        "split": layout.split,
-        "layout": _facts(layout) | {"reason": reason or None},
-        "ranks": [
-            share._asdict()
-            | layout.roles[share.rank].parts
-            | ({"experts": _expert_names(layout, share.rank)} if of_experts else {})
-            | {"peak_gib": layout.peak_gib[share.rank]}
-            for share in layout.all_shares
-        ],
-        "costs": layout.costs.to_json(),
-        "forecast": {
-            "clips": ours.forecast.clips,
-            **_details(ours.forecast, ours.steady_seconds),
-            "data_parallel": times_of(data_parallel.forecast, data_parallel.steady_seconds),
-        },
-    }
 
 
 def _facts(layout: Layout) -> dict[str, Any]:
@@ -162,47 +140,41 @@ def _facts(layout: Layout) -> dict[str, Any]:
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
 
 
-def times_of(forecast: Forecast, seconds_per_clip: float | None = None) -> dict[str, float]:
-    """Times of a forecast, for JSON; `seconds_per_clip` is that of a long queue, if known."""
-    own = forecast.seconds_per_clip
-    return {
-        "makespan_seconds": forecast.makespan,
-        "first_clip_seconds": forecast.first_clip,
-        "seconds_per_clip": own if seconds_per_clip is None else seconds_per_clip,
-    }
+def times_of(forecast: Forecast) -> dict[str, float]:
+    """The times of a forecast, for JSON."""
+    times = forecast.makespan, forecast.first_clip, forecast.seconds_per_clip
+    return dict(zip(_TIMES, times, strict=True))
 
 
-def _details(forecast: Forecast, seconds_per_clip: float) -> dict[str, Any]:
+def _details(forecast: Forecast, steady_seconds: float) -> dict[str, Any]:
     return {
-        **times_of(forecast, seconds_per_clip),
+        **times_of(forecast),
+        "seconds_per_clip": steady_seconds,
         "bubble": forecast.bubble,
         "jitter_seconds": forecast.jitter,
         "latency_seconds": forecast.latency._asdict(),
     }
 
 
-def gib(peaks: Iterable[float | None]) -> str:
+def _gib(peaks: Iterable[float | None]) -> str:
     """Lowest and highest peak of several ranks; a dash if one is unknown."""
-    known = list(peaks)
-    values = sorted(peak for peak in known if peak is not None)
-    if not values or len(values) < len(known):
+    values = list(peaks)
+    known = sorted(peak for peak in values if peak is not None)
+    if not known or len(known) < len(values):
         return "-"
-    texts = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
-    return "..".join(texts)
+    return "..".join(dict.fromkeys(f"{peak:.1f}" for peak in (known[0], known[-1])))
 
 
 def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Prints layouts side by side, then notes on them."""
-    num_clips = counts["num_clips"]
     if console.as_json:
-        sizes = {name: counts[name] for name in ("num_steps", "world_size")}
-        layouts = [_row_json(row) for row in rows]
-        about = {**sizes, "clips": num_clips, "layouts": layouts}
+        about = {name: counts[name] for name in ("num_steps", "world_size")}
+        about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
-    console.table([dict(zip(_COMPARED, _compared(row), strict=True)) for row in rows])
+    console.table([_compared(row) for row in rows])
     console.result()
-    console.result(f"total: {counted(num_clips, 'clip')} on {counts['world_size']} ranks")
+    console.result(f"total: {counted(counts['num_clips'], 'clip')} on {counts['world_size']} ranks")
     console.result("per min: clips of a long queue; all others in seconds, of these clips")
     console.result(
         "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
@@ -216,25 +188,19 @@ def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[
             _warn_of_idle_ranks(console, row.layout, f"{row.name}: ")
 
 
-def _compared(row: Row) -> tuple[str, ...]:
-    forecast = row.forecast
-    if forecast is None:
-        return (row.name, *("-" * len(_COMPARED[1:])))
-    return (
-        row.name,
-        f"{forecast.makespan:.1f}",
-        f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-",
-        f"{forecast.first_clip:.1f}",
-        f"{forecast.latency.mean:.1f}",
-        f"{forecast.jitter:.1f}",
-        gib(row.peak_gib),
-        f"{forecast.bubble:.0%}",
-    )
+def _compared(row: Row) -> dict[str, str]:
+    forecast, cells = row.forecast, ["-"] * len(_COMPARED)
+    if forecast is not None and row.layout is not None:
+        rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
+        times = forecast.first_clip, forecast.latency.mean, forecast.jitter
+        cells = [f"{forecast.makespan:.1f}", rate, *(f"{time:.1f}" for time in times)]
+        cells += [_gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
+    return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
-        facts["layout"] = _facts(row.layout) | {"peak_gib": row.peak_gib}
+        facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
         facts["forecast"] = _details(row.forecast, row.seconds_per_clip)
     return {"name": row.name, "note": row.note or None, **facts}

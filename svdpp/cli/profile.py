@@ -9,12 +9,10 @@ from pathlib import Path
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS
+from svdpp.cli.options.declare import COSTS, RECOVERY
 from svdpp.cli.options.inputs import PromptOptions
-from svdpp.cli.options.layout import RankOptions
-from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.outputs import OverwriteOptions
-from svdpp.cli.options.sampling import PROMPT_FIELDS, SamplingOptions
+from svdpp.cli.options.layout import OF_LAYOUT
+from svdpp.cli.options.sampling import LOOKS
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
@@ -22,21 +20,17 @@ from svdpp.launch.world import World, is_member
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(OverwriteOptions):
-    """Inputs, number of repeats, and output file of a measurement."""
+class MeasureOptions(PipelineOptions, PromptOptions):
+    """The options of the pipeline, number of repeats, and output file of a measurement."""
 
     out: Path = COSTS.setting("FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
     repeats: int = COSTS.setting(
-        "N", "Number of clips to measure after the warm-up; the result is their median.", default=3
+        "N",
+        "Number of clips to measure after the warm-up; the result is their median.",
+        default=3,
+        between=(1, None),
     )
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise RequestError(f"--repeats must be 1 or more, got {self.repeats}")
-
-
-# Sampling parameters of models with prompts that the costs depend on.
-_OF_COST = ("guidance_scale", "max_sequence_length", "param")
+    overwrite: bool = RECOVERY.switch("Replace the file if it exists.")
 
 
 @command(
@@ -46,26 +40,19 @@ _OF_COST = ("guidance_scale", "max_sequence_length", "param")
     ),
     common=("out", "world", "model", "num_frames", "repeats", "overwrite", "as_json"),
     without=(
-        *("checksum", "fit", "fps", "motion_bucket_id", "noise_aug_strength", "steps", "seed"),
-        *("min_guidance_scale", "max_guidance_scale"),
-        *(name for name in PROMPT_FIELDS if name not in _OF_COST),
-        *("prompts", "negative_prompt", "video"),
+        *(*LOOKS, "checksum", "steps", "seed", "prompts", "negative_prompt", "video"),
+        *(*OF_LAYOUT, "costs", "share_experts"),
     ),
     defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
     meanings={
         "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
         "prompt": "For a model that takes one; its text does not change the costs.",
-        "overwrite": "Replace the file if it exists.",
     },
 )
 def profile(
     console: Console,
     launched: World | None,
-    ranks: RankOptions,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    prompts: PromptOptions,
-    asked: MeasureOptions,
+    options: MeasureOptions,
 ) -> None:
     """Measure the costs that plans are based on.
 
@@ -75,8 +62,8 @@ def profile(
     --costs.
     Each clip has its own prompt, because a rank encodes equal prompts once.
     """
-    options = PipelineOptions(sampling=sampling, model=model, ranks=ranks)
-    config = _measured(launched, options)
+    request = PipelineRequest(options=options, num_clips=None, launched=launched)
+    config = request.with_a_step_each().resolve()[0]
     if is_member(launched):
         from svdpp.cli.log import open_log, serve_member
         from svdpp.diagnostics.cost_profile import measured_config
@@ -85,17 +72,8 @@ def profile(
         open_log(verbosity=0, log_file=None)
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
-    _check_free(asked.out, overwrite=asked.overwrite)
-    _measure(console, config, asked.out, asked.repeats, prompts.prompt)
-
-
-def _measured(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    if options.sampling.measures_chunk:
-        raise RequestError(
-            "profile does not take --decode-chunk-size auto", "such as --decode-chunk-size 4"
-        )
-    request = PipelineRequest(options=options, num_clips=None, launched=launched)
-    return request.with_a_step_each().resolve()[0]
+    _check_free(options.out, overwrite=options.overwrite)
+    _measure(console, config, options.out, options.repeats, options.prompt)
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

@@ -50,7 +50,6 @@ class Progress(Bars):
         labels: names of the clips by index, such as their images.
         num_clips: None: as many as in the schedule.
         costs: used until costs are measured; unmeasured ones keep their ratio to a step.
-        forecasts: whether `costs` are good enough for a forecast before the first step.
         ranks: whether the picture has a line for each rank; else it is one line that changes
             rarely, and finished clips are only counted.
     """
@@ -64,7 +63,6 @@ class Progress(Bars):
         labels: Sequence[str] = (),
         num_clips: int | None = None,
         costs: Costs | None = None,
-        forecasts: bool = False,
         ranks: bool = True,
     ) -> None:
         self._remarks, self._title, self._schedule = console, title, schedule
@@ -74,10 +72,7 @@ class Progress(Bars):
         self._labels = list(map(one_line, labels)) or [
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
-        self._short = [
-            name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self._labels
-        ]
-        self._costs, self._forecasts = costs or Costs(), forecasts
+        self._costs = costs or Costs()
         self._means = MeanCosts()
         self._settled: set[int] = set()
         self.num_done = self.num_failed = 0
@@ -151,19 +146,24 @@ class Progress(Bars):
         task = self.tasks[rank]
         match event:
             case Joined():
-                self.update(task.id, state="ready")
+                state = "ready"
             case StepDone():
-                state = f"{self._short[event.clip]}, step {event.step + 1}"
-                self.update(task.id, advance=1, state=f"{state}, {event.seconds:.2f} s/step")
+                self.advance(task.id)
+                state = f"{self._short(event.clip)}, step {event.step + 1}, "
+                state += f"{event.seconds:.2f} s/step"
             case Heartbeat(action=None):
                 is_loading = task.fields["state"] in ("starting", "loading")
-                self.update(task.id, state="loading" if is_loading else "idle")
-            case Heartbeat(action=Action() as action):
-                word = "waiting" if event.waiting else _WORDS.get(action.kind)
-                if word is not None:
-                    self.update(task.id, state=f"{self._short[action.clip]}, {word}")
+                state = "loading" if is_loading else "idle"
+            case Heartbeat(action=Action() as action) if event.waiting or action.kind in _WORDS:
+                word = "waiting" if event.waiting else _WORDS[action.kind]
+                state = f"{self._short(action.clip)}, {word}"
             case _:
-                pass
+                return
+        self.update(task.id, state=state)
+
+    def _short(self, clip: int) -> str:
+        name = self._labels[clip]
+        return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
@@ -211,7 +211,7 @@ class Progress(Bars):
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 
     def _forecast_makespan(self) -> float | None:
-        if not (self._forecasts or self._means.has_stepped):
+        if not self._means.has_stepped:
             return None
         costs = self._means.costs_like(self._costs)
         try:

@@ -12,12 +12,12 @@ from svdpp.cli.options.declare import argument
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
-    from svdpp.diagnostics.report import Diagnosis, RunReport
+    from svdpp.diagnostics.report import Diagnosis
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The run, and where the page goes."""
+    """The run."""
 
     folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
 
@@ -39,11 +39,7 @@ def report(console: Console, options: ReportOptions) -> None:
     found = read_report(options.folder)
     if console.as_json:
         console.json(found.to_json())
-    else:
-        _print_run(console, found)
-
-
-def _print_run(console: Console, found: RunReport) -> None:
+        return
     states = ", ".join(f"{number} {state}" for state, number in found.states.items())
     console.result(f"clips: {states or 'none'}")
     for clip in found.lost:

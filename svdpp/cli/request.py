@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.sampling import SamplingOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
@@ -19,24 +17,22 @@ from svdpp.launch.world import World
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Checkpoint, Use
+    from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice, Pairs
     from svdpp.plan.costs import Costs
     from svdpp.plan.layout import Split
 
+#: By how the family's row divides the branches of the guidance.
+_PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
+    "calls": ("exact", ""),
+    "batch": ("unproven", ""),
+    None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """The option groups that together give one configuration."""
-
-    sampling: SamplingOptions = SamplingOptions()
-    model: ModelOptions = ModelOptions()
-    ranks: RankOptions = RankOptions()
-    layout: LayoutOptions = LayoutOptions()
-
-    def sampled(self, *, from_image: bool, family: str | None = None) -> SamplingConfig:
-        """The parameters of the sampler."""
-        return self.sampling.to_config(self.model, from_image=from_image, family=family)
+class PipelineOptions(SamplingOptions, LayoutOptions, RankOptions):
+    """The options that together give one configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,70 +71,85 @@ class PipelineRequest:
 
         `more` are further fields of the configuration.
         """
-        options, ranks, launched = self.options, self.options.ranks, self.launched
-        _check_scale(self.time_scale, is_dummy=options.model.is_dummy)
-        if launched is not None and options.sampling.measures_chunk:
-            raise RequestError(  # another host's rank may decode
-                "--decode-chunk-size auto is chosen before ranks start, and torchrun has started "
-                "them",
-                "give a number of frames",
-            )
+        options, launched = self.options, self.launched
+        scale = self.time_scale
+        if scale is not None and not options.is_dummy:
+            raise RequestError("--time-scale works only with the dummy model", "leave --model out")
+        if scale is not None and not (math.isfinite(scale) and scale > 0):
+            raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
         plan, why = self._plan()
         num_local = self._world_size if launched is None else launched.local_size
-        with without_world_hint(launched is not None):
+        try:
             config = PipelineConfig(
                 world_size=self._world_size,
                 model=self._model,
                 sampling=self._sampling,
                 device=self._device,
-                num_threads=ranks.threads_on(self._device, num_local),
-                timeout_seconds=ranks.timeout,
-                start_timeout_seconds=ranks.start_timeout,
-                checksum=ranks.checksum,
-                deterministic=options.model.deterministic,
-                allow_mixed_devices=ranks.allow_mixed_devices,
+                num_threads=options.threads_on(self._device, num_local),
+                timeout_seconds=options.timeout,
+                start_timeout_seconds=options.start_timeout,
+                checksum=options.checksum,
+                deterministic=options.deterministic,
+                allow_mixed_devices=options.allow_mixed_devices,
                 **plan,
                 **more,
             )
+        except RequestError as error:
+            if launched is not None:  # which sets the number of ranks
+                error.hint = re.sub(r",? or --world \d+(?: or fewer)?", "", error.hint)
+            raise
         return config, why
 
     def with_a_step_each(self) -> PipelineRequest:
         """The same with one step for each rank, at least two: some schedulers need them."""
-        world_size, options = self._world_size, self.options
-        sampling = replace(options.sampling, steps=max(world_size, 2))
-        ranks = replace(options.ranks, world=world_size)
-        return replace(self, options=replace(options, sampling=sampling, ranks=ranks))
+        world_size = self._world_size
+        options = replace(self.options, steps=max(world_size, 2), world=world_size)
+        return replace(self, options=options)
 
     @cached_property
     def _device(self) -> str:
-        return self.device or self.options.ranks.device_for(self.options.model.model)
+        return self.device or self.options.device_name()
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        from_image = self.from_image
-        if from_image is None:
-            from_image = needs_image(self.options.model)
-        return self.options.sampled(from_image=from_image, family=self.family)
+        from_image = self.options.needs_image if self.from_image is None else self.from_image
+        return self.options.sampling_config(from_image=from_image, family=self.family)
 
     @cached_property
     def _model(self) -> ModelConfig:
         sleeps = self.time_scale is not None
         family = self._sampling.family
-        return self.options.model.to_config(self._device, family, dummy_sleeps=sleeps)
+        return self.options.model_config(self._device, family, dummy_sleeps=sleeps)
+
+    @cached_property
+    def _read(self) -> tuple[Checkpoint | None, SamplingConfig]:
+        """The model's configs and the parameters with its values; of SVD none, and as they are."""
+        if self._sampling.family == "svd":
+            return None, self._sampling
+        from svdpp.models.checkpoint import find_checkpoint
+
+        checkpoint = find_checkpoint(self._model, weights=False)
+        return checkpoint, checkpoint.resolve(self._sampling)
 
     @cached_property
     def _experts(self) -> dict[str, Any]:
-        if self.expert_boundary is not None:
-            share = self.options.layout.share_experts
-            return {"expert_boundary": self.expert_boundary, "share_experts": share}
-        if self.family is not None:
-            return {}
-        share = self.options.layout.share_experts
-        return experts_of(self._model, self._sampling, share=share)
+        """The fields of a `PipelineConfig` for a model with two experts; empty for others."""
+        share, boundary = self.options.share_experts, self.expert_boundary
+        if boundary is None and self.family is None:
+            checkpoint, sampling = self._read
+            boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
+        if boundary is not None:
+            return {"expert_boundary": boundary, "share_experts": share}
+        if share:
+            raise RequestError(
+                "--share-experts is for models with two experts, such as Wan 2.2 A14B",
+                "leave it out",
+            )
+        return {}
 
     @cached_property
-    def _layout(self) -> LayoutOptions:
-        layout = self.options.layout
+    def _layout(self) -> PipelineOptions:
+        layout = self.options
         if not self._experts and self.default_split and not (layout.refined or layout.layout):
             return replace(layout, split=self.default_split)
         is_of_model = self._experts and self.expert_boundary is None
@@ -148,16 +159,25 @@ class PipelineRequest:
 
     @cached_property
     def _world_size(self) -> int:
-        world_size = _joined_world(self.launched, self.options.ranks.world)
-        if world_size is not None:
-            return world_size
+        launched, asked = self.launched, self.options.world
+        if launched is not None:
+            if asked not in (None, launched.size):
+                launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
+                raise RequestError(
+                    f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
+                    f"leave it out under {launcher}",
+                    details={"asked": asked, "found": launched.size},
+                )
+            return launched.size
+        if asked is not None:
+            return asked
         steps, size = self._sampling.num_inference_steps, self._layout.pair_size
         divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
         return default_world(self._device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
 
     @property
     def _decodes(self) -> bool:
-        return self.time_scale is not None or not self.options.model.is_dummy
+        return self.time_scale is not None or not self.options.is_dummy
 
     @cached_property
     def _costs(self) -> Costs:
@@ -173,7 +193,14 @@ class PipelineRequest:
         """Whether `auto` may choose pairs of ranks, and why not."""
         if self.expert_boundary is not None:  # such a model has two calls in each step
             return "exact", ""
-        return pairs_of(self.options.model, self._sampling, self.options.ranks)
+        if self.options.allow_mixed_devices:
+            return "no", "no pairs: devices may differ"
+        if self.options.is_dummy:
+            return "exact", ""
+        checkpoint, sampling = self._read
+        if not sampling.guided:
+            return "no", "no pairs: the guidance is off"
+        return _PAIRS["batch" if checkpoint is None else checkpoint.row.branches]
 
     @cached_property
     def counts(self) -> dict[str, Any]:
@@ -186,7 +213,7 @@ class PipelineRequest:
                 f"{option} needs the number of clips, and under torchrun only rank 0 knows it",
                 f"svdpp plan {option} --clips M shows which options to give",
             )
-        needs, limits = self._memory() if self.memory_gib is None else ({}, self.memory_gib)
+        needs, limits = self._memory()
         # A server without pairs also takes clips without guidance: only the user gives that up.
         may_pair = layout.chooses_pairs and not (self.serves and layout.cfg_parallel is None)
         return {
@@ -199,6 +226,16 @@ class PipelineRequest:
             "pairs": self.pairs[0] if may_pair else "no",
             "sooner": self.serves or clips < world_size,
         }
+
+    def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
+        """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
+        if self.memory_gib is not None:
+            return {}, self.memory_gib
+        if self._device == "cpu" or self.options.is_dummy:
+            return {}, ()
+        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
+
+        return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
 
     @cached_property
     def choice(self) -> Choice | None:
@@ -215,7 +252,7 @@ class PipelineRequest:
         """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
         plan, why, choice = {**self._experts, "costs": self._costs}, "", self.choice
         if choice is None:
-            plan |= self._layout.fields(self._world_size)
+            plan |= self._layout.layout_fields(self._world_size)
         else:
             names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
             plan |= {name: getattr(choice.layout, name) for name in names}
@@ -234,114 +271,6 @@ class PipelineRequest:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
         return f"{why}; {no_pairs}" if no_pairs else why
-
-    def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
-        """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
-        if self._device == "cpu" or self.options.model.is_dummy:
-            return {}, ()
-        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
-
-        return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
-
-
-def pairs_of(model: ModelOptions, sampled: SamplingConfig, ranks: RankOptions) -> tuple[Pairs, str]:
-    """Whether `auto` may choose pairs of ranks for clips with these parameters, and why not."""
-    if ranks.allow_mixed_devices:
-        return "no", "no pairs: devices may differ"
-    if model.is_dummy:
-        return "exact", ""
-    sampled = _resolved(model.to_config("cpu", sampled.family), sampled)[1]
-    if not sampled.guided:
-        return "no", "no pairs: the guidance is off"
-    if sampled.family == "svd":
-        return "unproven", ""
-    from svdpp.models.engine.rows import ROWS
-
-    answers: Mapping[str | None, tuple[Pairs, str]] = {
-        "calls": ("exact", ""),
-        "batch": ("unproven", ""),
-        None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
-    }
-    return answers[ROWS[sampled.family].branches]
-
-
-def _resolved(
-    model: ModelConfig, sampling: SamplingConfig
-) -> tuple[Checkpoint | None, SamplingConfig]:
-    """The model's checkpoint and the parameters for it; of SVD none, and as they are."""
-    if sampling.family == "svd":
-        return None, sampling
-    from svdpp.models.checkpoint import find_checkpoint
-
-    checkpoint = find_checkpoint(model, weights=False)
-    return checkpoint, checkpoint.resolve(sampling)
-
-
-def _check_scale(scale: float | None, *, is_dummy: bool) -> None:
-    if scale is not None and not is_dummy:
-        raise RequestError("--time-scale works only with the dummy model", "leave --model out")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise RequestError(f"--time-scale must be a finite number above 0, got {scale}")
-
-
-def experts_of(
-    model: ModelConfig, sampling: SamplingConfig, *, share: bool = False
-) -> dict[str, Any]:
-    """The fields of a `PipelineConfig` for a model with two experts; empty for other models.
-
-    Args:
-        model: its configs are read, and downloaded if needed.
-        sampling: decides at which step the model changes its expert.
-        share: whether one rank may hold both.
-    """
-    checkpoint, sampling = _resolved(model, sampling)
-    boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
-    if boundary is not None:
-        return {"expert_boundary": boundary, "share_experts": share}
-    if share:
-        raise RequestError(
-            "--share-experts is for models with two experts, such as Wan 2.2 A14B", "leave it out"
-        )
-    return {}
-
-
-def image_use(model: ModelOptions) -> Use:
-    """What clips of the model do with an image; reads its configs only if it takes prompts."""
-    if model.family == "svd":
-        return "needed"
-    from svdpp.models.checkpoint import find_checkpoint
-
-    return find_checkpoint(model.to_config("cpu"), weights=False).image_use
-
-
-def needs_image(model: ModelOptions) -> bool:
-    """Whether clips of the model need an image."""
-    return image_use(model) == "needed"
-
-
-def _joined_world(launched: World | None, asked: int | None) -> int | None:
-    """The number of ranks of torchrun or srun; without a launcher `asked`."""
-    if launched is None:
-        return asked
-    if asked in (None, launched.size):
-        return launched.size
-    launcher = "Slurm" if launched.launcher == "slurm" else "torchrun"
-    raise RequestError(
-        f"--world {asked} disagrees with {launcher}'s world of {launched.size}",
-        f"leave it out under {launcher}",
-        details={"asked": asked, "found": launched.size},
-    )
-
-
-@contextlib.contextmanager
-def without_world_hint(applies: bool) -> Iterator[None]:
-    """Leaves `--world` out of hints, for when something else sets the number of ranks."""
-    try:
-        yield
-    except RequestError as error:
-        if applies:
-            error.hint = re.sub(r",? or --world \d+(?: or fewer)?", "", error.hint)
-        raise
 
 
 def default_world(

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
-from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions, OutputOptions, TraceOptions
-from svdpp.cli.options.sampling import fit_chunk
-from svdpp.cli.request import PipelineOptions
-from svdpp.cli.run_request import RunRequest
+from svdpp.cli.options.outputs import LogOptions, TraceOptions
+from svdpp.cli.run_request import RunOptions, RunRequest
 from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
 from svdpp.launch.world import World, is_member
 
@@ -21,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from svdpp.config import PipelineConfig
+    from svdpp.config import ClipRequest, PipelineConfig
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan, OutputPolicy
+    from svdpp.driver.jobs import ClipPlan
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
     from svdpp.errors import SvdppError
@@ -55,10 +52,7 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
 def run(
     console: Console,
     launched: World | None,
-    inputs: InputOptions,
-    prompts: PromptOptions,
-    output: OutputOptions,
-    options: PipelineOptions,
+    options: RunOptions,
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
@@ -69,14 +63,12 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    asked = RunRequest(
-        launched=launched, options=options, inputs=inputs, prompts=prompts, output=output
-    )
+    asked = _Run(console=console, traces=traces, launched=launched, options=options)
     asked.check()
     found, refused = asked.clip_inputs()
-    if launched is None and not output.dry_run:
+    if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
-        fork_server.start_early(family=options.model.family, device=asked.device)
+        fork_server.start_early(family=options.family, device=asked.device)
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
@@ -84,61 +76,51 @@ def run(
 
         serve_member(asked.pipeline(config), launched, console)
         return
-    remarks = [*asked.remarks(found), *([why] if why else [])]
-    if output.dry_run:
-        _show_dry_run(console, asked, config, found, remarks)
+    remarks = [*filter(None, (asked.stretched(found), why))]
+    if options.dry_run:
+        asked.show(config, found, remarks)
         return
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
-        pipeline, clips = _planned(console, asked, config, found, traces)
+        pipeline, clips = asked.planned(config, found)
         console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
-        _Run(console, asked, traces, pipeline, clips).make(refused)
+        asked.make(pipeline, clips, refused)
 
 
-def _planned(
-    console: Console,
-    asked: RunRequest,
-    config: PipelineConfig,
-    found: Sequence[ClipInput],
-    traces: TraceOptions,
-) -> tuple[Pipeline, ClipPlan]:
-    from svdpp.driver.jobs import check_outputs, plan_clips
-
-    policy = asked.policy
-    num_there = check_outputs(found, asked.seeds, policy)
-    if policy.keeps_finished and num_there > _FEW_CLIPS:
-        console.info(f"checking {num_there} existing clips frame by frame ...")
-    pipeline = asked.pipeline(fit_chunk(console, asked.options.sampling, config), found, traces)
-    assert pipeline.checkpoint is not None
-    return pipeline, plan_clips(found, asked.seeds, policy, pipeline.config, pipeline.checkpoint)
-
-
-@dataclass(frozen=True)
-class _Run:
+@dataclass(frozen=True, kw_only=True)
+class _Run(RunRequest):
     console: Console
-    asked: RunRequest
     traces: TraceOptions
-    pipeline: Pipeline
-    clips: ClipPlan
 
-    def make(self, refused: Sequence[SvdppError]) -> None:
+    def planned(
+        self, config: PipelineConfig, found: Sequence[ClipInput]
+    ) -> tuple[Pipeline, ClipPlan]:
+        """The pipeline, and the clips that it is to make."""
+        from svdpp.driver.jobs import check_outputs, plan_clips
+
+        policy = self.policy
+        num_there = check_outputs(found, self.seeds, policy)
+        if policy.keeps_finished and num_there > _FEW_CLIPS:
+            self.console.info(f"checking {num_there} existing clips frame by frame ...")
+        pipeline = self.pipeline(config, found, self.traces.profile_path)
+        assert pipeline.checkpoint is not None
+        clips = plan_clips(found, self.seeds, policy, pipeline.config, pipeline.checkpoint)
+        return pipeline, clips
+
+    def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:
         """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
         from svdpp.diagnostics.report import diagnose
         from svdpp.driver.jobs import open_manifest
 
-        console, clips, policy = self.console, self.clips, self.asked.policy
+        console, policy = self.console, self.policy
         lost: list[dict[str, Any]] = [
             {"output": None, "error": error_to_dict(error)} for error in refused
         ]
-        manifest = open_manifest(policy.manifest, self.pipeline.config, clips, lost)
-        made, figures = self._perform(manifest)
-        lost += [
-            {
-                "output": clips.metadata[failure.clip]["output"],
-                "error": error_to_dict(failure.error),
-            }
-            for failure in self.pipeline.failures
-        ]
+        manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
+        made, figures = self._perform(pipeline, clips, manifest)
+        for failure in pipeline.failures:
+            output = clips.metadata[failure.clip]["output"]
+            lost.append({"output": output, "error": error_to_dict(failure.error)})
         if made and figures is not None:
             limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
@@ -152,70 +134,109 @@ class _Run:
             errors = [error_from_dict(clip["error"]) for clip in lost]
             raise worst_of(errors, f"{len(lost)} of {num_clips} lost")
 
-    def _perform(self, manifest: RunManifest) -> tuple[list[dict[str, Any]], RunFigures | None]:
+    def _perform(
+        self, pipeline: Pipeline, clips: ClipPlan, manifest: RunManifest
+    ) -> tuple[list[dict[str, Any]], RunFigures | None]:
         """The metadata of the finished clips, in the order of the request, and the figures."""
         from svdpp.cli.log import EventLog
         from svdpp.cli.progress import Progress, labels
-        from svdpp.diagnostics.run_recorder import FigureRecorder, of_run
+        from svdpp.diagnostics.figures import figures_of_run
 
-        console, pipeline, requests = self.console, self.pipeline, self.clips.requests
+        console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], None
-        _announce(console, pipeline.config, self.clips, self.asked.output.latents_dir)
+        self._announce(config, requests)
         progress = Progress(
             console,
             "run",
             pipeline.schedule(requests[:_AT_ONCE]),
             labels=labels(requests),
             num_clips=len(requests),
-            costs=pipeline.config.costs,
-            forecasts=self.asked.knows_costs,
+            costs=config.costs,
         )
-        recorder = FigureRecorder(pipeline.config, of_run(pipeline, requests))
         with progress, manifest:
-            for observer in (progress, EventLog(pipeline.config.layout), manifest, recorder):
+            for observer in (progress, EventLog(config.layout), manifest):
                 pipeline.observe(observer)
             try:
                 with self.traces.of(pipeline), pipeline:
-                    results = sorted(self._results(), key=lambda result: result.clip)
+                    results = sorted(results_of(pipeline, clips), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
                 finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
-                hint = f"{finished}; to go on: {self.asked.how_to_go_on}"
+                hint = f"{finished}; to go on: the same command with --resume"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:
-                if (figures := recorder.figures()) is not None:
+                if (figures := figures_of_run(pipeline, requests)) is not None:
                     manifest.measured(figures.to_json())
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
         return [result.metadata for result in results], figures
 
-    def _results(self) -> Iterator[ClipResult]:
-        """Submits the clips, the last ones while earlier ones are made; yields finished ones."""
-        clips, pipeline = self.clips, self.pipeline
-        for first in range(0, len(clips.requests), _AT_ONCE):
-            batch = slice(first, first + _AT_ONCE)
-            handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
-            for result in pipeline.results():
-                yield result
-                if handles[0].done() and first + _AT_ONCE < len(clips.requests):
-                    break
+    def _announce(self, config: PipelineConfig, requests: Sequence[ClipRequest]) -> None:
+        begun = sum(request.done_steps > 0 for request in requests)
+        if self.options.latents_dir is not None and not config.layout.links:
+            self.console.info("--latents-dir has no effect: in this layout no rank sends a latent")
+        self.console.info(
+            f"{counted(len(requests), 'clip')} of {counted(config.sampling.frames, 'frame')}, "
+            f"{config.sampling.width}x{config.sampling.height}, on "
+            f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
+            + (f"; {begun} of them continued from an earlier run" if begun else "")
+        )
+
+    def show(
+        self, config: PipelineConfig, found: Sequence[ClipInput], remarks: Sequence[str]
+    ) -> None:
+        """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
+        from svdpp.driver.jobs import check_outputs, estimated_bytes, free_bytes, plan_clips
+        from svdpp.driver.memory import estimate_ranks
+        from svdpp.driver.resolve import resolve
+
+        console, policy = self.console, self.policy
+        config, checkpoint = resolve(config, weights="none")
+        assert checkpoint is not None
+        check_outputs(found, self.seeds, policy)
+        clips = plan_clips(found, self.seeds, policy, config, checkpoint)
+        console.info(*remarks)
+        num_clips, sampling = len(clips.requests), config.sampling
+        needed = num_clips * estimated_bytes(policy.format, policy.crf, sampling)
+        ranks = estimate_ranks(config, weights="none")
+        console.result(
+            f"{counted(num_clips, 'clip')} to make: "
+            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
+            f"{counted(sampling.num_inference_steps, 'step')}, "
+            f"{config.model.name} {config.model.dtype}"
+        )
+        about: dict[str, Any] = {
+            "schema_version": 1,
+            "clips": [
+                {name: metadata[name] for name in ("output", "input", "seed")}
+                for metadata in clips.metadata
+            ],
+            "finished": [metadata["output"] for metadata in clips.skipped],
+            "layout": str(config.layout),
+            "world_size": config.world_size,
+            "device": config.device,
+            "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
+            "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
+        }
+        if not console.as_json:
+            about["clips"] = [
+                {"output": str(policy.folder / clip["output"]), "seed": clip["seed"]}
+                for clip in about["clips"]
+            ]
+        console.answer(about)
 
 
-def _announce(
-    console: Console, config: PipelineConfig, clips: ClipPlan, latents_dir: Path | None
-) -> None:
-    num_clips = len(clips.requests)
-    begun = sum(request.done_steps > 0 for request in clips.requests)
-    if latents_dir is not None and not config.layout.links:
-        console.info("--latents-dir has no effect: in this layout no rank sends a latent")
-    console.info(
-        f"{counted(num_clips, 'clip')} of {counted(config.sampling.frames, 'frame')}, "
-        f"{config.sampling.width}x{config.sampling.height}, on "
-        f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
-        + (f"; {begun} of them continued from an earlier run" if begun else "")
-    )
+def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
+    """Submits the clips, the last ones while earlier ones are made; yields finished ones."""
+    for first in range(0, len(clips.requests), _AT_ONCE):
+        batch = slice(first, first + _AT_ONCE)
+        handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
+        for result in pipeline.results():
+            yield result
+            if handles[0].done() and first + _AT_ONCE < len(clips.requests):
+                break
 
 
 def print_clips(
@@ -247,59 +268,3 @@ def print_clips(
     if exact:
         path = shlex.quote(str(out / exact[0]["output"]))
         console.info(f"to prove one: svdpp verify {path}")
-
-
-def _show_dry_run(
-    console: Console,
-    asked: RunRequest,
-    config: PipelineConfig,
-    found: Sequence[ClipInput],
-    remarks: Sequence[str],
-) -> None:
-    """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
-    from svdpp.driver.jobs import check_outputs, plan_clips
-    from svdpp.driver.memory import estimate_ranks
-    from svdpp.driver.resolve import resolve
-
-    policy = asked.policy
-    config, checkpoint = resolve(config, weights="none")
-    assert checkpoint is not None
-    check_outputs(found, asked.seeds, policy)
-    clips = plan_clips(found, asked.seeds, policy, config, checkpoint)
-    console.info(*remarks)
-    about: dict[str, Any] = {
-        "schema_version": 1,
-        "clips": [
-            {name: metadata[name] for name in ("output", "input", "seed")}
-            for metadata in clips.metadata
-        ],
-        "finished": [metadata["output"] for metadata in clips.skipped],
-        "layout": str(config.layout),
-        "world_size": config.world_size,
-        "device": config.device,
-        "ranks": [
-            {"rank": each.rank, "peak_bytes": each.total_bytes}
-            for each in estimate_ranks(config, weights="none")
-        ],
-        "disk": _disk(policy, config, len(clips.requests)),
-    }
-    if not console.as_json:
-        folder, sampling = policy.folder, config.sampling
-        about["clips"] = [
-            {"output": str(folder / clip["output"]), "seed": clip["seed"]}
-            for clip in about["clips"]
-        ]
-        console.result(
-            f"{counted(len(clips.requests), 'clip')} to make: "
-            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
-            f"{counted(sampling.num_inference_steps, 'step')}, "
-            f"{config.model.name} {config.model.dtype}"
-        )
-    console.answer(about)
-
-
-def _disk(policy: OutputPolicy, config: PipelineConfig, num_clips: int) -> dict[str, int]:
-    from svdpp.driver.jobs import estimated_bytes, free_bytes
-
-    one = estimated_bytes(policy.format, policy.crf, config.sampling)
-    return {"needed_bytes": num_clips * one, "free_bytes": free_bytes(policy.folder)}

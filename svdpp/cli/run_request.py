@@ -1,4 +1,4 @@
-"""The request of `svdpp run`: its option groups, checked and combined step by step."""
+"""The request of `svdpp run`: its options, checked and combined step by step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from svdpp.cli.options.inputs import InputOptions, PromptOptions
-from svdpp.cli.options.outputs import OutputOptions, TraceOptions
-from svdpp.cli.options.sampling import RANDOM_SEED, parse_seeds
+from svdpp.cli.options.outputs import OutputOptions
+from svdpp.cli.options.sampling import parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.config import DEMO_MODEL, PipelineConfig, SamplingConfig
+from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World, is_member
 
@@ -30,45 +30,50 @@ _SAME_SHAPE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
+    """The options of the pipeline, and those of its clips."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What `svdpp run` is asked for: the options of the pipeline, and those of its clips."""
+    """What `svdpp run` is asked for."""
 
     launched: World | None
-    options: PipelineOptions
-    inputs: InputOptions
-    prompts: PromptOptions
-    output: OutputOptions
+    options: RunOptions
 
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of each image's clips."""
-        return parse_seeds(self.options.sampling.seed, self.inputs.seeds)
+        seed, seeds = self.options.seed, self.options.seeds
+        if None not in (seed, seeds):
+            raise RequestError("--seed and --seeds contradict each other")
+        return [seed or 0] if seeds is None else parse_seeds(seeds)
 
     @cached_property
     def device(self) -> str:
         """The name of the device, where `auto` is decided."""
-        return self.options.ranks.device_for(self.options.model.model)
+        return self.options.device_name()
 
     @cached_property
     def policy(self) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
         launched = self.launched
-        return self.output.policy(is_restarted=launched is not None and launched.restarts > 0)
+        return self.options.policy(is_restarted=launched is not None and launched.restarts > 0)
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
         # These are checked when they are made.
-        assert self.output.place()
+        assert self.options.place()
         assert self._sampling
         assert self.seeds
-        if self.options.model.is_dummy:
+        if self.options.is_dummy:
             raise RequestError(
                 "the dummy model makes no video files",
                 "use --model demo, or svdpp simulate, which runs the dummy model",
             )
-        if self.output.dry_run and self.launched is not None:
+        if self.options.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
-        if not self.inputs.inputs and not self.prompts.has_prompt:
+        if not self.options.inputs and not self.options.has_prompt:
             raise RequestError(
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",
                 "svdpp run photo.jpg",
@@ -85,16 +90,16 @@ class RunRequest:
             return [], []
         found: Sequence[Photo | None] = [None]
         problems: list[SvdppError] = []
-        if self.inputs.inputs:
+        if self.options.inputs:
             found, problems = self._images()
-        prompts: list[str | None] = [*self.prompts.all_prompts()] or [None]
-        videos = self.prompts.videos(self._sampling, self.inputs.max_pixels)
+        prompts: list[str | None] = [*self.options.all_prompts()] or [None]
+        videos = self.options.videos(self._sampling, self.options.max_pixels)
         inputs = [
-            ClipInput(image, prompt, self.prompts.negative_prompt, videos)
+            ClipInput(image, prompt, self.options.negative_prompt, videos)
             for image in found
             for prompt in prompts
         ]
-        if not self.inputs.keep_going:
+        if not self.options.keep_going:
             return inputs, []
         from svdpp.driver.jobs import without_shared_names
 
@@ -105,12 +110,12 @@ class RunRequest:
         from svdpp.media.inputs import raise_all, sift_inputs
 
         found, problems = sift_inputs(
-            self.inputs.inputs or (),
-            recursive=self.inputs.recursive,
-            max_pixels=self.inputs.max_pixels,
+            self.options.inputs or (),
+            recursive=self.options.recursive,
+            max_pixels=self.options.max_pixels,
             video_frames=self._sampling.video_frames,
         )
-        if problems and not self.inputs.keep_going:
+        if problems and not self.options.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
         return found, [*problems]
 
@@ -121,69 +126,49 @@ class RunRequest:
             num_clips=None if self.launched else num_clips,
             launched=self.launched,
             device=self.device,
-            from_image=bool(self.inputs.inputs),
+            from_image=bool(self.options.inputs),
         ).resolve()
 
-    @property
-    def knows_costs(self) -> bool:
-        """Whether the costs fit the model and the device; the published ones are of SVD on GPUs."""
-        model, layout = self.options.model, self.options.layout
-        is_svd = model.family == "svd" and model.model != DEMO_MODEL
-        return (is_svd and self.device != "cpu") or layout.costs is not None
-
-    @property
-    def how_to_go_on(self) -> str:
-        """What continues the run after an interruption, in words."""
-        seed = f"--seed {self.seeds[0]} and " if self._is_drawn else ""
-        return f"the same command with {seed}--resume"
-
-    @property
-    def _is_drawn(self) -> bool:
-        return RANDOM_SEED in (self.options.sampling.seed, self.inputs.seeds)
-
-    def remarks(self, found: Sequence[ClipInput]) -> list[str]:
-        """Remarks on a drawn seed and on stretched images."""
-        remarks, config = [], self._sampling
-        if self._is_drawn:
-            seed = self.seeds[0]
-            remarks.append(f"seed: {seed}, drawn at random; --seed {seed} repeats it")
+    def stretched(self, found: Sequence[ClipInput]) -> str:
+        """A remark on images of another shape than the frame's; "" if there are none."""
+        config = self._sampling
         shape = config.width / config.height
         images = {photo.path: photo.width / photo.height for each in found if (photo := each.photo)}
-        stretched = [
+        names = [
             path.name
             for path, own in images.items()
             if not 1 / _SAME_SHAPE <= own / shape <= _SAME_SHAPE
         ]
-        if stretched and config.fit == "stretch":
-            more = f" and {len(stretched) - 1} more are" if stretched[1:] else " is"
-            remarks.append(
-                f"fit: {stretched[0]!r}{more} stretched to {config.width}x{config.height}; "
-                "--fit crop keeps proportions"
-            )
-        return remarks
+        if not names or config.fit != "stretch":
+            return ""
+        more = f" and {len(names) - 1} more are" if names[1:] else " is"
+        return (
+            f"fit: {names[0]!r}{more} stretched to {config.width}x{config.height}; "
+            "--fit crop keeps proportions"
+        )
 
     def pipeline(
         self,
         config: PipelineConfig,
         inputs: Sequence[ClipInput] = (),
-        traces: TraceOptions | None = None,
+        profile_path: str | None = None,
     ) -> Pipeline:
-        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and traces."""
+        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and profile."""
         from svdpp.driver.pipeline import Pipeline
 
-        latents = self.output.latents_dir
+        latents = self.options.latents_dir
         files = [each.photo for each in inputs if each.photo]
         files += [video for _, video in (inputs[0].videos if inputs else ())]
         folders = {file.path.parent: file.path for file in files}
-        shared = [self.output.place().folder, *folders.values()]
+        shared = [self.options.place().folder, *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
-            profile_path=None if traces is None else traces.profile_path,
+            profile_path=profile_path,
             trace_clips=_TRACE_CLIPS,
         )
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampled(from_image=bool(self.inputs.inputs))
+        return self.options.sampling_config(from_image=bool(self.options.inputs))

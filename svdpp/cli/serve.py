@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.layout import LayoutOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import fit_chunk
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, image_use
+from svdpp.cli.request import PipelineRequest
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 from svdpp.plan.layout import Split
@@ -59,8 +57,7 @@ _SPLIT: Split = "alternating"
 def serve(
     console: Console,
     launched: World | None,
-    service: ServeOptions,
-    options: PipelineOptions,
+    options: ServeOptions,
     log: LogOptions,
 ) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
@@ -68,31 +65,31 @@ def serve(
     The first SIGTERM or Ctrl-C takes no more requests and finishes the clips in progress; what is
     left goes on at the next start. The second one ends at once.
     """
-    if service.new_key is not None:
-        _create_key(console, service.new_key, service.api_key_file)
+    if options.new_key is not None:
+        _create_key(console, options.new_key, options.api_key_file)
         return
     from svdpp.cli.log import serve_member
     from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
-    sizes = service.all_sizes(options.sampling.to_config(options.model))
+    sizes = options.all_sizes()
     _check_extra("serve", _EXTRA)
-    if service.queue is not None:
+    if options.queue is not None:
         _check_extra("fleet", _FLEET)
-    keys = None if is_member(launched) else check_host(service.host, service.api_key_file)
+    keys = None if is_member(launched) else check_host(options.host, options.api_key_file)
     try:
         if is_member(launched):
-            config, _ = _config(service, options, launched)
+            config, _ = _config(options, launched)
             _open_log(console, launched, log)
             pipeline = Pipeline(
                 config,
-                latents_folder=str(service.data.absolute() / "latents"),
+                latents_folder=str(options.data.absolute() / "latents"),
                 history_clips=1,
                 ranks_ignore_signals=True,
             )
             serve_member(pipeline, launched, console)
         else:
-            _serve(console, service, keys, sizes, options, launched, log)
+            _serve(console, options, keys, sizes, launched, log)
     except Interrupted:
         console.info("ended before it served")
 
@@ -102,7 +99,6 @@ def _serve(
     asked: ServeOptions,
     keys: Keys | None,
     sizes: tuple[tuple[int, int], ...],
-    options: PipelineOptions,
     launched: World | None,
     log: LogOptions,
 ) -> None:
@@ -112,15 +108,14 @@ def _serve(
     from svdpp.serve.server import Server, build
 
     with _bind(asked.host, asked.port) as bound:
-        config, why = _config(asked, options, launched)
+        config, why = _config(asked, launched)
         if launched is None:
-            family = None if options.model.is_dummy else options.model.family
+            family = None if asked.is_dummy else asked.family
             fork_server.start_early(family=family, device=config.device)
         _open_log(console, launched, log)
         if why:
             console.info(why)
-        config = fit_chunk(console, options.sampling, config)
-        settings = _settings(asked, sizes, config, options.layout)
+        settings = _settings(asked, sizes, config)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
         server = Server(
@@ -135,15 +130,13 @@ def _serve(
     console.info("ended; the next start goes on with what is left")
 
 
-def _config(
-    asked: ServeOptions, options: PipelineOptions, launched: World | None
-) -> tuple[PipelineConfig, str]:
+def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:
     return PipelineRequest(
-        options=options,
+        options=asked,
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
-        from_image=image_use(options.model) != "refused",
+        from_image=asked.image_use != "refused",
         default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
@@ -151,10 +144,7 @@ def _config(
 
 
 def _settings(
-    asked: ServeOptions,
-    sizes: tuple[tuple[int, int], ...],
-    config: PipelineConfig,
-    layout: LayoutOptions,
+    asked: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
 ) -> ServerSettings:
     from svdpp.config.files import find_costs
     from svdpp.serve.guard import Limits
@@ -175,7 +165,7 @@ def _settings(
         keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
         keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
-        costs=None if layout.costs is None else find_costs(layout.costs),
+        costs=None if asked.costs is None else find_costs(asked.costs),
         adopts=asked.adopt,
         callback_hosts=asked.callback_hosts or (),
         callback_secrets=_secrets(asked),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.layout import RankOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.options.sampling import SamplingOptions, parse_seeds
+from svdpp.cli.options.sampling import LOOKS
 from svdpp.cli.plan_report import times_of
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
@@ -21,14 +19,15 @@ from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
+    from svdpp.diagnostics.figures import RankFigures
     from svdpp.driver.pipeline import Pipeline
 
 _MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions(ClipOptions):
-    """Clips of a rehearsal, and their speed."""
+class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
+    """The options of the pipeline, and the clips of a rehearsal and their speed."""
 
     time_scale: float | None = COSTS.setting(
         "X",
@@ -48,17 +47,8 @@ class RehearsalOptions(ClipOptions):
         "as_json",
     ),
     without=(
-        *(
-            "revision",
-            "variant",
-            "local_files_only",
-            "memory_opt",
-            "prompts",
-            "negative_prompt",
-            "video",
-        ),
-        *("decode_chunk_size", "fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-        *("min_guidance_scale", "max_guidance_scale", "channels_last", "lora"),
+        *(*LOOKS, "decode_chunk_size", "memory_opt", "channels_last", "lora"),
+        *("revision", "variant", "local_files_only", "prompts", "negative_prompt", "video"),
     ),
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
@@ -73,13 +63,9 @@ class RehearsalOptions(ClipOptions):
 def simulate(
     console: Console,
     launched: World | None,
-    clips: RehearsalOptions,
-    prompts: PromptOptions,
     traces: TraceOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(
-        ranks=RankOptions(device="cpu"), model=ModelOptions(model=DUMMY_MODEL)
-    ),
+    options: RehearsalOptions = RehearsalOptions(device="cpu", model=DUMMY_MODEL),
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -91,16 +77,15 @@ def simulate(
     from svdpp.media.inputs import example_requests
 
     traces.check()
-    model, sampling = options.model, options.sampling
-    _check_sizes(model, sampling)
+    _check_sizes(options)
     config, why = PipelineRequest(
         options=options,
-        num_clips=lambda world_size: clips.at_least_one(2 * world_size),
+        num_clips=lambda world_size: options.at_least_one(2 * world_size),
         launched=launched,
         on_cpu=4,
-        time_scale=clips.time_scale,
+        time_scale=options.time_scale,
     ).resolve()
-    num_clips = clips.at_least_one(2 * config.world_size)
+    num_clips = options.at_least_one(2 * config.world_size)
     log.open(console, launched)
     if why:
         console.info(why)
@@ -110,17 +95,16 @@ def simulate(
 
         serve_member(pipeline, launched, console)
         return
-    seed = parse_seeds(sampling.seed)[0]
-    requests = example_requests(config, num_clips, seed=seed, prompt=prompts.prompt)
+    seed, prompt = options.seed or 0, options.prompt
+    requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)
     _show(console, pipeline)
 
 
-def _check_sizes(model: ModelOptions, sampling: SamplingOptions) -> None:
-    """Refuses the size of a frame for the dummy, which makes none."""
-    given = {"frames": sampling.num_frames, "height": sampling.height, "width": sampling.width}
+def _check_sizes(options: PipelineOptions) -> None:
+    given = {"frames": options.num_frames, "height": options.height, "width": options.width}
     for name, value in given.items():
-        if model.is_dummy and value is not None:
+        if options.is_dummy and value is not None:
             raise RequestError(
                 f"--{name} has no effect on the dummy model", "--latent-shape sets its size"
             )
@@ -133,8 +117,7 @@ def _perform(
     from svdpp.cli.progress import Progress
 
     config = pipeline.config
-    schedule, sleeps = pipeline.schedule(requests), config.model.dummy_sleeps
-    progress = Progress(console, "simulate", schedule, costs=config.costs, forecasts=sleeps)
+    progress = Progress(console, "simulate", pipeline.schedule(requests), costs=config.costs)
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
@@ -148,10 +131,11 @@ def _perform(
 
 
 def _show(console: Console, pipeline: Pipeline) -> None:
+    from svdpp.diagnostics.figures import measured_figures
+
     times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
-    config, ranks = pipeline.config, pipeline.trace.to_json()
-    for rank, share in zip(ranks, config.layout.all_shares, strict=True):
-        rank.update(start=share.start, end=share.end)
+    config, figures = pipeline.config, measured_figures(pipeline.trace, pipeline.config)
+    assert figures is not None, "a simulation has a clip"
     names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
     console.answer(
         {
@@ -163,8 +147,19 @@ def _show(console: Console, pipeline: Pipeline) -> None:
             "backend": pipeline.backend,
             "clips": times["measured"].clips,
             **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
-            "ranks": ranks,
+            "ranks": [_row(rank) for rank in figures.ranks],
         }
     )
     if not console.as_json:
         console.grid(pipeline.trace.spans, config.world_size)
+
+
+def _row(rank: RankFigures) -> dict[str, Any]:
+    times = {f"{name}_seconds": getattr(rank, name) for name in ("compute", "wait", "transfer")}
+    return {
+        **{name: getattr(rank, name) for name in ("rank", "device", "start", "end")},
+        "steps_done": rank.step.count,
+        "mean_step_seconds": rank.step.mean_seconds,
+        **times,
+        "bubble": max(0.0, 1 - rank.compute / rank.wall),
+    }

@@ -14,10 +14,8 @@ from svdpp.cli.console import Console, counted
 from svdpp.cli.failures import worst_of
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.model import ModelOptions
 from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.options.sampling import fit_chunk, parse_seeds
-from svdpp.cli.request import PipelineOptions, PipelineRequest, needs_image
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.process_lifetime import temp_folder
@@ -43,8 +41,8 @@ _CONDITIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofOptions(ClipOptions):
-    """Inputs, tolerance and report of a proof."""
+class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
+    """The options of the pipeline, and inputs and tolerance of a proof."""
 
     inputs: list[str] | None = argument(
         "[INPUT...|CLIP...]",
@@ -62,6 +60,7 @@ class ProofOptions(ClipOptions):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.tolerance >= 0:
             raise RequestError(f"--tolerance must be 0 or more, got {self.tolerance}")
 
@@ -86,10 +85,8 @@ def verify(
     context: click.Context,
     console: Console,
     launched: World | None,
-    proof: ProofOptions,
-    prompts: PromptOptions,
     log: LogOptions,
-    options: PipelineOptions = PipelineOptions(model=ModelOptions(model=DEMO_MODEL)),
+    options: ProofOptions = ProofOptions(model=DEMO_MODEL),
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
@@ -102,25 +99,24 @@ def verify(
     from svdpp.verification.clip_files import are_clips
 
     log.open(console, launched)
-    inputs = proof.inputs or []
-    if are_clips(inputs) and options.model.as_family is None:
+    inputs = options.inputs or []
+    if are_clips(inputs) and options.as_family is None:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, inputs, proof.image, options)
+            _verify_clips(console, inputs, options)
         return
-    if proof.image is not None:
+    if options.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
-    model = options.model
-    from_image = not model.is_dummy and (bool(inputs) or needs_image(model))
+    from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     requests = []
     if not is_member(launched):
-        requests = _requests(options, inputs, prompts, proof, from_image=from_image)
+        requests = _requests(options, inputs, from_image=from_image)
     config, why = PipelineRequest(
         options=options,
         num_clips=None if launched else len(requests),
         launched=launched,
-        # `auto` may take the CPU for every model: a proof need not be fast.
-        device=options.ranks.device_for(DEMO_MODEL),
+        # A proof need not be fast.
+        device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     ).resolve()
     if is_member(launched):  # only rank 0 compares
@@ -131,44 +127,36 @@ def verify(
         return
     if why:
         console.info(why)
-    _compare(console, fit_chunk(console, options.sampling, config), requests, proof)
+    _compare(console, config, requests, options.tolerance)
 
 
 def _requests(
-    options: PipelineOptions,
-    inputs: Sequence[str],
-    prompts: PromptOptions,
-    proof: ProofOptions,
-    *,
-    from_image: bool,
+    options: ProofOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
 
-    model, seed = options.model, parse_seeds(options.sampling.seed)[0]
-    if model.is_dummy and inputs:
+    seed = options.seed or 0
+    if options.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
     images: Sequence[Photo | None] = [None]
-    sampling = options.sampled(from_image=from_image)
-    videos = prompts.videos(sampling)
+    sampling = options.sampling_config(from_image=from_image)
+    videos = options.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     # An example of what the model needs and is not given.
-    example = None if model.family == "svd" else EXAMPLE_PROMPT
-    texts: list[str | None] = [*prompts.all_prompts()] or [example]
+    example = None if options.family == "svd" else EXAMPLE_PROMPT
+    texts: list[str | None] = [*options.all_prompts()] or [example]
     combined = [
-        ClipInput(image, text, prompts.negative_prompt, videos)
+        ClipInput(image, text, options.negative_prompt, videos)
         for image in images
         for text in texts
     ]
-    num_clips = proof.at_least_one(max(2, len(combined)))
+    num_clips = options.at_least_one(max(2, len(combined)))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _compare(
-    console: Console,
-    config: PipelineConfig,
-    requests: list[ClipRequest],
-    asked: ProofOptions,
+    console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: float
 ) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import labels
@@ -181,7 +169,7 @@ def _compare(
             conditions = proof.run_pipelined(config, requests, folder, observers=observers)
         with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder, tolerance=asked.tolerance)
+        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
     if console.as_json:
         console.json({**verdict.to_json(), "conditions": conditions})
     else:
@@ -229,20 +217,18 @@ def _refuse_without_effect(context: click.Context) -> None:
         )
 
 
-def _verify_clips(
-    console: Console, inputs: Sequence[str], image: Path | None, options: PipelineOptions
-) -> None:
+def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions) -> None:
     from svdpp.verification.clip_files import find_clips
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
     paths, passed_over = find_clips(inputs)
     console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
     settings = Settings(
-        threads=options.ranks.threads,
-        image=image,
-        local_files_only=options.model.local_files_only,
-        timeout=options.ranks.timeout,
-        start_timeout=options.ranks.start_timeout,
+        threads=options.threads,
+        image=options.image,
+        local_files_only=options.local_files_only,
+        timeout=options.timeout,
+        start_timeout=options.start_timeout,
     )
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
@@ -259,15 +245,15 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     is_single = len(proofs) == 1
     if is_single and errors:
         raise errors[0]
-    several = {
-        "equal": not different and not errors,
-        "clips": [proof.to_json() for proof in proofs],
-    }
     if console.as_json:
-        console.json({"schema_version": 2, **(proofs[0].to_json() if is_single else several)})
+        found = [proof.to_json() for proof in proofs]
+        several = {"equal": not different and not errors, "clips": found}
+        console.json({"schema_version": 2, **(found[0] if is_single else several)})
     for proof in proofs:
-        if is_single:
-            _print_checks(console, proof)
+        for check in proof.checks if is_single else ():
+            word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+            sha256 = (check.found or "")[:12]
+            console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
         console.result(str(proof))
     if not is_single:
         num_equal = len(proofs) - len(different) - len(errors)
@@ -283,10 +269,3 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
         )
     if errors:
         raise worst_of(errors, f"{many} not verified")
-
-
-def _print_checks(console: Console, proof: ClipProof) -> None:
-    for check in proof.checks:
-        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
-        sha256 = (check.found or "")[:12]
-        console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())

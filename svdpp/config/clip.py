@@ -79,7 +79,7 @@ class ClipRequest:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         for name in ("prompt", "negative_prompt"):
-            _check_prompt(name.replace("_", "-"), getattr(self, name))
+            check_prompt(f"--{name.replace('_', '-')}", getattr(self, name))
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
@@ -100,9 +100,10 @@ class ClipRequest:
         return image | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
 
 
-def _check_prompt(name: str, text: object) -> None:
-    check_type(f"--{name}", text, str, type(None))
+def check_prompt(name: str, text: object) -> None:
+    """Refuses what is no prompt; None is no prompt, and allowed."""
+    check_type(name, text, str, type(None))
     require(
         text is None or (len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text)),
-        f"--{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+        f"{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
     )

@@ -120,6 +120,9 @@ def _row(
         },
         frozen=True,
         kw_only=True,
+        # Without own fields those of the base do: making them takes part of a command's start.
+        eq=bool(own),
+        repr=bool(own),
     )
     globals()[name] = made  # where it is found when it is unpickled
     return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -20,7 +19,7 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.model import DEMO_MODEL
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, nearest
 
 Fit = Literal["crop", "pad", "stretch"]
 
@@ -214,8 +213,7 @@ class CommonSampling(ABC):
     def check_videos(self, names: Collection[str]) -> None:
         """Checks that a clip has the further videos that the family takes, and no others."""
         for name in sorted({*names} - {*self.videos}):
-            near = get_close_matches(name, self.videos, n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            hint = nearest(name, self.videos, "leave it out")
             raise RequestError(f"the family {self.family} takes no video {name!r}", hint)
         for name in self.videos:
             if name not in names:

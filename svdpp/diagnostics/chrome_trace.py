@@ -34,12 +34,11 @@ class TraceFile:
 
     Args:
         about: plain values that describe the run; arguments of the first event.
-        begin: time 0, in seconds of the monotonic clock; None: now.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], *, begin: float | None = None) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._path = path
-        self._begin = time.monotonic() if begin is None else begin
+        self._begin = time.monotonic()
         # The array form has no other place for what describes the run.
         self._head = [_event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))]
         self._placement = Placement()

@@ -45,16 +45,17 @@ def profile(
         prompt: of the clips; None: an example, if the model takes prompts.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
-    pipeline = Pipeline(config)
+    pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
     # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
-        pipeline.observe(progress)
+        for observer in (progress, trace):
+            pipeline.observe(observer)
         with pipeline:
             pipeline.run(requests)
-    costs = median_costs(config, pipeline.world, [pipeline.trace], source=source, first_clip=1)
+    costs = median_costs(config, pipeline.world, [trace], source=source)
     log("estimate of the memory of each part")
     memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
     return replace(costs, **memory)
@@ -77,7 +78,6 @@ def median_costs(
     elsewhere: Sequence[Trace] = (),
     *,
     source: str,
-    first_clip: int = 0,
 ) -> Costs:
     """The medians of all clips in `traces`.
 
@@ -88,21 +88,16 @@ def median_costs(
     """
     ranks_per_host = None if world is None else world.ranks_per_host
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
-    packets = [
-        packet
-        for trace in traces
-        for packet in trace.transfers
-        if packet.direction == "recv" and packet.clip >= first_clip
-    ]
+    packets = [packet for trace in traces for packet in trace.received]
     transfers: dict[bool, list[float]] = {True: [], False: []}
     for packet in packets:
         crosses_hosts = host_of(packet.rank) != host_of(packet.peer)
         transfers[crosses_hosts].append(packet.end - packet.start)
-    by_rank = {**_steps_by_rank(elsewhere, first_clip), **_steps_by_rank(traces, first_clip)}
+    by_rank = {**_steps_by_rank(elsewhere), **_steps_by_rank(traces)}
     return Costs(
         step_seconds=_step_costs(config, by_rank, spans_hosts=ranks_per_host is not None),
-        encode_seconds=_action_seconds(traces, Kind.ENCODE, first_clip),
-        decode_seconds=_action_seconds(traces, Kind.DECODE, first_clip),
+        encode_seconds=_action_seconds(traces, Kind.ENCODE),
+        decode_seconds=_action_seconds(traces, Kind.DECODE),
         transfer_seconds=median(transfers[False]),
         packet_bytes=float(max((packet.num_bytes for packet in packets), default=0)),
         ranks_per_host=ranks_per_host,
@@ -113,17 +108,17 @@ def median_costs(
     )
 
 
-def _steps_by_rank(traces: Sequence[Trace], first_clip: int) -> dict[int, float]:
+def _steps_by_rank(traces: Sequence[Trace]) -> dict[int, float]:
     """The median step of each rank that does any."""
     found: dict[int, list[float]] = {}
-    for step in (step for trace in traces for step in trace.steps if step.clip >= first_clip):
+    for step in (step for trace in traces for step in trace.steps):
         found.setdefault(step.rank, []).append(step.end - step.start)
     return {rank: median(seconds) for rank, seconds in found.items()}
 
 
-def _action_seconds(traces: Sequence[Trace], kind: Kind, first_clip: int) -> float:
+def _action_seconds(traces: Sequence[Trace], kind: Kind) -> float:
     spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
-    return median([span.end - span.start for span in spans if span.clip >= first_clip])
+    return median([span.end - span.start for span in spans])
 
 
 def median(values: Sequence[float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from svdpp.config import (
     PipelineConfig,
     SvdSampling,
 )
-from svdpp.diagnostics import cut_test
+from svdpp.diagnostics.cut_test import cut_test
 from svdpp.diagnostics.tiny_copy import NUM_STEPS
 from svdpp.driver import jobs
 from svdpp.driver.memory import estimate_ranks, free_memory
@@ -26,6 +25,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
 from svdpp.launch import process_group
+from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import output_files, video
 from svdpp.models.checkpoint import Checkpoint
 
@@ -149,8 +149,8 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
     video.find_ffmpeg()
     frames = np.zeros((_TRIAL_FRAMES, _TRIAL_SIDE, _TRIAL_SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_TRIAL_SIDE)
-    with tempfile.TemporaryDirectory(prefix="svdpp-doctor-") as folder:
-        path = Path(folder) / "clip.mp4"
+    with temp_folder("svdpp-doctor-") as folder:
+        path = folder / "clip.mp4"
         video.write_clip(frames, OutputConfig(path=str(path)), fps=7, metadata={"trial": True})
         size = path.stat().st_size
     return f"{_TRIAL_FRAMES} frames encoded and read back, {size} bytes"
@@ -185,7 +185,7 @@ def _memory(examination: Examination) -> str:
     config = examination.config
     if not config.model.is_dummy:
         _ = examination.model
-    needed = [rank.total_bytes for rank in estimate_ranks(config)]
+    needed = estimate_ranks(config)
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
     else:
@@ -203,20 +203,17 @@ def _memory(examination: Examination) -> str:
 
 
 def _cut_test(examination: Examination) -> str:
-    """A tiny copy of the model on two ranks' halves of a clip, cut at every step."""
+    """A tiny copy of the model, with a rank for each step."""
     config, checkpoint = examination.config, examination.model
     device = "cuda:0" if config.device == "cuda" else config.device
-    result = cut_test.differences(replace(config.alone(), device=device), checkpoint)
-    if found := result.differences:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise VerificationError(f"other bits than diffusers' whole call: {found[0]}{more}")
-    said = (
-        f"a tiny copy of {config.model.name}, cut after each of {NUM_STEPS} steps, packets as "
-        f"bytes: bitwise equal to diffusers' whole call ({config.model.dtype})"
+    with temp_folder("svdpp-doctor-") as folder:
+        result = cut_test(checkpoint, folder, replace(config, device=device))
+    if (found := result.first_difference) is not None:
+        raise VerificationError(f"other bits than diffusers' whole call: {found}")
+    return (
+        f"a tiny copy of {config.model.name} on a rank for each of its {NUM_STEPS} steps: bitwise "
+        f"equal to diffusers' whole call ({config.model.dtype})"
     )
-    if result.divided:
-        said += f"; --cfg-parallel 2 divides a batch of two: the latents are {result.divided}"
-    return said
 
 
 _REPORT = "report it with the output of svdpp env"

@@ -1,15 +1,24 @@
-"""The figures that a run leaves in its manifest, and a bench in its rounds, for `svdpp report`."""
+"""The figures of a run, from its trace: for its manifest, the rounds of a bench, and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
+from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, PerRank, step_from_pair
+from svdpp.plan.forecast import replay, summarise
+from svdpp.worker.messages import WaitCause
+
+if TYPE_CHECKING:
+    from svdpp.config import ClipRequest, PipelineConfig
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.driver.trace import Trace
+    from svdpp.plan.schedule import Schedule
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -131,6 +140,126 @@ class RunFigures:
         has_stepped = any(rank.step.count for rank in self.ranks)
         costs = self.costs.to_json() if has_stepped else None
         return {**rounded(asdict(self)), "costs": rounded(costs)}
+
+
+def measured_figures(
+    trace: Trace,
+    config: PipelineConfig,
+    schedule: Callable[[int], Schedule | None] = lambda _: None,
+) -> RunFigures | None:
+    """The figures of the clips in `trace`; None if no rank has done an action.
+
+    `schedule` says what the ranks do to make so many clips, for a forecast; None if it is unknown.
+    """
+    if not trace.spans:
+        return None
+    measured, end = trace.summary(), max(span.end for span in trace.spans)
+    transfers = [packet.end - packet.start for packet in trace.received]
+    figures = RunFigures(
+        ranks=tuple(_of_rank(trace, config, rank) for rank in range(trace.world_size)),
+        clips=measured.clips,
+        num_steps=config.sampling.num_inference_steps,
+        cfg_parallel=config.cfg_parallel,
+        decodes=config.decodes,
+        start_seconds=trace.ready - trace.begun,
+        makespan=measured.makespan,
+        first_clip=measured.first_clip,
+        seconds_per_clip=measured.seconds_per_clip,
+        bubble=measured.bubble,
+        write_tail=max(0.0, (trace.last_written or end) - end),
+        transfer_seconds=_work(transfers).mean_seconds,
+    )
+    return replace(figures, forecast_seconds=_forecast(figures, schedule(figures.clips)))
+
+
+def figures_of_run(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunFigures | None:
+    """The figures of `requests` in a pipeline; without a forecast if some clips are lost."""
+    kept = requests[-(pipeline.trace.last_clips or 0) :]
+
+    def schedule(clips: int) -> Schedule | None:
+        is_whole = clips == len(kept) and not pipeline.failures
+        return pipeline.schedule(kept) if is_whole else None
+
+    return measured_figures(pipeline.trace, pipeline.config, schedule)
+
+
+def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
+    share, reported = config.layout.all_shares[rank], trace.reported[rank]
+    spans = [span for span in trace.spans if span.rank == rank]
+    compute = sum(span.end - span.start for span in spans)
+    # The part of the run that the trace still has.
+    kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
+
+    def work(kind: Kind) -> WorkFigures:
+        own = [span for span in spans if span.action.kind is kind]
+        return _work([(span.end - span.start) / span.action.fraction for span in own])
+
+    return RankFigures(
+        rank=rank,
+        device=reported.device,
+        start=share.start,
+        end=share.end,
+        compute=compute,
+        **_parts_of_time(trace, rank),
+        **{f"{cause}_wait": kept * reported.waits.get(cause, 0.0) for cause in get_args(WaitCause)},
+        step=_work([step.end - step.start for step in trace.steps if step.rank == rank]),
+        encode=work(Kind.ENCODE),
+        decode=work(Kind.DECODE),
+        write=WorkFigures(
+            count=reported.num_written,
+            mean_seconds=reported.write_seconds / max(1, reported.num_written),
+        ),
+        load_seconds=reported.load_seconds,
+        allocated_bytes=reported.allocated_bytes,
+        peak_bytes=reported.reserved_bytes,
+    )
+
+
+def _parts_of_time(trace: Trace, rank: int) -> dict[str, float]:
+    """Seconds of a rank, each measured on its own, from the first start to the last end of any."""
+    begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
+    end = max(span.end for span in trace.spans)
+    waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
+    busy = [*waits, *((span.start, span.end) for span in trace.spans if span.rank == rank)]
+    head = min((start for start, _ in busy), default=end) - begin
+    tail = end - max((last for _, last in busy), default=end)
+    arriving = [(packet.start, packet.end) for packet in trace.received if packet.rank == rank]
+    transfer = _overlap(waits, arriving)
+    waited = sum(last - start for start, last in waits)
+    return {
+        "wall": end - begin,
+        "wait": max(0.0, waited - transfer),
+        "transfer": transfer,
+        "idle": head + tail,
+    }
+
+
+def _overlap(
+    waits: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]
+) -> float:
+    """Seconds of `waits` that overlap with any of `transfers`; two at once count once."""
+    reached, joined = float("-inf"), []
+    for start, end in sorted(transfers):
+        joined.append((max(start, reached), end))
+        reached = max(reached, end)
+    return sum(
+        max(0.0, min(end, last) - max(start, first))
+        for start, end in waits
+        for first, last in joined
+    )
+
+
+def _work(seconds: Sequence[float]) -> WorkFigures:
+    return WorkFigures(count=len(seconds), mean_seconds=sum(seconds) / max(1, len(seconds)))
+
+
+def _forecast(figures: RunFigures, schedule: Schedule | None) -> float | None:
+    if schedule is None or not any(rank.step.count for rank in figures.ranks):
+        return None
+    try:
+        return summarise(replay(schedule, figures.costs), figures.world_size).makespan
+    except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
+        return None
 
 
 _FIGURES = TypeAdapter(RunFigures)

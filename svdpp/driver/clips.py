@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,6 +122,10 @@ class ClipHandle(Future[ClipResult]):
             self._owner.check_may_wait()
 
 
+# At most three checkpoints of a rank are queued, so older clips get no more of them.
+_NUM_RECENT = 1000
+
+
 class OpenClips:
     """The handles of clips, from `add` until a caller has their result.
 
@@ -147,7 +151,9 @@ class OpenClips:
     ) -> None:
         self._world_size = world_size
         self._send = send
-        self._files = LeftoverFiles(latents_folder)
+        self._latents_folder = None if latents_folder is None else Path(latents_folder)
+        # Of the latest clips that may have left files: the request, and whether it was finished.
+        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0
@@ -248,7 +254,7 @@ class OpenClips:
             request = self._cancelled.pop(clip, None)
         if request is not None:
             self._end_cancelled(clip)
-            self._files.settled(request, is_finished=True)
+            self._note_settled(request, is_finished=True)
 
     def end(self, error: BaseException) -> None:
         """Sets `error` for all unfinished clips, and takes no more; the first call counts."""
@@ -262,10 +268,6 @@ class OpenClips:
             self._changed.notify_all()
         for handle in self._unfinished:
             handle.set_exception(reraisable(error))
-
-    def clean_up(self) -> None:
-        """Removes what clips have left behind, after all ranks have ended."""
-        self._files.remove(handle.request for handle in self._unfinished)
 
     def take(self, handle: ClipHandle) -> None:
         """Notes that a caller has taken the result of `handle`."""
@@ -306,7 +308,7 @@ class OpenClips:
                 self._cancelled.pop(clip, None)
             self._changed.notify_all()
         if error is not None or is_finished:
-            self._files.settled(handle.request, is_finished=is_finished)
+            self._note_settled(handle.request, is_finished=is_finished)
         return handle
 
     def _end_cancelled(self, clip: int) -> None:
@@ -314,31 +316,23 @@ class OpenClips:
         if handle is not None:
             handle._end_cancelled()
 
-
-# At most three checkpoints of a rank are queued, so older clips get no more of them.
-_NUM_RECENT = 1000
-
-
-class LeftoverFiles:
-    """Removes the leftover files of a pipeline's clips; uses bounded memory."""
-
-    def __init__(self, latents_folder: str | None) -> None:
-        self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Of the latest clips: the request, and whether the clip was finished.
-        self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
-
-    def settled(self, request: ClipRequest, *, is_finished: bool) -> None:
+    def _note_settled(self, request: ClipRequest, *, is_finished: bool) -> None:
         """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
         if request.output is not None or request.latents_key is not None:
             self._recent.append((request, is_finished))
         if is_finished:
             self._prune(request)
 
-    def remove(self, unfinished: Iterable[ClipRequest]) -> None:
-        """Removes partly written and late files, after all ranks have ended."""
+    def _prune(self, request: ClipRequest) -> None:
+        if self._latents_folder is not None and request.latents_key is not None:
+            prune(self._latents_folder, request.latents_key)
+
+    def clean_up(self) -> None:
+        """Removes partly written and late files of clips, after all ranks have ended."""
         for request, is_finished in self._recent:
             if is_finished:
                 self._prune(request)
+        unfinished = [handle.request for handle in self._unfinished]
         requests = [*(request for request, _ in self._recent), *unfinished]
         folders = {Path(request.output.path).parent for request in requests if request.output}
         if self._latents_folder is not None:
@@ -346,7 +340,3 @@ class LeftoverFiles:
         for folder in folders:
             with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
                 output_files.remove_abandoned(folder)
-
-    def _prune(self, request: ClipRequest) -> None:
-        if self._latents_folder is not None and request.latents_key is not None:
-            prune(self._latents_folder, request.latents_key)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import psutil
 
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.resolve import Weights, resolve
@@ -34,8 +31,6 @@ _KNOBS["weights"] = "a smaller --world, or --dtype bf16, lowers it"
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
 CUDA_PROCESS_BYTES = 600_000_000
 _NCCL_PAIR_BYTES = 100_000_000
-#: The rest is for what the estimate leaves out: fragmentation, other programs, libraries' caches.
-_SHARE_OF_FREE = 0.8
 
 
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
@@ -54,85 +49,23 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes on one rank's device; for a CPU rank, on the host."""
-
-    rank: int
-    weight_bytes: int
-    activation_bytes: int
-    """Above the weights, in the part with the largest need."""
-    process_bytes: int
-    """On the CPU: Python and libraries. On a GPU: context, library handles and NCCL's buffers."""
-
-    @property
-    def total_bytes(self) -> int:
-        """The peak."""
-        return self.weight_bytes + self.activation_bytes + self.process_bytes
-
-
-def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[RankMemory]:
-    """The memory that each rank needs, from the model's configs; `weights` must be present.
+def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[int]:
+    """The peak bytes of each rank on its device, or on the host for a CPU rank, by estimate.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
-    the files already have the requested dtype.
+    the files already have the requested dtype. `weights` must be present.
     """
     config, checkpoint = resolve(config, weights=weights)
-    memories = map(estimate_parts(config, checkpoint).of_rank, config.layout.roles)
+    parts = estimate_parts(config, checkpoint)
     return [
-        RankMemory(
-            rank=rank,
-            weight_bytes=memory.weight_bytes,
-            activation_bytes=memory.activation_bytes,
-            process_bytes=_process_bytes(config, rank),
-        )
-        for rank, memory in enumerate(memories)
+        parts.of_rank(roles).peak_bytes + _process_bytes(config, rank)
+        for rank, roles in enumerate(config.layout.roles)
     ]
-
-
-def bare_process_bytes() -> int:
-    """Resident bytes of a rank's process without a model.
-
-    It measures this process, which must already have imported what a rank imports.
-    """
-    return int(psutil.Process().memory_info().rss)
 
 
 def free_memory(device: str) -> int:
     """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
     return available_bytes() if device == "cpu" else free_bytes(device)
-
-
-def fit_decode_chunk(config: PipelineConfig) -> tuple[int, str]:
-    """The most frames that can be decoded at a time, and why.
-
-    By the estimate they take at most 80% of the free memory, or else it is one frame. A further
-    frame takes as much as the others, or less while another part has the peak.
-    """
-    config = replace(config, decode_ranks=1)  # others decode with the same chunks
-    frames = resolve(config, weights="none")[0].sampling.frames
-    last = config.layout.replica_ranks[-1][-1]  # it decodes
-    device = f"cuda:{last}" if config.device == "cuda" else config.device
-    free = free_memory(device)
-
-    def needed(chunk: int) -> int:
-        sampling = replace(config.sampling, decode_chunk_size=chunk)
-        ranks = estimate_ranks(replace(config, sampling=sampling), weights="none")
-        sharing = [ranks[last]] if config.device == "cuda" else ranks
-        return sum(rank.total_bytes for rank in sharing)
-
-    if (least := needed(1)) > free:
-        raise OutOfMemoryError(
-            "out of memory before the run: with one frame decoded at a time it needs "
-            f"{gib_text(least)}, {gib_text(free)} free",
-            "a smaller --height and --width, or --dtype fp16, lower it",
-        )
-    each = (needed(frames) - least) / max(1, frames - 1)
-    fitting = [n for n in range(2, frames + 1) if least + (n - 1) * each <= _SHARE_OF_FREE * free]
-    chunk = max(fitting, default=1)
-    size = gib_text(round(least + (chunk - 1) * each))
-    text = f"{chunk} of {frames} frames at a time: {size} by estimate, {gib_text(free)} free"
-    return chunk, text
 
 
 def memory_of_devices(
@@ -160,8 +93,9 @@ def memory_of_devices(
 
 
 def _process_bytes(config: PipelineConfig, rank: int) -> int:
+    """On a GPU: context, library handles and NCCL's buffers."""
     if config.device == "cpu":
-        return bare_process_bytes()
+        return _RANK_BYTES
     backend = process_group.choose_backend(config.device, config.world_size)
     pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
     return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES

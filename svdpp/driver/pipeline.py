@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
@@ -122,7 +123,8 @@ class Pipeline(PipelineRanks):
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
-        self._trace_clips = history_clips if trace_clips is None else trace_clips
+        self.trace = Trace(config.world_size, history_clips if trace_clips is None else trace_clips)
+        """The measurements so far."""
         self._is_entered = False
         self._session: RankSession | None = None
 
@@ -135,11 +137,6 @@ class Pipeline(PipelineRanks):
     def run_error(self) -> BaseException | None:
         """What ended the run before its last clip; None while it goes on, or if it succeeded."""
         return None if self._session is None else self._session.failure
-
-    @property
-    def trace(self) -> Trace:
-        """The measurements so far, inside the block or after it."""
-        return self._entered.supervisor.trace
 
     # --- clips ----------------------------------------------------------------------------------
 
@@ -269,8 +266,8 @@ class Pipeline(PipelineRanks):
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
         self.check_memory()
-        trace = Trace(self.config.world_size, self._trace_clips)
-        supervisor = Supervisor(self._open(), self.config, self._take_event, trace=trace)
+        self.trace.begun = self.trace.ready = time.monotonic()
+        supervisor = Supervisor(self._open(), self.config, self._take_event, trace=self.trace)
         is_launched = self.world is not None
         self._session = RankSession(supervisor, self._clips, is_launched=is_launched)
         try:

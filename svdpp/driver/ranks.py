@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
 from svdpp.driver.stalls import silence_limit
-from svdpp.driver.supervisor import Observer, Supervisor
+from svdpp.driver.supervisor import Observer
 from svdpp.errors import ClosedError, RequestError
 from svdpp.launch import fork_server, process_group
 from svdpp.launch.connections import Terms
-from svdpp.launch.group import Group, RankContext
+from svdpp.launch.group import Group
 from svdpp.launch.joined import join_ranks
 from svdpp.launch.started import start_ranks
 from svdpp.launch.world import World, is_member
@@ -22,8 +20,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.joined_rank import serve_joined
 from svdpp.worker.messages import Event, Started
-from svdpp.worker.rank import RankSetup, rank_main, run_rank, wait_for_stop
-from svdpp.worker.reporter import Reporter
+from svdpp.worker.rank import RankSetup, rank_main
 
 #: Fields of the configuration that ranks must agree on: all but those that may differ by host.
 _SHARED_FIELDS = frozenset(
@@ -202,49 +199,3 @@ class DeviceCheck:
                 "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
                 "unproven",
             )
-
-
-#: Runs in a rank, under a run's settings. It takes the rank's context, device and reporter, the
-#: configuration, and an argument. It reports `Joined` when it is ready.
-RankTask = Callable[[RankContext, str, Reporter, PipelineConfig, Any], None]
-
-
-def run_rank_task(
-    task: RankTask,
-    config: PipelineConfig,
-    argument: Any,
-    *,
-    until: Callable[[], bool],
-    observers: Sequence[Observer] = (),
-    preload: Sequence[str] = (),
-) -> None:
-    """Starts the ranks of `config`, has each perform the task, and ends them.
-
-    The task is a module-level function, so that another process can import it. `until` says,
-    after each report, whether it is complete. The fork server imports `preload` once for all
-    ranks.
-    """
-    process_group.check_devices(config.device, config.world_size)
-    group = start_ranks(
-        _main,
-        (task, config, argument),
-        world_size=config.world_size,
-        backend=process_group.choose_backend(config.device, config.world_size),
-        device=config.device,
-        preload=preload,
-    )
-    supervisor = Supervisor(group, config, *observers)
-    try:
-        supervisor.supervise(until)
-    finally:
-        supervisor.kill()
-
-
-def _main(context: RankContext, call: tuple[RankTask, PipelineConfig, Any]) -> None:
-    task, config, argument = call
-
-    def perform(device: torch.device, reporter: Reporter) -> None:
-        task(context, str(device), reporter, config, argument)
-        wait_for_stop(context.channel)
-
-    run_rank(context, config, perform)

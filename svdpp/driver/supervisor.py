@@ -130,7 +130,7 @@ class Supervisor:
         for rank, message in self._group.poll(timeout):
             event = parse(message)
             self._liveness.heard(rank, event, time.monotonic())
-            self.trace.add(rank, event)
+            self.trace(rank, event)
             if isinstance(event, Failed):
                 self._failures.setdefault(rank, event)  # a later report is about a signal
             for observer in self._observers:
@@ -235,7 +235,7 @@ class Supervisor:
         member, planned = self._group.members[rank], self._config.device
         if planned == "cuda":
             planned = f"cuda:{member.local_rank}"
-        device = self.trace.devices.get(rank) or planned
+        device = self.trace.reported[rank].device or planned
         return f"rank {rank} ({device} of {member.host})"
 
     def _picture(self, rank: int, remark: str) -> str:

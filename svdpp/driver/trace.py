@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
+import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, measured_costs
-from svdpp.plan.forecast import Forecast, Span, percentile, summarise
-from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStats:
-    """One rank's times in seconds; `bubble` is the share of the makespan without computing."""
-
-    rank: int
-    device: str
-    steps_done: int
-    compute_seconds: float
-    wait_seconds: float
-    transfer_seconds: float
-    mean_step_seconds: float
-    p95_step_seconds: float
-    bubble: float
+from svdpp.plan.forecast import Forecast, Span, summarise
+from svdpp.worker.messages import (
+    ActionDone,
+    ClipDone,
+    Event,
+    Finished,
+    Joined,
+    StepDone,
+    TransferDone,
+    WaitCause,
+)
 
 
 class StepSpan(NamedTuple):
@@ -161,61 +155,94 @@ class Placement:
         )
 
 
+@dataclass
+class Reported:
+    """What a rank reports besides its spans, of all clips."""
+
+    device: str = ""
+    load_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by their cause."""
+    num_written: int = 0
+    write_seconds: float = 0.0
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
 class Trace:
-    """Collects the events of a run. All times are by the monotonic clock of rank 0's machine.
+    """An observer that keeps the measurements of a run, by the monotonic clock of rank 0's machine.
 
-    One thread adds events; any thread may read meanwhile and sees lists that grow.
+    One thread calls it; any thread may read meanwhile and sees lists that grow.
 
-    Of the newest `last_clips` it keeps spans, steps, waits and transfers, so that a pipeline
-    can run for days in constant memory; `summary` and `rank_stats` then cover only these clips,
-    `costs` still covers all. None keeps all clips.
+    Args:
+        last_clips: spans, steps, waits and transfers of the newest clips are kept, so that a
+            pipeline can run for days in constant memory; `costs` still covers all. None keeps all.
+        first_clip: the clips before it only warm up, and do not count.
     """
 
-    def __init__(self, world_size: int, last_clips: int | None = None) -> None:
+    def __init__(
+        self, world_size: int, last_clips: int | None = None, *, first_clip: int = 0
+    ) -> None:
         self.world_size = world_size
         self.spans: list[Span] = []
         self.steps: list[StepSpan] = []
         self.waits: list[WaitSpan] = []
         self.transfers: list[TransferSpan] = []
-        self.devices: dict[int, str] = {}
-        self._last_clips = last_clips
+        self.reported: dict[int, Reported] = defaultdict(Reported)
+        self.begun = self.ready = time.monotonic()
+        self.last_written: float | None = None
+        self.last_clips, self._first_clip = last_clips, first_clip
         self._newest_clip = -1
         self._means = MeanCosts()
         self._placement = Placement()
 
-    def add(self, rank: int, event: Event) -> None:
+    def __call__(self, rank: int, event: Event) -> None:
         """Records an event; ignores those without a time."""
+        clip = event.action.clip if isinstance(event, ActionDone) else getattr(event, "clip", None)
+        if clip is not None and clip < self._first_clip:
+            return
         self._means.add(event)
-        if isinstance(event, Joined):
-            self.devices[rank] = event.device
+        self._report(self.reported[rank], event)
         placed = self._placement.place(rank, event)
         if not placed or not self._keeps(placed[0].clip):
             return
         for span in placed:
-            match span:
-                case Span():
-                    self.spans.append(span)
-                case StepSpan():
-                    self.steps.append(span)
-                case WaitSpan():
-                    self.waits.append(span)
-                case TransferSpan():
-                    self.transfers.append(span)
+            getattr(self, _LISTS[type(span)]).append(span)
+
+    def _report(self, reported: Reported, event: Event) -> None:
+        match event:
+            case Joined():
+                reported.device, reported.load_seconds = event.device, event.load_seconds
+                self.ready = time.monotonic()
+            case ActionDone():
+                reported.compute_seconds += event.end - event.start
+                for cause, seconds in event.waits.items():
+                    reported.waits[cause] += seconds
+            case ClipDone():
+                reported.num_written += 1
+                reported.write_seconds += event.write_seconds
+                self.last_written = time.monotonic()
+            case Finished():
+                reported.allocated_bytes = event.allocated_bytes
+                reported.reserved_bytes = event.reserved_bytes
+            case _:
+                pass
 
     def _keeps(self, clip: int) -> bool:
-        if self._last_clips is None:
+        if self.last_clips is None:
             return True
         if clip > self._newest_clip:
             self._newest_clip = clip
-            self._drop_before(clip - self._last_clips + 1)
-        return clip > self._newest_clip - self._last_clips
+            first = clip - self.last_clips + 1
+            for name in _LISTS.values():  # new lists: another thread may be reading the old ones
+                setattr(self, name, [span for span in getattr(self, name) if span.clip >= first])
+        return clip > self._newest_clip - self.last_clips
 
-    def _drop_before(self, first: int) -> None:
-        """Drops all clips before `first`, by new lists: another thread may be reading the old."""
-        self.spans = [span for span in self.spans if span.clip >= first]
-        self.steps = [step for step in self.steps if step.clip >= first]
-        self.waits = [wait for wait in self.waits if wait.clip >= first]
-        self.transfers = [transfer for transfer in self.transfers if transfer.clip >= first]
+    @property
+    def received(self) -> list[TransferSpan]:
+        """The transfers at their receivers, so that each counts once."""
+        return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:
         """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
@@ -227,34 +254,13 @@ class Trace:
             raise RequestError("no step was measured")
         return self._means.costs_like(Costs())
 
-    def rank_stats(self) -> list[RankStats]:
-        """Each rank's sums."""
-        makespan = self.summary().makespan
-        return [self._stats(rank, makespan) for rank in range(self.world_size)]
 
-    def _stats(self, rank: int, makespan: float) -> RankStats:
-        compute = sum(span.end - span.start for span in self.spans if span.rank == rank)
-        steps = [step.end - step.start for step in self.steps if step.rank == rank]
-        return RankStats(
-            rank=rank,
-            device=self.devices.get(rank, ""),
-            steps_done=len(steps),
-            compute_seconds=compute,
-            wait_seconds=sum(wait.end - wait.start for wait in self.waits if wait.rank == rank),
-            # A transfer counts once, at its receiver.
-            transfer_seconds=sum(
-                transfer.end - transfer.start
-                for transfer in self.transfers
-                if transfer.rank == rank and transfer.direction == "recv"
-            ),
-            mean_step_seconds=statistics.fmean(steps) if steps else 0.0,
-            p95_step_seconds=percentile(steps, 95),
-            bubble=max(0.0, 1 - compute / makespan) if makespan else 0.0,
-        )
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The rank statistics as plain values."""
-        return [asdict(stats) for stats in self.rank_stats()]
+_LISTS: dict[type[Placed], str] = {
+    Span: "spans",
+    StepSpan: "steps",
+    WaitSpan: "waits",
+    TransferSpan: "transfers",
+}
 
 
 def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:

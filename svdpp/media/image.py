@@ -125,23 +125,24 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     return canvas
 
 
-def file_problem(path: Path) -> str:
-    """Why `path` cannot be read as a file, as text to follow its name; empty if it can."""
+def check_file(path: Path) -> None:
+    """Refuses what cannot be read as a file."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        return "does not exist"
+        raise InputError(f"{_name(path)} does not exist") from None
     except (OSError, ValueError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        cause = getattr(error, "strerror", None) or error
+        raise InputError(f"{_name(path)} cannot be read: {cause}") from None
     if stat.S_ISDIR(mode):
-        return "is a folder, not an image file"
-    return "" if stat.S_ISREG(mode) else "is not a regular file"
+        raise InputError(f"{_name(path)} is a folder, not an image file")
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{_name(path)} is not a regular file")
 
 
 def read_bytes(path: Path) -> bytes:
     """The file's content."""
-    if problem := file_problem(path):
-        raise InputError(f"{_name(path)} {problem}")
+    check_file(path)
     try:
         # Non-blocking, so that a fifo that replaced the file after the check cannot hang the run.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:

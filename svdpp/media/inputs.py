@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -22,9 +23,9 @@ from svdpp.errors import InputError, RequestError
 from svdpp.media.image import (
     MAX_PIXELS,
     Photo,
+    check_file,
     check_size,
     demuxer_of,
-    file_problem,
     fit_photo,
     photo_of,
     read_bytes,
@@ -98,24 +99,43 @@ def sift_inputs(
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[Photo], list[InputError]]:
-    """The photographs that can be used, and an error for each input that cannot.
+    """The photographs that can be used, each once, and an error for each input that cannot.
 
     With `video_frames` they are videos that have as many frames.
+
+    Args:
+        inputs: each is a file (with any suffix), a folder (its files with a suffix of an image or a
+            video, by name, without hidden ones) or, if no file has that literal name, a glob
+            pattern with `*`, `?`, `[]` or `**` (files with such a suffix, by name).
+        recursive: whether to search subfolders, except hidden ones and links.
     """
     photos: list[Photo] = []
     problems: list[InputError] = []
-    videos = video_frames is not None
-    for path in find_images(inputs, problems, recursive=recursive, videos=videos):
-        try:
-            if video_frames is None:
-                photos.append(read_photo(path, max_pixels)[1])
-            else:
-                photos.append(read_video(path, video_frames, max_pixels))
-        except InputError as error:
-            problems.append(error)
+    seen: set[str] = set()
+    for text in inputs:
+        with _noted(problems):
+            for path in _expand(text, recursive=recursive, videos=video_frames is not None):
+                with _noted(problems):
+                    check_file(path)
+                    real = os.path.realpath(path)
+                    if real in seen:
+                        continue
+                    seen.add(real)
+                    if video_frames is None:
+                        photos.append(read_photo(path, max_pixels)[1])
+                    else:
+                        photos.append(read_video(path, video_frames, max_pixels))
     if not photos:
         raise_all(problems)
     return photos, problems
+
+
+@contextlib.contextmanager
+def _noted(problems: list[InputError]) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        problems.append(error)
 
 
 def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
@@ -170,36 +190,6 @@ def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 def _has(path: Path, suffixes: Collection[str]) -> bool:
     return path.suffix.lower() in suffixes and not path.is_dir()
-
-
-def find_images(
-    inputs: Sequence[str],
-    problems: list[InputError],
-    *,
-    recursive: bool = False,
-    videos: bool = False,
-) -> list[Path]:
-    """The image files that `inputs` name, in their order, each once; the rest become `problems`.
-
-    Args:
-        inputs: each is a file (with any suffix), a folder (its files with one of `SUFFIXES`, by
-            name, without hidden ones) or, if no file has that literal name, a glob pattern with
-            `*`, `?`, `[]` or `**` (files with one of `SUFFIXES`, by name).
-        problems: gets an error for each input or file that cannot be read.
-        recursive: whether to search subfolders, except hidden ones and links.
-        videos: whether to find files with one of `VIDEO_SUFFIXES` instead.
-    """
-    found: dict[str, Path] = {}
-    for text in inputs:
-        try:
-            for path in _expand(text, recursive=recursive, videos=videos):
-                if problem := file_problem(path):
-                    problems.append(InputError(f"{str(path)!r} {problem}"))
-                else:
-                    found.setdefault(os.path.realpath(path), path)
-        except InputError as error:
-            problems.append(error)
-    return list(found.values())
 
 
 _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
@@ -307,27 +297,24 @@ def _frames(
     if demuxer is None:
         yield from itertools.repeat(photo_of(data, path, max_pixels)[0], count)
         return
+    # ffmpeg can open no other file.
+    source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
+    source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
+    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}", "-frames:v", str(count)]
+    name = repr(str(path))
     try:
-        for frame in _decoded(file.fileno(), demuxer, count, max_pixels):
+        for frame in ppm_frames(source, seconds=_SECONDS, files=(file.fileno(),)):
             check_size(*frame.size, max_pixels)
             yield frame
             done += 1
-        if done < count:
-            text = f"has {done} of the {count} frames that the clip takes"
-            raise InputError(text, "use fewer --frames")
-    except InputError as error:
-        raise InputError(f"{str(path)!r} {error.message}", error.hint) from None
-
-
-def _decoded(file: int, demuxer: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
-    """What ffmpeg decodes; it can open no other file."""
-    source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
-    source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
-    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file}", "-frames:v", str(count)]
-    try:
-        yield from ppm_frames(source, seconds=_SECONDS, files=(file,))
     except TimeoutError:
-        text = f"takes longer than {_SECONDS:.0f} s to decode"
+        text = f"{name} takes longer than {_SECONDS:.0f} s to decode"
         raise InputError(text, "save it as H.264") from None
     except MediaFailure as error:
-        raise InputError(f"cannot be decoded as a video: {error}", "save it as H.264") from error
+        text = f"{name} cannot be decoded as a video: {error}"
+        raise InputError(text, "save it as H.264") from error
+    except InputError as error:
+        raise InputError(f"{name} {error.message}", error.hint) from None
+    if done < count:
+        text = f"{name} has {done} of the {count} frames that the clip takes"
+        raise InputError(text, "use fewer --frames")

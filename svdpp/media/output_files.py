@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import socket
-import stat
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -204,21 +204,12 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _probe(folder: Path) -> None:
-    while True:
-        try:
-            is_folder = stat.S_ISDIR(folder.stat().st_mode)
-            break
-        except FileNotFoundError:
-            folder = folder.parent
-    if not is_folder:
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
         raise NotADirectoryError
-    probe = folder / _hidden_name()
-    lock = _make_locked(probe, is_folder=False)
-    try:
-        probe.write_bytes(b"svdpp")
-    finally:
-        remove(probe)
-        os.close(lock)
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"svdpp")
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:

@@ -297,8 +297,7 @@ def _has_known_transfers(layout: Layout) -> bool:
 # --- the comparison of layouts, side by side ------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One layout of a comparison.
 
     A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
@@ -310,40 +309,27 @@ class Row:
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
     """Mean time between finished clips in a long queue."""
-    peak_gib: tuple[float | None, ...] = ()
     note: str = ""
 
 
 def compare_layouts(
     *,
-    num_steps: int,
-    world_size: int,
     num_clips: int,
-    costs: Costs,
     memory_gib: Sequence[float] = (),
-    expert_boundary: int | None = None,
-    share_experts: bool = False,
     pairs: Pairs = "no",
     sooner: bool = False,
+    **counts: Any,
 ) -> list[Row]:
-    """The layouts that `plan --compare` shows.
+    """The layouts that `plan --compare` shows, by the arguments of `choose_layout`.
 
     They are one replica with each split, one with several decoders, the layout of `choose_layout`,
-    and data parallel. Arguments as for `choose_layout` and `forecast_layout`.
+    and data parallel.
     """
+    num_steps, world_size, costs = (counts[key] for key in ("num_steps", "world_size", "costs"))
     check_counts(num_steps, world_size)
     costs.check_world(world_size)
     decoders = min(world_size, max(2, decoders_needed(num_steps, world_size, costs)))
-    counts: dict[str, Any] = {
-        "num_steps": num_steps,
-        "world_size": world_size,
-        "costs": costs,
-        "expert_boundary": expert_boundary,
-        "share_experts": share_experts,
-    }
-
     known = pairs if pairs == "exact" else "no"  # else the last row says it
-    limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": known, "sooner": sooner}
     named: dict[str, dict[str, Any] | None] = {
         **{split: {"split": split} for split in SPLITS},
         f"{decoders} decoders": {"split": "alternating", "decoders": decoders},
@@ -355,25 +341,20 @@ def compare_layouts(
     for name, options in named.items():
         try:
             if options is None:
+                limits: dict[str, Any] = {
+                    "memory_gib": memory_gib,
+                    "pairs": known,
+                    "sooner": sooner,
+                }
                 choice = choose_layout(**counts, **limits, num_clips=num_clips)
                 layout, note = choice.layout, choice.reason
             else:
                 layout = Layout(**counts, **options)
                 note = _needs_more(layout, memory_gib)
             forecast = forecast_layout(layout, num_clips)
+            rows.append(Row(name, layout, forecast, steady_seconds_per_clip(layout), note))
         except RequestError as error:
-            rows.append(Row(name=name, note=error.message))
-            continue
-        rows.append(
-            Row(
-                name=name,
-                layout=layout,
-                forecast=forecast,
-                seconds_per_clip=steady_seconds_per_clip(layout),
-                peak_gib=layout.peak_gib,
-                note=note,
-            )
-        )
+            rows.append(Row(name, note=error.message))
     return rows
 
 

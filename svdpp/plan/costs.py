@@ -131,21 +131,19 @@ class Costs:
             return self.encode_on(rank)
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
-    def peak_gib(
-        self, *, encode: bool, denoise: bool, decode: bool, num_experts: int = 1
-    ) -> float | None:
-        """Peak memory of a rank that does these parts, GiB; None if a value is unknown.
+    def peak_gib(self, roles: Roles) -> float | None:
+        """Peak memory of a rank with these roles, GiB; None if a value is unknown.
 
         The sum of the weights of all its parts and the largest work of one part. Shared weights
         (encode and decode use one VAE) count twice, so it is an upper bound.
         """
-        asked = {"encode": int(encode), "denoise": denoise * num_experts, "decode": int(decode)}
-        parts = [part for part, copies in asked.items() if copies]
+        copies = {**roles.parts, "denoise": len(roles.experts)}
+        parts = [part for part, count in copies.items() if count]
         weights = [getattr(self, f"{part}_weights_gib") for part in parts]
         work = [getattr(self, f"{part}_work_gib") for part in parts]
         if None in weights or None in work:
             return None
-        held = sum(asked[part] * size for part, size in zip(parts, weights, strict=True))
+        held = sum(copies[part] * size for part, size in zip(parts, weights, strict=True))
         return float(held + max(work, default=0.0))
 
     def scaled(self, pace: float) -> Costs:

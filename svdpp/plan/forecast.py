@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class DeadlockError(ValueError):
 
 #: From rank, to rank, whether it is for a decode by several ranks.
 Link = tuple[int, int, bool]
-#: A link, and the number of earlier transfers on it; below 0 for a DENOISE of the pair.
+#: A link, and the number of earlier transfers on it; below -1 for a DENOISE of the pair.
 Transfer = tuple[Link, int]
 
 
@@ -81,111 +82,86 @@ class _Replay:
         self.schedule = schedule
         self.costs = costs
         self.spans: list[Span] = []
-        self.clock = [0.0] * len(schedule)
-        self.next_action = [0] * len(schedule)
-        self.sends_begun: dict[Link, int] = {}
-        self.receives_posted: dict[Link, int] = {}
+        self.current: dict[int, Action] = {}
+        self.begun: Counter[tuple[str, Link]] = Counter()
         self.half_open: dict[Transfer, tuple[Action, float]] = {}
-        self.transfer_ends: dict[Transfer, float] = {}
-        # A rank and a clip, and the sender of frames -> the transfer that carries it.
-        self.arrivals: dict[tuple[int, ...], Transfer] = {}
-        self.sleepers: dict[Transfer, list[int]] = {}
+        self.ends: dict[Transfer, float] = {}
+        self.sleepers: defaultdict[Transfer, list[int]] = defaultdict(list)
+        self.ready = list(range(len(schedule)))
 
     def run(self) -> list[Span]:
-        ready = list(range(len(self.schedule)))
-        while ready:
-            rank = ready.pop()
-            while self.next_action[rank] < len(self.schedule[rank]):
-                awaited = self._perform(rank, self.schedule[rank][self.next_action[rank]], ready)
-                if awaited is not None:
-                    self.sleepers.setdefault(awaited, []).append(rank)
-                    break
-                self.next_action[rank] += 1
-        self._check_all_done()
+        ranks = [self._perform(rank) for rank in range(len(self.schedule))]
+        while self.ready:
+            rank = self.ready.pop()
+            awaited = next(ranks[rank], None)
+            if awaited is not None:
+                self.sleepers[awaited].append(rank)
+        if self.current:
+            stuck = (f"rank {rank} at {action}" for rank, action in sorted(self.current.items()))
+            raise DeadlockError(f"deadlock: {', '.join(stuck)}")
         return self.spans
 
-    def _perform(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
-        """Perform the action, or return the transfer that it has to wait for."""
-        place: tuple[int, ...] = rank, action.clip
-        if action.kind is Kind.GATHER:
-            place = *place, action.peer
-        if action.kind is Kind.RECV or (action.kind is Kind.GATHER and place not in self.arrivals):
-            link = action.peer, rank, action.frames is not None
-            transfer = self.arrivals[place] = self._next_transfer(self.receives_posted, link)
-            self._meet(transfer, action, self.clock[rank], ready)
-        if action.kind is Kind.RECV:
-            return None
-        pending = self.arrivals.get(place)
-        if pending is not None:
-            if pending not in self.transfer_ends:
-                return pending
-            self.clock[rank] = max(self.clock[rank], self.transfer_ends[pending])
-        if action.kind in SENDS:
-            return self._send(rank, action, ready)
-        if action.kind in (Kind.FINISH, Kind.DROP):
-            return None  # in the background, or of negligible duration
-        if action.kind is Kind.DENOISE and action.peer >= 0:
-            pair = min(rank, action.peer), max(rank, action.peer), False
-            meeting = pair, -1 - action.clip
-            if meeting not in self.transfer_ends and not self._joined(meeting, rank, action, ready):
-                return meeting
-            self.clock[rank] = self.transfer_ends[meeting]
-        start = self.clock[rank]
-        self.clock[rank] = start + self.costs.of(action, rank)
-        self.spans.append(Span(rank, action, start, self.clock[rank]))
-        return None
+    def _perform(self, rank: int) -> Iterator[Transfer]:
+        """Perform the rank's actions; yields each transfer that it has to wait for."""
+        clock = 0.0
+        arrivals: dict[tuple[int, int], Transfer] = {}  # by clip, and sender of frames
+        for action in self.schedule[rank]:
+            self.current[rank] = action
+            place = action.clip, action.peer if action.kind is Kind.GATHER else -1
+            if action.kind is Kind.RECV or (action.kind is Kind.GATHER and place not in arrivals):
+                arrivals[place] = self._begin("recv", action, (action.peer, rank), clock)
+            if action.kind is Kind.RECV:
+                continue
+            awaited = arrivals.get(place)
+            if awaited is not None:
+                if awaited not in self.ends:
+                    yield awaited
+                clock = max(clock, self.ends[awaited])
+            if action.kind in SENDS:
+                link = rank, action.peer, action.frames is not None
+                before = link, self.begun["send", link] - 1
+                if before[1] >= 0:
+                    if before not in self.ends:
+                        yield before
+                    clock = max(clock, self.ends[before])
+                self._begin("send", action, link[:2], clock)
+            elif action.kind not in (Kind.FINISH, Kind.DROP):  # in the background, or negligible
+                if action.kind is Kind.DENOISE and action.peer >= 0:
+                    first, second = sorted((rank, action.peer))
+                    meeting = (first, second, False), -2 - action.clip
+                    self._meet(meeting, action, clock)
+                    if meeting not in self.ends:
+                        yield meeting
+                    clock = self.ends[meeting]
+                start, clock = clock, clock + self.costs.of(action, rank)
+                self.spans.append(Span(rank, action, start, clock))
+        self.current.pop(rank, None)
 
-    def _send(self, rank: int, action: Action, ready: list[int]) -> Transfer | None:
-        link = rank, action.peer, action.frames is not None
-        before = link, self.sends_begun.get(link, 0) - 1
-        if before[1] >= 0:
-            if before not in self.transfer_ends:
-                return before
-            self.clock[rank] = max(self.clock[rank], self.transfer_ends[before])
-        transfer = self._next_transfer(self.sends_begun, link)
-        self._meet(transfer, action, self.clock[rank], ready)
-        return None
+    def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> Transfer:
+        """Register one end of the next transfer on the link between `ranks`."""
+        link = *ranks, action.frames is not None
+        transfer = link, self.begun[end, link]
+        self.begun[end, link] += 1
+        self._meet(transfer, action, at)
+        return transfer
 
-    def _joined(self, meeting: Transfer, rank: int, action: Action, ready: list[int]) -> bool:
-        """Register a half of a pair's DENOISE; whether both are there, so that it begins."""
-        other = self.half_open.pop(meeting, None)
-        if other is None:
-            self.half_open[meeting] = action, self.clock[rank]
-            return False
-        if other[0][:4] != action[:4]:
-            raise DeadlockError(f"ranks {meeting[0][:2]}: {other[0]} does not match {action}")
-        self.transfer_ends[meeting] = max(other[1], self.clock[rank])
-        ready.extend(self.sleepers.pop(meeting, []))
-        return True
-
-    @staticmethod
-    def _next_transfer(counts: dict[Link, int], link: Link) -> Transfer:
-        index = counts.get(link, 0)
-        counts[link] = index + 1
-        return link, index
-
-    def _meet(self, transfer: Transfer, action: Action, at: float, ready: list[int]) -> None:
-        """Register one end of a transfer; the second end completes it."""
+    def _meet(self, transfer: Transfer, action: Action, at: float) -> None:
+        """Register one end of a transfer, or of a pair's DENOISE; the second end completes it."""
         other = self.half_open.pop(transfer, None)
         if other is None:
             self.half_open[transfer] = action, at
             return
-        link, index = transfer
-        if (other[0].clip, other[0].start) != (action.clip, action.start):
-            raise DeadlockError(f"rank {link[0]} to {link[1]}: {other[0]} does not match {action}")
-        before = self.transfer_ends.get((link, index - 1), 0.0)
-        seconds = self.costs.transfer(link[0], link[1])
-        self.transfer_ends[transfer] = max(other[1], at, before) + seconds
-        ready.extend(self.sleepers.pop(transfer, []))
-
-    def _check_all_done(self) -> None:
-        stuck = [
-            f"rank {rank} at {actions[self.next_action[rank]]}"
-            for rank, actions in enumerate(self.schedule)
-            if self.next_action[rank] < len(actions)
-        ]
-        if stuck:
-            raise DeadlockError(f"deadlock: {', '.join(stuck)}")
+        (source, target, _), index = transfer
+        is_transfer = index >= 0
+        length = slice(1, 3 if is_transfer else 4)  # clip and start, of a DENOISE also its end
+        if other[0][length] != action[length]:
+            raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
+        self.ends[transfer] = max(other[1], at)
+        if is_transfer:
+            before = self.ends.get((transfer[0], index - 1), 0.0)
+            seconds = self.costs.transfer(source, target)
+            self.ends[transfer] = max(self.ends[transfer], before) + seconds
+        self.ready += self.sleepers.pop(transfer, [])
 
 
 def replay(schedule: Schedule, costs: Costs) -> list[Span]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -246,13 +246,9 @@ class Layout:
         """The cuts of the clip with this index: 0, then the steps done after each stage."""
         return self._cuts_of(clip % self.replicas).cuts(clip // self.replicas)
 
-    def routes(self, clips: Iterable[int]) -> list[Route]:
-        """The routes of `clips`, in order."""
-        return [self.route(clip) for clip in clips]
-
     def schedule(self, num_clips: int) -> Schedule:
         """Each rank's actions for that many clips."""
-        return build_schedule(self.routes(range(num_clips)), self.world_size)
+        return build_schedule([self.route(clip) for clip in range(num_clips)], self.world_size)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -286,9 +282,7 @@ class Layout:
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
         """Peak memory of each rank, GiB; None if the costs do not give it."""
-        return tuple(
-            self.costs.peak_gib(**role.parts, num_experts=len(role.experts)) for role in self.roles
-        )
+        return tuple(map(self.costs.peak_gib, self.roles))
 
     def shares(self, replica: int) -> list[StepShare]:
         """The steps of each rank of replica `replica`, in order; each second of a pair included."""

@@ -127,7 +127,6 @@ def install(app: FastAPI) -> None:
 
 
 def _options_in(text: str) -> list[str]:
-    """The options of the command line in `text`, by the names of the API."""
     return [name.replace("-", "_") for name in _OPTION.findall(text)]
 
 

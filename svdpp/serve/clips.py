@@ -132,7 +132,7 @@ class Admission:
         )
         costs = Costs(**needs)  # type: ignore[arg-type]
         for roles, gib in zip(self._config.layout.roles, has, strict=True):
-            need = costs.peak_gib(**roles.parts, num_experts=len(roles.experts))
+            need = costs.peak_gib(roles)
             if need is not None and need > gib:
                 return (
                     f"a clip of {sampling.frames} frames of {sampling.width}x{sampling.height} "
@@ -255,7 +255,6 @@ class ToRequest:
             del self._published[next(iter(self._published))]
 
     def _fetch_latents(self, job: Job, key: str) -> None:
-        """Gets the latest latent checkpoint of an earlier claim."""
         if not (self._store.is_remote and job.token > 1):
             return
         names = self._store.objects(f"{LATENTS}/{job.id}")

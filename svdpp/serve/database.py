@@ -7,13 +7,8 @@ the database's own: the servers of a fleet need not agree on it.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
 
-from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.job import JobState
 
@@ -76,16 +71,14 @@ CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
 # What each version adds to the one before it. Additions only, with defaults: a server of the
 # version before goes on while its neighbours are upgraded.
 _ADDED = {
-    6: f"""
-ALTER TABLE jobs ADD COLUMN videos TEXT NOT NULL DEFAULT '{{}}';
+    6: """
+ALTER TABLE jobs ADD COLUMN videos TEXT NOT NULL DEFAULT '{}';
 ALTER TABLE jobs ADD COLUMN server TEXT;
 ALTER TABLE jobs ADD COLUMN token BIGINT NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN lease_until DOUBLE PRECISION;
 ALTER TABLE jobs ADD COLUMN step INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, due, seq)
     WHERE state = 'queued';
-CREATE INDEX jobs_large ON jobs (owner, due)
-    WHERE state = 'queued' AND photo_pixels > {LARGE_MEGAPIXELS * 10**6};
 INSERT INTO owners SELECT DISTINCT owner, 0 FROM jobs WHERE true ON CONFLICT (owner) DO NOTHING;
 ALTER TABLE jobs ADD COLUMN callback_url TEXT;
 ALTER TABLE jobs ADD COLUMN callback_due DOUBLE PRECISION DEFAULT 0;
@@ -105,77 +98,6 @@ class QueueAwayError(OutputError):
 
     `fleet` logs it once: who tries again, or is answered, need not.
     """
-
-
-class Rows(Protocol):
-    """The rows that a statement has returned, and how many it has changed."""
-
-    @property
-    def rowcount(self) -> int: ...  # noqa: D102
-
-    def fetchall(self) -> list[Any]: ...  # noqa: D102
-
-
-class Statements(Protocol):
-    """A transaction, which takes statements."""
-
-    def execute(self, query: str, values: Sequence[Any] = (), /) -> Rows: ...  # noqa: D102
-
-
-class Database(ABC):
-    """The database of a queue, and the data folder of its jobs; thread-safe.
-
-    Every method but `close` raises OutputError if it fails, and ClosedError after `close`.
-    """
-
-    is_shared = False
-    """Whether other servers may have the queue open."""
-    claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the database; does nothing the second time."""
-
-    @abstractmethod
-    def change(self, alone: str = "") -> AbstractContextManager[Statements]:
-        """A transaction: durable after the block, and nothing of it if the block raises.
-
-        No two transactions that name the same `alone` run at the same time.
-        """
-
-    @abstractmethod
-    def rows(self, query: str, *values: Any) -> list[Any]:
-        """The rows of a query, which does not wait for changes."""
-
-    @abstractmethod
-    def check_there(self) -> None:
-        """Checks that what is written is kept."""
-
-    def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
-        """Holds a lock during the block, unless another server does; whether it is held."""
-        return nullcontext(True)
-
-    def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """What other servers have said, as soon as one does, at most after so many seconds."""
-        return []
-
-    @property
-    def connected_seconds(self) -> float:
-        """For how long nothing has come between this server and the database."""
-        return float("inf")
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
-        try:
-            free, low = free_and_low(self.folder)
-        except OSError:  # the folder is gone, or its disk
-            return True
-        return free < low
 
 
 def schema(version: int, serial: str) -> str:
@@ -206,6 +128,15 @@ def check_own(folder: Path, name: str, restore: str) -> None:
             f"{restore}, name another folder with --data, or add --adopt to use "
             "this one: its files are left alone",
         )
+
+
+def is_disk_low(folder: Path) -> bool:
+    """Whether so little is free that no clip should be begun or taken."""
+    try:
+        free, low = free_and_low(folder)
+    except OSError:  # the folder is gone, or its disk
+        return True
+    return free < low
 
 
 def free_and_low(folder: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The process that decodes one uploaded photograph; `photos` starts it.
+"""The process that decodes one uploaded image; `photos` starts it.
 
 It limits itself before it reads the file: memory, CPU time, no files written, no core dumped.
 """
@@ -28,7 +28,7 @@ _SUFFIXES = {
 
 
 def main(path: str, *numbers: str) -> None:
-    """Write one JSON object to stdout: about the photograph, or the error.
+    """Write one JSON object to stdout: about the image, or the error.
 
     `numbers` are the server's process id, whose end also ends this process, the frames that a clip
     takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,

@@ -20,7 +20,6 @@ from svdpp.launch.world import find_world
 from svdpp.plan.costs import Costs
 from svdpp.serve.clips import ToRequest
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
-from svdpp.serve.events import Notifier
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
@@ -32,7 +31,8 @@ State = Literal["starting", "ready", "restarting", "closing"]
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-_MAX_BACK_OFF = 60.0
+# Before the first restart; each further one doubles it.
+_FIRST_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0
 
@@ -47,7 +47,6 @@ class Engine:
     Args:
         on_changed: called with each job that has reached another state.
         costs: assumed before there is a measurement.
-        first_back_off: seconds before the first restart; each further one doubles them, up to 60.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Engine:
         *,
         on_changed: Callable[[Job], None] = lambda _: None,
         costs: Costs | None = None,
-        first_back_off: float = 1.0,
     ) -> None:
         world = find_world()
         self._is_launched = world is not None
@@ -75,12 +73,11 @@ class Engine:
             assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
         )
         self._changed = threading.Condition()
-        self._notifier = Notifier(queue, on_changed)
         self.feeder = Feeder(
             self.config,
             queue,
             self._to_request,
-            self._notifier,
+            on_changed,
             self._changed,
             self._seconds_left,
         )
@@ -95,7 +92,7 @@ class Engine:
             self.checkpoint,
         )
         """Places and ETAs of the open jobs."""
-        self._first_back_off = self._back_off = first_back_off
+        self._back_off = _FIRST_BACK_OFF
         self._retry_at = self._start_at = 0.0
         self._start_seconds = _START_SECONDS
         self._deadline = math.inf
@@ -106,9 +103,7 @@ class Engine:
     # --- for the server -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Puts back what an earlier server left in progress, and starts the ranks in a thread."""
-        for job in self._queue.recover():
-            self._notifier.changed(job.id)
+        """Starts the ranks in a thread."""
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
@@ -136,7 +131,7 @@ class Engine:
         """
         while not self._queue.ask_to_cancel(job_id):
             if self._queue.cancel_waiting(job_id):
-                job = self._notifier.changed(job_id)
+                job = self.feeder.notify(job_id)
                 if job is not None and job.held is None:
                     self._to_request.forget(job)
                 self.feeder.wake()
@@ -211,7 +206,6 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _serve(self) -> None:
-        """One pipeline, from its start to its end."""
         self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
@@ -243,7 +237,7 @@ class Engine:
                 raise reraisable(pipeline.run_error)
             self.feeder.turn(pipeline)
             if self.feeder.num_completed > num_completed:
-                self._back_off = self._first_back_off
+                self._back_off = _FIRST_BACK_OFF
             timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
             with self._changed:
                 self._changed.wait_for(lambda: self.feeder.has_work, timeout)

@@ -22,7 +22,7 @@ from svdpp.plan.actions import Kind
 from svdpp.plan.costs import PRESETS, Costs, measured_costs
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
-from svdpp.serve.feeder import Feeder, LargeImage, RunningClip
+from svdpp.serve.feeder import Feeder, RunningClip
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
@@ -261,12 +261,14 @@ class JobEstimates:
 
     def _clips(self, waiting: list[tuple[str, SamplingConfig]]) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those that wait."""
-        running, image = self._feeder.clips(), self._feeder.unprepared()
+        running, image = self._feeder.clips(), self._feeder.image
+        # Others go before a large image until it is prepared.
+        first = 0 if image is None else self._feeder.num_free
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
         taken = [(job.id, job.sampling) for job in self._queue.claimed()]
-        for id, sampling in (*taken, *_in_turn(waiting, image, self._feeder.num_free)):
+        for id, sampling in (*waiting[:first], *taken, *waiting[first:]):
             if id not in clips:
                 route, costs = self._route(next_clip, sampling), costs_of(sampling)
                 if image is not None and id == image.job.id:
@@ -293,13 +295,3 @@ class JobEstimates:
             return self._work.route(clip, request)
         except RequestError:  # it will fail
             return self._layout.route(clip)
-
-
-def _in_turn(
-    waiting: list[tuple[str, SamplingConfig]], image: LargeImage | None, num_free: int
-) -> list[tuple[str, SamplingConfig]]:
-    """`waiting` in the order in which jobs are taken: others pass that of an unprepared image."""
-    if image is None:
-        return waiting
-    first = [job for job in waiting if job[0] != image.job.id][:num_free]
-    return first + [job for job in waiting if job not in first]

@@ -21,8 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import ClipToMake, ToRequest
 from svdpp.serve.database import QueueAwayError
-from svdpp.serve.events import Notifier
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_lost_clips
 from svdpp.serve.store import StoreAwayError
@@ -72,19 +71,19 @@ class RunningClip:
 
 @dataclass
 class LargeImage:
-    """The large image of a waiting job, which the ranks prepare; other jobs go first meanwhile."""
+    """The large image of a job that is claimed; others go first while the ranks prepare it."""
 
     job: Job
+    to_make: ClipToMake
     ranks_left: int
     """How many ranks have not prepared it yet."""
     seconds: float
     """That it takes, by the latest one."""
-    path: str | None = None
     asked_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the job is taken in its turn."""
+        """Whether the ranks get the job now."""
         return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
 
     @property
@@ -96,8 +95,9 @@ class LargeImage:
 class Feeder:
     """Takes jobs from the queue as the ranks need them, and records what becomes of them.
 
-    `changed` is notified when there may be something to do; `seconds_left` are those until the end
-    of the grace, infinite unless the server ends.
+    `on_changed` is called with each job that has reached another state; what it raises goes to the
+    log. `changed` is notified when there may be something to do; `seconds_left` are those until the
+    end of the grace, infinite unless the server ends.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Feeder:
         config: PipelineConfig,
         queue: JobQueue,
         to_request: ToRequest,
-        notifier: Notifier,
+        on_changed: Callable[[Job], None],
         changed: threading.Condition,
         seconds_left: Callable[[], float],
     ) -> None:
         self._queue = queue
         self._to_request = to_request
-        self._notifier = notifier
+        self._on_changed = on_changed
         self._changed = changed
         self._seconds_left = seconds_left
         # Each rank has a clip, and the first rank of each replica has its next one at hand.
@@ -124,7 +124,8 @@ class Feeder:
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
-        self._image: LargeImage | None = None
+        self.image: LargeImage | None = None
+        """That the ranks prepare."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
@@ -151,24 +152,33 @@ class Feeder:
     def lose(self, claims: Iterable[tuple[str, int]]) -> None:
         """Stops the work of claims that have ended, by id and token; nothing of it is kept."""
         for id, token in claims:
-            if (clip := self.get(id)) is not None and clip.job.token == token:
-                logger.warning("{} was not renewed in time: another server makes it", id)
+            clip, image = self.get(id), self.image
+            if clip is not None and clip.job.token == token:
                 clip.is_lost = True
-                self.ask_to_cancel(id)
+            elif image is None or (image.job.id, image.job.token) != (id, token):
+                continue
+            logger.warning("{} was not renewed in time: another server makes it", id)
+            self.ask_to_cancel(id)
+
+    def notify(self, job_id: str) -> Job | None:
+        """Tells of the job as it is now; returns it, None if it does not exist any more."""
+        job = self._queue.get(job_id)
+        if job is not None:
+            if job.state.is_final:
+                logger.info("{} is {}", job_id, job.state)
+            try:
+                self._on_changed(job)
+            except Exception:
+                logger.exception("a callback about a job failed")
+        return job
 
     def image_ready(self, event: ImageReady) -> None:
         """Notes that a rank has prepared an image."""
         with self._changed:
-            if (image := self._image) is not None and image.path == event.image:
+            if (image := self.image) and image.to_make.request.image == event.image:
                 image.ranks_left -= 1
                 self._seconds_per_pixel = event.seconds / image.job.photo_pixels
         self.wake()
-
-    def unprepared(self) -> LargeImage | None:
-        """The image for which the next job with a large one waits."""
-        if (image := self._image) is None and (job := self._queue.next_large()) is not None:
-            image = self._new_image(job)
-        return None if image is None or image.is_ready else image
 
     @property
     def num_free(self) -> int:
@@ -202,7 +212,7 @@ class Feeder:
     @property
     def is_empty(self) -> bool:
         """Whether neither the ranks nor the queue have a job."""
-        is_empty = self._is_queue_empty and not self._is_woken and self._image is None
+        is_empty = self._is_queue_empty and not self._is_woken and self.image is None
         return is_empty and not self._clips
 
     # --- the engine's thread ----------------------------------------------------------------------
@@ -214,7 +224,7 @@ class Feeder:
 
     @property
     def _may_take(self) -> bool:
-        is_image_ready = self._image is not None and self._image.is_ready
+        is_image_ready = self.image is not None and self.image.is_ready
         return (
             (self._is_woken or not self._is_queue_empty or is_image_ready)
             and not self.is_disk_low
@@ -229,7 +239,7 @@ class Feeder:
         """Begins with a new pipeline."""
         self._next_clip = 0
         self.job_ids.clear()
-        self._image = None
+        self.image = None
 
     def turn(self, pipeline: Pipeline) -> None:
         """Does what there is to do."""
@@ -238,56 +248,36 @@ class Feeder:
         self._check_disk()
         while self._may_take:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
-            image = self._persist(lambda: self._large_image(pipeline))
-            prepared = image.job.id if image is not None and image.is_ready else None
-            job = self._persist(functools.partial(self._queue.take_next, prepared))
+            if (image := self.image) is not None and image.is_ready:
+                self.image = None
+                self._submit(pipeline, image.job, image.to_make)
+                continue
+            job = self._persist(lambda: self._queue.take_next(large=self.image is None))
             self._is_queue_empty = job is None
             if job is None:
                 break
             self.has_latents = True
-            self._submit(pipeline, job)
+            self._begin(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
             if not self._persist(self._queue.has_unfinished):
                 self._to_request.forget_all()
             self.has_latents = False
 
-    def _large_image(self, pipeline: Pipeline) -> LargeImage | None:
-        """The image of the next job with a large one; the ranks are asked to prepare it."""
-        if (image := self._image) is not None:
-            now = self._queue.get(image.job.id)
-            if now is not None and now.state is JobState.QUEUED:
-                return image
-        job = self._queue.next_large()
-        self._image = None if job is None else self._new_image(job)
-        if self._image is not None:
-            self._ask_for(self._image, pipeline)
-        return self._image
-
-    def _new_image(self, job: Job) -> LargeImage:
-        return LargeImage(job, self._num_encoders, self._seconds_per_pixel * job.photo_pixels)
-
-    def _ask_for(self, image: LargeImage, pipeline: Pipeline) -> None:
-        try:
-            request = self._to_request(image.job).request
-            image.path = request.image
-            if request.image is not None and not request.done_steps:
-                pipeline.prepare_image(request)
-                return
-        except Exception as error:  # so will `_submit`, which fails the job
-            logger.debug("the image of {} is not prepared early: {}", image.job.id, error)
-        image.ranks_left = 0
-
     def _check_disk(self) -> None:
         """Begins no clips on a full disk: each would fail when its file is written."""
-        was_low, self.is_disk_low = self.is_disk_low, self._queue.is_disk_low
+        was_low, self.is_disk_low = self.is_disk_low, self._queue.database.is_disk_low
         if self.is_disk_low and not was_low:
             logger.error("the disk of the data folder is nearly full: no clip is begun or taken")
         if was_low and not self.is_disk_low:
             logger.warning("the disk of the data folder has space again: clips are made")
 
-    def _submit(self, pipeline: Pipeline, job: Job) -> None:
-        if (old := self.get(job.id)) is not None:  # a claim that ended without being noticed
+    def _begin(self, pipeline: Pipeline, job: Job) -> None:
+        """Gives a job that was claimed to the ranks, perhaps after they have prepared its image."""
+        # Of a claim that ended without being noticed.
+        if self.image is not None and self.image.job.id == job.id:
+            self.image = None
+        if (old := self.get(job.id)) is not None:
             self.lose([(job.id, old.job.token)])
             self._put_back(job, counts=False)
             return
@@ -301,7 +291,25 @@ class Feeder:
             return
         if (metadata := to_make.finished_metadata()) is not None:
             self._complete(job, metadata)
-            return
+        elif not self._prepares(pipeline, job, to_make):
+            self._submit(pipeline, job, to_make)
+
+    def _prepares(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> bool:
+        """Whether the ranks prepare the job's image, a large one, while other jobs go first."""
+        request = to_make.request
+        if self.image is not None or not job.has_large_image or request.done_steps:
+            return False
+        seconds = self._seconds_per_pixel * job.photo_pixels
+        # Before the ranks can say that it is ready.
+        self.image = LargeImage(job, to_make, self._num_encoders, seconds)
+        try:
+            pipeline.prepare_image(request)
+        except SvdppError as error:  # so will `submit`
+            logger.debug("the image of {} is not prepared early: {}", job.id, error)
+            self.image = None
+        return self.image is not None
+
+    def _submit(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> None:
         clip = RunningClip(self._next_clip, job, to_make)
         with self._changed:
             self._clips[job.id] = clip
@@ -337,6 +345,9 @@ class Feeder:
         with self._changed:
             job_ids, self._to_cancel = self._to_cancel, set()
         for job_id in job_ids:
+            if (image := self.image) is not None and image.job.id == job_id:
+                self.image, self._is_queue_empty = None, False  # the next large one can be taken
+                self._cancelled(image.job)
             clip = self.get(job_id)
             if clip is not None and clip.handle is not None:
                 clip.handle.cancel()
@@ -361,10 +372,14 @@ class Feeder:
         if result is not None:
             self._complete(clip.job, result.metadata)
             self.num_completed += 1
-        elif self._persist(lambda: self._queue.cancelled(job_id, clip.job.token)):
-            self._to_request.forget(clip.job)
-            self._tell(job_id)
+        else:
+            self._cancelled(clip.job)
         self._remove(job_id)
+
+    def _cancelled(self, job: Job) -> None:
+        if self._persist(lambda: self._queue.cancelled(job.id, job.token)):
+            self._to_request.forget(job)
+            self._tell(job.id)
 
     def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.to_make.request.done_steps:
@@ -418,7 +433,7 @@ class Feeder:
         self._is_queue_empty = False
 
     def _tell(self, job_id: str) -> None:
-        self._persist(lambda: self._notifier.changed(job_id))
+        self._persist(lambda: self.notify(job_id))
 
     def _persist(self, change: Callable[[], _T]) -> _T:
         """Asks or changes the queue, or puts files, however long the disk is full or these away."""

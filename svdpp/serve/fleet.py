@@ -154,11 +154,9 @@ class Fleet:
         if is_queued and (not feeder.num_free or random.random() * self._num_free() < _MAX_WOKEN):
             feeder.wake()
         for id in cancelled:
-            if feeder.get(id) is not None:
-                feeder.ask_to_cancel(id)
+            feeder.ask_to_cancel(id)
 
     def _num_free(self) -> int:
-        """How many servers could take a clip like this one, as they were seen last."""
         return sum(other.free > 0 for other in self._others_like_this())
 
     def _others_like_this(self) -> list[FleetServer]:

@@ -47,7 +47,7 @@ MAX_URL_CHARACTERS = 2000
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
 _SIDES = "width x height"
 
-#: Other names of fields: those of a photograph that is text, which are vLLM-Omni's and what
+#: Other names of fields: those of an image that is text, which are vLLM-Omni's and what
 #: OpenAI's client makes of `{"image_url": ...}`; then those of diffusers, which vLLM-Omni's clients
 #: send.
 _SYNONYMS: Mapping[str, str] = {
@@ -59,7 +59,7 @@ _SYNONYMS: Mapping[str, str] = {
 
 
 def _photo_of(value: Any) -> Any:
-    """The photograph as a file, also if it is text: base64, a data URL, or one as `image_url`."""
+    """The image as a file, also if it is text: base64, a data URL, or one as `image_url`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = from_json(value)
     if isinstance(value, dict) and value.keys() == {"image_url"}:
@@ -203,7 +203,7 @@ def _param_field(param: Param, highest: float) -> Any:
 def form_of(
     family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
 ) -> type[VideoRequest]:
-    """The form of a server's requests, by the family of its model and its use of photographs."""
+    """The form of a server's requests, by the family of its model and its use of images."""
     kind = SAMPLING_CLASSES[family]
     highest = {"steps": max_steps, "frames": max_frames}
     return create_model(
@@ -229,7 +229,7 @@ class Capabilities:
         sampling: the defaults, resolved.
         sizes: width and height of the frames that clients may choose.
         weights: fingerprint or commit of the model's weights; empty if they never change.
-        photo: whether a photograph is `needed`, `optional` or `refused`.
+        photo: whether an image is `needed`, `optional` or `refused`.
         prompt: the same; a negative prompt is optional wherever there is a prompt.
         unused: sampling parameters of the family that have no effect on the model.
         max_steps: of a clip.

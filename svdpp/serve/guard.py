@@ -22,7 +22,7 @@ from svdpp.serve.api_errors import ApiError, error_answer
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
 
-#: The routes whose body has a photograph.
+#: The routes whose body has an image.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON = "application/json"
 #: A body of JSON is in memory as a whole, unlike a form.
@@ -115,7 +115,6 @@ class Guard:
                 await self.app(scope, body, answer)
 
     def _count_upload(self, owner: str) -> None:
-        """Counts a body that is going to arrive; refuses one too many."""
         places = [(self._uploads.total(), self.limits.uploads, "")]
         if self.owner_of is not None:
             places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
@@ -145,7 +144,6 @@ class Guard:
         return owner
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
-        """`receive` with the limit of the body."""
         limit = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
             limit = min(limit * 4 // 3, JSON_BYTES)
@@ -191,7 +189,6 @@ class _Answer:
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """`receive` that refuses a body of more than `limit` bytes."""
     num_bytes = 0
 
     async def limited() -> Message:
@@ -206,7 +203,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def _kind_of(content_type: str) -> str:
-    """The type of a body with a photograph, which is in UTF-8.
+    """The type of a body with an image, which is in UTF-8.
 
     Python would decode a form's fields by any codec that it names, and some take minutes for a
     megabyte.

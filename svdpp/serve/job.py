@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import SamplingConfig
+from svdpp.config.limits import LARGE_MEGAPIXELS
 
 #: The folders of files in the data folder.
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
@@ -40,7 +41,7 @@ class Job:
         model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
-        photo: name of the file in the folder of photographs; empty for a clip from text alone.
+        photo: name of the file in the folder of images; empty for a clip from text alone.
         photo_name: the file name that the client gave, for people only.
         photo_pixels: width times height; 0 without an image.
         videos: SHA-256 of the further videos that the family takes, by name.
@@ -95,12 +96,17 @@ class Job:
     callback_attempts: int = 0
     callback_error: str | None = None
 
+    @property
+    def has_large_image(self) -> bool:
+        """Whether other jobs go first while its image is prepared."""
+        return self.photo_pixels > LARGE_MEGAPIXELS * 10**6
+
     def clip_in(self, folder: Path) -> Path:
         """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
         return clip_file(folder, self.id, self.token)
 
     def photo_in(self, folder: Path) -> Path | None:
-        """The photograph's file in a data folder; it may not exist."""
+        """The image's file in a data folder; it may not exist."""
         return folder / PHOTOS / self.photo if self.photo else None
 
     def videos_in(self, folder: Path) -> dict[str, Path]:
@@ -108,7 +114,7 @@ class Job:
         return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
 
     def uploads_in(self, folder: Path) -> list[Path]:
-        """The files of the photograph and the videos."""
+        """The files of the image and the videos."""
         photo = self.photo_in(folder)
         return [*([photo] if photo else []), *self.videos_in(folder).values()]
 

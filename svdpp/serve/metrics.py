@@ -202,7 +202,6 @@ def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeM
 
 
 def _resident_bytes() -> dict[str, int]:
-    """Resident bytes of this process, and of all its descendants together: ranks and helpers."""
     server, workers = psutil.Process(), 0
     for process in server.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended since

@@ -1,4 +1,4 @@
-"""The folder of uploaded photographs, each decoded in another process before it is kept."""
+"""The folder of uploaded images, each decoded in another process before it is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from svdpp.media.image import MAX_PIXELS, Photo
 from svdpp.serve.database import QueueAwayError
 
 _MAX_NAME = 100
-# Less than `retention.YOUNG_SECONDS`, after which its photograph is removed from a store.
+# Less than `retention.YOUNG_SECONDS`, after which its image is removed from a store.
 _REQUEST_SECONDS = 1800.0
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
@@ -40,21 +40,21 @@ _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 
 
 class DecoderBusyError(SvdppError):
-    """Too many photographs are being decoded: the same request can succeed later."""
+    """Too many images are being decoded: the same request can succeed later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLimits:
-    """Limits of the process that decodes a photograph.
+    """Limits of the process that decodes an image.
 
     Args:
-        max_pixels: of a photograph.
-        max_bytes: of address space. The largest photographs that `media.image` takes, 50 million
+        max_pixels: of an image.
+        max_bytes: of address space. The largest images that `media.image` takes, 50 million
             pixels, need up to 1.1 GB.
-        cpu_seconds: of CPU time, whole seconds. Those photographs need up to 3.
+        cpu_seconds: of CPU time, whole seconds. Those images need up to 3.
         seconds: from its start to its answer.
         wait_seconds: for one of `at_once` places.
-        at_once: how many photographs are decoded at the same time.
+        at_once: how many images are decoded at the same time.
     """
 
     max_pixels: int = MAX_PIXELS
@@ -66,7 +66,7 @@ class DecodeLimits:
 
 
 class PhotoFolder:
-    """The photographs of all jobs, named by the jobs' ids; any thread may call any method.
+    """The images of all jobs, named by the jobs' ids; any thread may call any method.
 
     The folder is created if it does not exist. Names that clients give are never used as paths.
     """
@@ -114,7 +114,7 @@ class PhotoFolder:
     def keep(
         self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
     ) -> Photo:
-        """Store the photograph in `source` under the id of its job, once it is decoded; durable.
+        """Store the image in `source` under the id of its job, once it is decoded; durable.
 
         The call blocks until then. If it raises, no file is left. `name` is for messages, by
         `shown_name`; the name of the returned path is `Job.photo`, or that of the `video` in

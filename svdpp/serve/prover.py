@@ -76,11 +76,7 @@ class Prover:
         self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, with the requests that an earlier server has not answered."""
-        with contextlib.suppress(QueueAwayError, StoreAwayError):  # the thread finds them later
-            for id in self._queue.to_prove():
-                if not self.request(id):
-                    self._queue.set_proof(id, "none")
+        """Starts the thread, which also answers the requests to earlier servers."""
         self._thread.start()
 
     def close(self) -> None:
@@ -94,14 +90,11 @@ class Prover:
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
 
-        If a file that it needs is gone, it becomes `failed` at once. False if it is not a completed
-        clip with files, or too many are waiting.
+        False if it is not a completed clip with files, or too many are waiting.
         """
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
-        if missing := self._missing(job):
-            return self._queue.set_proof(id, "failed", missing)
         with self._changed:
             known = self._queue.to_prove()
             is_taken = id in known or (
@@ -134,7 +127,6 @@ class Prover:
                 self._changed.wait(_SHARED_LOOK_SECONDS if is_shared else _LOOK_SECONDS)
 
     def _to_verify(self) -> list[str]:
-        """The clips to verify, requested ones first."""
         if not self._is_idle():
             return []
         return [*self._queue.to_prove(), *(self._queue.unproved() if self._when_idle else ())]
@@ -143,7 +135,7 @@ class Prover:
         """Verifies a clip; False if another server does or did, or the ranks have work."""
         if not self._is_idle():
             return False
-        with self._queue.lock(id) as is_held:
+        with self._queue.database.lock(id) as is_held:
             job = self._begin(id) if is_held else None
             if job is None:
                 return False
@@ -282,9 +274,9 @@ def _check_gpu(config: PipelineConfig) -> None:
 
     (need,) = estimate_ranks(config)
     free = free_bytes(config.device)
-    if need.total_bytes > free:
+    if need > free:
         raise OutOfMemoryError(
-            f"the whole model needs about {need.total_bytes / 2**30:.1f} GiB on a GPU beside the "
+            f"the whole model needs about {need / 2**30:.1f} GiB on a GPU beside the "
             f"ranks, and {config.device} has {free / 2**30:.1f} GiB free"
         )
 

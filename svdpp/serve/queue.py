@@ -19,18 +19,23 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
-from svdpp.serve.database import Database, Statements
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue_sqlite import QueueFile
 from svdpp.serve.store import FileStore
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from svdpp.serve.queue_postgres import QueueServer, Translated
+
+    Statements = sqlite3.Connection | Translated
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -85,22 +90,24 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
-_PUT_BACK = """
+# After the last of the claims that nobody renewed it fails.
+_IS_LAST = f"lost + {{lost}} >= {MAX_LOST}"
+_PUT_BACK = f"""
 UPDATE jobs SET
-    state = CASE WHEN cancel_asked THEN 'cancelled' ELSE 'queued' END,
-    finished_at = CASE WHEN cancel_asked THEN ? END,
-    started_at = CASE WHEN cancel_asked THEN started_at END,
+    state = CASE WHEN cancel_asked THEN 'cancelled' WHEN {_IS_LAST} THEN 'failed' ELSE 'queued' END,
+    error = CASE WHEN {_IS_LAST} AND NOT cancel_asked THEN ? ELSE error END,
+    finished_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN ? END,
+    started_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN started_at END,
     attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END,
-    lost = lost + ?,
+    lost = lost + {{lost}},
     server = NULL
-WHERE id = ? AND state = 'in_progress' AND token = ? AND {}
-RETURNING cancel_asked, turn, owner
+WHERE id = ? AND state = 'in_progress' AND token = ? AND {{and_}}
+RETURNING state, turn, owner
 """
-_FAIL_LOST = f"""
-UPDATE jobs SET state = 'failed', finished_at = ?, error = ?, lost = lost + 1
-WHERE id = ? AND state = 'in_progress' AND token = ? AND {_EXPIRED} AND lost >= ?
-    AND NOT cancel_asked
-"""
+_LOST = RankError(
+    f"{MAX_LOST} servers died, hung or lost the queue while they had this clip",
+    "their logs say why; request it again if the clip is not what ended them",
+)
 # One statement each, because every server asks them all the time.
 _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
@@ -119,7 +126,6 @@ SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
     AS claims ON server = id
 ORDER BY id
 """
-_FILES = "SELECT id, photo, videos, token FROM jobs"
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
 _IN_TURN = f"""
@@ -179,13 +185,15 @@ class JobQueue:
     ) -> None:
         self.store = store or FileStore(folder)
         """The files of the jobs."""
+        self.database: QueueFile | QueueServer
+        """What the queue is stored in."""
         if url is None:
-            self._database: Database = QueueFile(folder, adopts=adopts)
+            self.database = QueueFile(folder, adopts=adopts)
         else:
             from svdpp.serve.queue_postgres import QueueServer  # needs the extra
 
-            self._database = QueueServer(url, self.store, adopts=adopts)
-        self.is_shared = self._database.is_shared
+            self.database = QueueServer(url, self.store, adopts=adopts)
+        self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else None
         self.server = secrets.token_hex(8)
@@ -203,31 +211,7 @@ class JobQueue:
 
     def close(self) -> None:
         """Close the queue; does nothing the second time."""
-        self._database.close()
-
-    def check_there(self) -> None:
-        """Checks that what is written is kept."""
-        self._database.check_there()
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
-        return self._database.is_disk_low
-
-    def change(self, alone: str = "") -> AbstractContextManager[Statements]:
-        """A transaction: durable after the block, and nothing of it if the block raises.
-
-        No two that name the same `alone` run at the same time.
-        """
-        return self._database.change(alone)
-
-    def lock(self, id: str) -> AbstractContextManager[bool]:
-        """Keeps other servers from verifying a clip; whether none of them does."""
-        return self._database.lock(id)
-
-    def rows(self, query: str, *values: Any) -> list[Any]:
-        """The rows of a query, which does not wait for changes."""
-        return self._database.rows(query, *values)
+        self.database.close()
 
     @property
     def _own(self) -> tuple[str, list[str]]:
@@ -255,11 +239,11 @@ class JobQueue:
         """Store a new job, or find the one that the same request has created before.
 
         That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new photograph. QueueFullError: a limit is reached. What `check` finds, called
+        removes the new image. QueueFullError: a limit is reached. What `check` finds, called
         in the transaction, is raised.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
-        with self.change(alone="add") as database:
+        with self.database.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
@@ -268,20 +252,19 @@ class JobQueue:
             self._tell(database, _QUEUED)
         return job
 
-    def take_next(self, prepared: str | None = None) -> Job | None:
+    def take_next(self, *, large: bool = True) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none.
 
-        Jobs with large images are passed over, but for the one whose image is `prepared`.
+        Without `large`, jobs with large images are passed over.
         """
         for _ in range(_MAX_TRIES):
             makeable, known = self._makeable
-            following = _NEXT.format(f"{makeable} AND (id = ? OR NOT {_LARGE})")
-            values = *known, prepared
-            if not self.rows(following, *values):
+            following = _NEXT.format(makeable if large else f"{makeable} AND NOT {_LARGE}")
+            if not self.database.rows(following, *known):
                 return None
             try:
-                for lock, alone in self._database.claim_locks:
-                    if job := self._take(f"{following} {lock}", values, alone):
+                for lock, alone in self.database.claim_locks:
+                    if job := self._take(f"{following} {lock}", known, alone):
                         return job
             except _CannotMakeError as passed_job:
                 self._passed.add(passed_job.args[0])
@@ -289,7 +272,7 @@ class JobQueue:
 
     def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
         claim = time.time(), self.server, int(self.is_shared), self.lease_seconds
-        with self.change(alone) as database:
+        with self.database.change(alone) as database:
             rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
@@ -320,12 +303,13 @@ class JobQueue:
     def _put_back(
         self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
     ) -> bool:
-        statement = _PUT_BACK.format(_EXPIRED if is_lost else "true")
-        with self._ending(id, token), self.change() as database:
-            values = time.time(), int(counts), int(is_lost), id, token
+        condition = _EXPIRED if is_lost else "true"
+        statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
+        values = _json(error_to_dict(_LOST)), time.time(), int(counts), id, token
+        with self._ending(id, token), self.database.change() as database:
             rows = database.execute(statement, values).fetchall()
-            for is_cancelled, turn, owner in rows:
-                if not is_cancelled:
+            for state, turn, owner in rows:
+                if state == JobState.QUEUED:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
                     self._tell(database, _QUEUED)
         return bool(rows)
@@ -347,7 +331,7 @@ class JobQueue:
 
     def ask_to_cancel(self, id: str) -> bool:
         """Mark a job in progress, also for the next start of the server; the state stays."""
-        with self.change() as database:
+        with self.database.change() as database:
             self._tell(database, id)
             return _change(database, id, [JobState.IN_PROGRESS], cancel_asked=True)
 
@@ -365,7 +349,7 @@ class JobQueue:
 
     def take_callback(self, seconds: float) -> Job | None:
         """The next job whose webhook is due, which is not due again for so many seconds."""
-        with self.change() as database:
+        with self.database.change() as database:
             rows = database.execute(_TAKE_CALLBACK, (seconds,)).fetchall()
         return _job_of(rows[0]) if rows else None
 
@@ -375,12 +359,12 @@ class JobQueue:
         It changes nothing once a later try has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
-        with self.change() as database:
+        with self.database.change() as database:
             return database.execute(_SET_CALLBACK, values).rowcount == 1
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
-        with self.change() as database:
+        with self.database.change() as database:
             query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
             return database.execute(query, (id,)).rowcount == 1
 
@@ -391,7 +375,7 @@ class JobQueue:
         """
         jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
         held = [(job.id, why_not(job)) for job in jobs]
-        with self.change() as database:
+        with self.database.change() as database:
             for id, reason in held:
                 _change(database, id, [JobState.QUEUED], held=reason)
         return [reason for _, reason in held if reason is not None]
@@ -403,37 +387,21 @@ class JobQueue:
         a job fails whose claims have ended like this too often.
         """
         # After an outage all leases may have ended: those who hold them are to renew them first.
-        if self._database.connected_seconds < (self.lease_seconds or 0):
+        if self.database.connected_seconds < (self.lease_seconds or 0):
             return []
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
-        ended = map(tuple, self.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
+        ended = map(tuple, self.database.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
         others = [claim for claim in ended if claim not in self._claims.items()]
         # Its server may have renewed it since.
-        ids = [id for id, token in others if self._recover(id, token)]
+        ids = [id for id, token in others if self._put_back(id, token, is_lost=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
-
-    def _recover(self, id: str, token: int) -> bool:
-        """Puts back a job that nobody has claimed any more, or fails it; whether it was one."""
-        return (self.is_shared and self._fail_lost(id, token)) or self._put_back(
-            id, token, is_lost=True
-        )
-
-    def _fail_lost(self, id: str, token: int) -> bool:
-        """Fails a job that is lost for the last time; whether it is one."""
-        error = RankError(
-            f"{MAX_LOST} servers died, hung or lost the queue while they had this clip",
-            "their logs say why; request it again if the clip is not what ended them",
-        )
-        values = time.time(), _json(error_to_dict(error)), id, token, MAX_LOST - 1
-        with self.change() as database:
-            return database.execute(_FAIL_LOST, values).rowcount > 0
 
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
         try:
-            with self._ending(id, token), self.change() as database:
+            with self._ending(id, token), self.database.change() as database:
                 is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
             if not is_ended and (id, token) in self._unanswered:
                 job = self.get(id)
@@ -466,7 +434,7 @@ class JobQueue:
         return is_own
 
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
-        with self.change() as database:
+        with self.database.change() as database:
             return _change(database, id, states, **values)
 
     # --- a queue that servers share ---------------------------------------------------------------
@@ -482,7 +450,7 @@ class JobQueue:
         if not claims:
             return [], []
         columns = list(claims), list(claims.values()), [step_of(id) for id in claims]
-        renewed = dict(self.rows(_RENEW, self.lease_seconds, *columns))
+        renewed = dict(self.database.rows(_RENEW, self.lease_seconds, *columns))
         # Only now: if the database goes away before, they are found again.
         lost = [claim for claim in claims.items() if claim[0] not in renewed]
         lost = [claim for claim in lost if self._forget(*claim)]
@@ -492,23 +460,27 @@ class JobQueue:
         """At the end of a server: put back what it has claimed, and strike it off."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
             self.put_back(job.id, job.token, counts=False)
-        with self.change() as database:
+        with self.database.change() as database:
             database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
 
     def lives(self) -> set[str]:
         """The ids of the servers that live, if servers share the queue."""
         seen = "SELECT id FROM servers WHERE seen_at > clock() - ?"
-        return {id for (id,) in self.rows(seen, self.lease_seconds)} if self.is_shared else set()
+        return (
+            {id for (id,) in self.database.rows(seen, self.lease_seconds)}
+            if self.is_shared
+            else set()
+        )
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
-        self.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
+        self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
         """What each server has said, with `id`, `seen_seconds` and `claims`."""
         return [
             {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
-            for id, about, seen, claims in self.rows(_SERVERS)
+            for id, about, seen, claims in self.database.rows(_SERVERS)
         ]
 
     def listen(self, seconds: float) -> tuple[bool, list[str]]:
@@ -516,7 +488,7 @@ class JobQueue:
 
         Nothing after so many seconds.
         """
-        said = self._database.listen(seconds)
+        said = self.database.listen(seconds)
         return _QUEUED in said, [id for id in said if id != _QUEUED]
 
     def _tell(self, database: Statements, what: str) -> None:
@@ -552,19 +524,9 @@ class JobQueue:
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
         own, kind = self._own
-        return [(id, _sampling_of(text)) for id, text in self.rows(_IN_TURN.format(own), *kind)]
-
-    def next_large(self) -> Job | None:
-        """The next of the queued jobs with large images that this server can make."""
-        for _ in range(_MAX_TRIES):
-            makeable, values = self._makeable
-            following = _NEXT.format(f"{makeable} AND {_LARGE}")
-            rows = self.rows(f"SELECT {_COLUMNS} FROM jobs WHERE id = ({following})", *values)
-            try:
-                return self._to_make(rows[0]) if rows else None
-            except _CannotMakeError as passed_job:
-                self._passed.add(passed_job.args[0])
-        return None
+        return [
+            (id, _sampling_of(text)) for id, text in self.database.rows(_IN_TURN.format(own), *kind)
+        ]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -578,21 +540,23 @@ class JobQueue:
     def has_unfinished(self) -> bool:
         """Whether a job has not ended, perhaps one that this server cannot make."""
         unfinished = _any_of(state for state in JobState if not state.is_final)
-        return bool(self.rows(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
+        return bool(self.database.rows(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
         where = "WHERE state != 'queued' OR held IS NULL"
-        numbers = dict(self.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state"))
+        numbers = dict(
+            self.database.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state")
+        )
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
         """The number of jobs that are queued, and not held, or in progress."""
-        return int(self.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
+        return int(self.database.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
 
     def oldest_waiting(self) -> float | None:
         """The time of the oldest request that is queued and not held; None if there is none."""
-        ((oldest,),) = self.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
+        ((oldest,),) = self.database.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
         return None if oldest is None else float(oldest)
 
     def to_prove(self) -> list[str]:
@@ -607,40 +571,36 @@ class JobQueue:
         unproved = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
         return self._ids(f"{unproved} ORDER BY seq DESC", *kind)
 
-    def finished(self) -> dict[str, float]:
+    def finished(self, before: float = math.inf) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
-        where = f"{_FINAL} AND proof != 'running' ORDER BY finished_at, seq"
-        return dict(self.rows(f"SELECT id, finished_at FROM jobs WHERE {where}"))
-
-    def files(self) -> dict[str, tuple[list[str], int]]:
-        """The names of the uploaded files of every job, and its token, by id."""
-        return {
-            id: ([*filter(None, [photo]), *(f"{id}.{name}" for name in json.loads(videos))], token)
-            for id, photo, videos, token in self.rows(_FILES)
-        }
+        where = f"{_FINAL} AND proof != 'running' AND finished_at < ? ORDER BY finished_at, seq"
+        return dict(self.database.rows(f"SELECT id, finished_at FROM jobs WHERE {where}", before))
 
     def clips(self) -> dict[str, int | None]:
         """The token of the claim that each job's clip is of, by id; None: it has no clip now."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
-        return dict(self.rows(f"SELECT id, {token} FROM jobs"))
+        return dict(self.database.rows(f"SELECT id, {token} FROM jobs"))
 
     def claimants(self) -> set[str]:
         """The ids of the servers that have claims."""
         query = "SELECT DISTINCT server FROM jobs WHERE state = 'in_progress'"
-        return {id for (id,) in self.rows(query)}
+        return {id for (id,) in self.database.rows(query)}
 
     @contextlib.contextmanager
     def without(self, id: str) -> Iterator[bool]:
         """Whether there is no job of that id, nor will be during the block."""
-        with self.change(alone="add") as database:
+        with self.database.change(alone="add") as database:
             known = "SELECT 1 FROM jobs WHERE id = ?"
             yield not database.execute(known, (id,)).fetchall()
 
     def _ids(self, where: str, *values: Any) -> list[str]:
-        return [id for (id,) in self.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
+        return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [_job_of(row) for row in self.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)]
+        return [
+            _job_of(row)
+            for row in self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)
+        ]
 
 
 def _marks(values: Iterable[Any]) -> str:

@@ -21,17 +21,16 @@ from svdpp.media import output_files
 from svdpp.redaction import redact
 from svdpp.serve.database import (
     VERSION,
-    Database,
     QueueAwayError,
-    Rows,
-    Statements,
     check_own,
     check_version,
+    is_disk_low,
     schema,
 )
 from svdpp.serve.store import MARK, FileStore
 
 _CHANNEL = "svdpp"
+_QUEUE = "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
 _CONNECT_SECONDS = 5
 # After a failure the database is left alone for so long.
@@ -52,14 +51,13 @@ _NETWORK: dict[str, Any] = {
 }
 
 
-class QueueServer(Database):
+class QueueServer:
     """A queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused, and so has each data folder.
+    sees another one is refused, and so has each data folder. The methods are those of `QueueFile`.
     """
 
-    is_shared = True
     # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
     # the turns of several owners. With more claims than owners, one claim waits for the other.
     claim_locks = (
@@ -68,8 +66,7 @@ class QueueServer(Database):
     )
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
-        super().__init__(folder := store.folder)
-        self._store = store
+        self._folder, self._store = store.folder, store
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
@@ -77,10 +74,10 @@ class QueueServer(Database):
         self._retry_at, self._why_away = 0.0, ""
         self._connected_at = time.monotonic()
         self._id = ""
-        with output_files.disk_errors(f"cannot use the data folder {str(folder)!r}"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.change(alone="tables") as statements:
-                self._create(statements, adopts=adopts)
+        with output_files.disk_errors(f"cannot use the data folder {str(self._folder)!r}"):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self.lock("tables", waits=True):
+                self._open_or_create(adopts=adopts)
 
     def close(self) -> None:
         """End the connections; does nothing the second time."""
@@ -90,13 +87,13 @@ class QueueServer(Database):
                 self._drop(use)
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Statements]:
+    def change(self, alone: str = "") -> Iterator[Translated]:
         """A transaction; `alone` is the name of a lock that it holds."""
         with self._locks["write"], self._errors("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
             self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
             try:
-                statements = _Translated(self._open["write"])
+                statements = Translated(self._open["write"])
                 yield statements
                 statements.execute("COMMIT")
             finally:
@@ -116,13 +113,15 @@ class QueueServer(Database):
     @property
     def is_disk_low(self) -> bool:
         """Also whether the folder is not the queue's, because its disk is not mounted."""
-        return super().is_disk_low or not self._is_marked(self._id)
+        return is_disk_low(self._folder) or self._mark() != self._id
 
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[bool]:
-        """Holds a lock during the block; it ends with the connection."""
+    def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
+        """Holds a lock during the block, perhaps after others; it ends with the connection."""
         key = "hashtext(current_schema), hashtext(?)"
-        ((is_held,),) = self.rows(f"SELECT pg_try_advisory_lock({key})", name)
+        function = "pg_advisory_lock" if waits else "pg_try_advisory_lock"
+        ((answer,),) = self.rows(f"SELECT {function}({key})", name)
+        is_held = waits or answer
         try:
             yield is_held
         finally:
@@ -145,61 +144,86 @@ class QueueServer(Database):
         """Since the latest connection was made."""
         return time.monotonic() - self._connected_at
 
-    def _create(self, statements: Statements, *, adopts: bool) -> None:
-        """Create the tables that are missing, and compare the folder's mark with theirs."""
+    def _open_or_create(self, *, adopts: bool) -> None:
+        """Opens the queue, or makes the tables of a new one, which its files are marked for."""
         known = "SELECT to_regclass('queue')::text, to_regclass('jobs')::text"
-        queue, jobs = statements.execute(known).fetchall()[0]
+        ((queue, jobs),) = self.rows(known)
         if queue is None and jobs is not None:
             raise RequestError(
                 "the tables of the database of --queue are of another program",
                 "name another database, or another schema by ?options=-csearch_path%3Dsvdpp",
             )
-        version, id = 0, ""
-        if queue is not None:
-            version, id = statements.execute("SELECT version, id FROM queue").fetchall()[0]
+        version, id = (0, "") if queue is None else self.rows("SELECT version, id FROM queue")[0]
         check_version(version, "database with --queue")
-        if version != VERSION:
-            serial = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+        self._check_files(id, adopts=adopts)
+        with contextlib.ExitStack() as undo:
+            # Before the transaction, which must not wait for a store.
+            self._id = self._mark_files(id, undo)
+            if version != VERSION:
+                self._make_tables(version, self._id)
+            undo.pop_all()
+        self._store.belong_to(self._id)
+
+    def _make_tables(self, version: int, id: str) -> None:
+        serial = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+        with self.change() as statements:
             for statement in schema(version, serial).split(";\n"):
                 statements.execute(statement)
-        self._check_folder(id, adopts=adopts)
-        if not version:
-            statements.execute("CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)")
-            id = (self.folder / MARK).read_text()
-            statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
-        self._id = id
-        self._store.belong_to(id)
-        statements.execute("UPDATE queue SET version = ?", (VERSION,))
+            if not version:
+                statements.execute(
+                    "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
+                )
+                statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
+            statements.execute("UPDATE queue SET version = ?", (VERSION,))
 
-    def _check_folder(self, id: str, *, adopts: bool) -> None:
-        """Marks folder and store of a new queue; refuses what other servers do not see."""
+    def _check_files(self, id: str, *, adopts: bool) -> None:
+        """Refuses a folder or a store that other servers do not see, or that is of others."""
+        if adopts:
+            return
         store = self._store
-        if not adopts:
-            if not id or (store.is_remote and not (self.folder / MARK).exists()):
-                check_own(self.folder, "", "name the queue that it belongs to")
-            elif not self._is_marked(id):
-                raise _not_of_queue(f"the data folder {str(self.folder)!r}", "folder")
-            if store.is_remote and store.mark() != id:
-                raise _not_of_queue("the store of --files", "store")
-        if not self._is_marked(id):
-            output_files.write_text(self.folder / MARK, id or secrets.token_hex(16))
-        if store.is_remote and (not id or store.mark() != id):
-            store.put(self.folder / MARK)
+        if not id or (store.is_remote and not self._mark()):
+            check_own(self._folder, "", "name the queue that it belongs to")
+        elif self._mark() != id:
+            raise _not_of_queue(f"the data folder {str(self._folder)!r}", "folder")
+        if store.is_remote and store.mark() != id:
+            raise _not_of_queue("the store of --files", "store")
+        if not id and (objects := store.objects()):
+            raise RequestError(
+                f"the store of --files has no queue, but other objects, such as {min(objects)!r}",
+                "name another place in the bucket, or add --adopt to use this one: its objects are "
+                "left alone",
+            )
 
-    def _is_marked(self, id: str) -> bool:
+    def _mark_files(self, id: str, undo: contextlib.ExitStack) -> str:
+        store, marked = self._store, id or secrets.token_hex(16)
+        if store.is_remote and (before := store.mark()) != marked:
+            store.set_mark(marked)
+            undo.callback(store.set_mark, before)
+        if (before := self._mark()) != marked:
+            self._set_mark(marked)
+            undo.callback(self._set_mark, before)
+        return marked
+
+    def _set_mark(self, id: str) -> None:
+        if id:
+            output_files.write_text(self._folder / MARK, id)
+        else:
+            (self._folder / MARK).unlink()
+
+    def _mark(self) -> str:
         with contextlib.suppress(OSError):
-            return (self.folder / MARK).read_text() == id
-        return False
+            return (self._folder / MARK).read_text()
+        return ""
 
     # --- connections ------------------------------------------------------------------------------
 
-    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> Rows:
+    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
         """Runs a statement that can be repeated, because the connection may have ended before."""
         if use in self._open:
             with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                return _Translated(self._open[use]).execute(query, values)
+                return Translated(self._open[use]).execute(query, values)
             self._drop(use)
-        return _Translated(self._connect(use)).execute(query, values)
+        return Translated(self._connect(use)).execute(query, values)
 
     def _connect(self, use: str) -> psycopg.Connection[Any]:
         if self._is_closed or time.monotonic() < self._retry_at:
@@ -245,13 +269,14 @@ def _not_of_queue(what: str, kind: str) -> RequestError:
     )
 
 
-class _Translated:
+class Translated:
     """A connection that takes the statements of the queue."""
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
 
-    def execute(self, query: str, values: Sequence[Any] = (), /) -> Rows:
+    def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        """Runs a statement."""
         return self._connection.execute(_translated(query), values or None)
 
 

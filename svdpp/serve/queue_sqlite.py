@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,10 @@ from svdpp.serve.database import (
     LOCK,
     RESERVE,
     VERSION,
-    Database,
-    Statements,
     check_own,
     check_version,
     free_and_low,
+    is_disk_low,
     schema,
 )
 
@@ -37,15 +38,22 @@ _BUSY_SECONDS = 10.0
 _RESERVE_BYTES = 4 * 2**20
 
 
-class QueueFile(Database):
-    """The SQLite file of a data folder, which one process uses at a time.
+class QueueFile:
+    """The SQLite file of a data folder, which one process uses at a time; thread-safe.
+
+    Every method but `close` raises OutputError if it fails, and ClosedError after `close`.
 
     The folder is created if it does not exist; one that has other files and no queue is refused
     unless `adopts`.
     """
 
+    claim_locks: Sequence[tuple[str, str]] = [("", "")]
+    """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
+    connected_seconds = math.inf
+    """For how long nothing has come between this server and the database."""
+
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
-        super().__init__(folder)
+        self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
         # A read need not wait for the disk to finish a write, so it has its own connection.
@@ -72,8 +80,11 @@ class QueueFile(Database):
             self._opened.close()
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Statements]:  # noqa: ARG002  # all are
-        """A transaction, which is alone in the file."""
+    def change(self, alone: str = "") -> Iterator[sqlite3.Connection]:  # noqa: ARG002  # all are
+        """A transaction: durable after the block, and nothing of it if the block raises.
+
+        No two that name the same `alone` run at the same time.
+        """
         with self._writing, self._errors():
             self._keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
@@ -90,6 +101,19 @@ class QueueFile(Database):
         with self._reading, self._errors():
             return self._reader.execute(query, values).fetchall()
 
+    def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
+        """Holds a lock during the block, unless another server does; whether it is held."""
+        return contextlib.nullcontext(True)
+
+    def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
+        """What servers have said, as soon as one does, at most after so many seconds."""
+        return []
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken."""
+        return is_disk_low(self._folder)
+
     def check_there(self) -> None:
         """Checks that the file still has its name; SQLite writes also to one without a name."""
         if self._on_disk() != self._opened_as:
@@ -100,8 +124,8 @@ class QueueFile(Database):
 
     def _keep_reserve(self) -> None:
         """Gives the reserve up if the disk is full, and takes it back once there is enough."""
-        reserve = self.folder / RESERVE
-        free, low = free_and_low(self.folder)
+        reserve = self._folder / RESERVE
+        free, low = free_and_low(self._folder)
         if free < _RESERVE_BYTES:
             reserve.unlink(missing_ok=True)
         elif free > low + _RESERVE_BYTES and not reserve.exists():
@@ -152,7 +176,6 @@ def _create(database: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which also ends with the process."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:

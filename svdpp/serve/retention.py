@@ -58,13 +58,13 @@ def sweep(
     The age counts from the final state; the bytes are those of all jobs, also of open ones. Returns
     the ids of the removed jobs.
     """
-    sizes = {} if max_bytes is None else _sizes(queue, folder)
-    total, removed = sum(sizes.values()), []
-    for id, finished_at in queue.finished().items():
-        is_old = max_age_seconds is not None and now - finished_at > max_age_seconds
-        is_too_much = max_bytes is not None and total > max_bytes
-        if (is_old or is_too_much) and remove_job(queue, folder, id):
-            total -= sizes.get(id, 0)
+    sizes = Counter[str]() if max_bytes is None else _sizes(queue)
+    excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
+    oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
+    removed = []
+    for id, finished_at in queue.finished(math.inf if excess > 0 else oldest).items():
+        if (finished_at < oldest or excess > 0) and remove_job(queue, folder, id):
+            excess -= sizes[id]
             removed.append(id)
     return removed
 
@@ -81,20 +81,23 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
     return queue.remove(id)
 
 
-def _sizes(queue: JobQueue, folder: Path) -> Mapping[str, int]:
-    """The bytes of the files of each job."""
-    if not queue.store.is_remote:
-        with _errors(folder):
-            return {
-                id: sum(map(_num_bytes, _files(folder, id, uploads, token)))
-                for id, (uploads, token) in queue.files().items()
-            }
-    sizes = Counter[str]()
-    ids = queue.files()
-    for name, (num_bytes, _) in queue.store.objects().items():
+def _sizes(queue: JobQueue) -> Counter[str]:
+    sizes, ids = Counter[str](), queue.clips()
+    for name, num_bytes in _all_files(queue.store).items():
         if (found := _ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
     return sizes
+
+
+def _all_files(store: FileStore) -> dict[str, int]:
+    if store.is_remote:
+        return {name: num_bytes for name, (num_bytes, _) in store.objects().items()}
+    with _errors(store.folder):
+        return {
+            path.name: _num_bytes(path)
+            for name, own in _OWN.items()
+            for path in _regular_files(store.folder / name, own, math.inf)
+        }
 
 
 def remove_lost_clips(store: FileStore, job: Job, *, is_lost: bool) -> None:
@@ -120,7 +123,7 @@ def remove_leftovers(
 ) -> None:
     """Remove what servers that do not live any more have left, and claims that were lost.
 
-    That is unfinished files, clips that are not of their job's last claim, and photographs of
+    That is unfinished files, clips that are not of their job's last claim, and images of
     requests that have stored no job. `requests` are of this server, and go on. `in_use` are parts
     of the names of files that this server needs.
     """
@@ -200,7 +203,7 @@ def _is_lost_object(name: str, seconds: float, tokens: Mapping[str, int | None])
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
-    """At the start of a server, move the photographs and clips of no job to `lost+found`.
+    """At the start of a server, move the images and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. Only regular files
     with the names that a server gives are touched, and links are not followed. Returns the files at
@@ -209,7 +212,7 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     if queue.store.is_remote:  # the folder has only copies
         return []
     oldest = time.time() - YOUNG_SECONDS if queue.is_shared else math.inf
-    ids = queue.files()
+    ids = queue.clips()
     with _errors(folder):
         strangers = [
             path

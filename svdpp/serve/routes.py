@@ -145,7 +145,7 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
 
 
 def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
-    """The body for the OpenAPI document: a form, or JSON, in which a photograph is text."""
+    """The body for the OpenAPI document: a form, or JSON, in which an image is text."""
     form = form_type.model_json_schema()
     as_json = {**form, "properties": dict(form["properties"])}
     url = {"type": "object", "properties": {"image_url": {"type": "string"}}}
@@ -164,7 +164,6 @@ def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
 
 
 async def _requested(request: Request, service: Service, owner: Owner, key: str | None) -> Video:
-    """The new video, or the one of an earlier request with the same key."""
     try:
         if request.headers["content-type"].lower().startswith(JSON):
             return await in_thread(_create, service, await request.body(), owner, key)
@@ -231,6 +230,7 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
 routes = APIRouter(tags=["videos"])
 
 
+@routes.head("/v1/videos", include_in_schema=False)
 @routes.get("/v1/videos", responses=documented(404, 422))
 def list_videos(
     service: Served,
@@ -251,6 +251,7 @@ def list_videos(
     )
 
 
+@routes.head("/v1/videos/{id}", include_in_schema=False)
 @routes.get("/v1/videos/{id}", responses=documented(404))
 def get_video(id: str, service: Served, owner: Owned) -> Video:
     """A video's state, progress and ETA."""
@@ -324,7 +325,7 @@ def get_content(id: str, service: Served, owner: Owned, request: Request) -> Res
 def get_input(
     id: str, service: Served, owner: Owned, request: Request, field: str = IMAGE_FIELD
 ) -> Response:
-    """The photograph, or the video of another field, as the client sent it."""
+    """The image, or the video of another field, as the client sent it."""
     job = service.job(id, owner)
     path = {IMAGE_FIELD: job.photo_in(service.folder), **job.videos_in(service.folder)}.get(field)
     if path is None:
@@ -353,7 +354,6 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
 
 
 def _check_streams(service: Service) -> None:
-    """Refuses one more client that waits for a clip."""
     if service.followers.number >= MAX_STREAMS:
         text = f"{MAX_STREAMS} clients follow clips already"
         hint = "GET /v1/videos/{id} says the same"

@@ -227,8 +227,6 @@ def _allow_connections() -> None:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn without its own handling of signals."""
-
     def __init__(self, app: ASGIApp) -> None:
         # Its records go where all others go, not to a format of its own.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)

@@ -56,7 +56,7 @@ class ServerSettings:
     max_frames: int = MAX_FRAMES
     limits: Limits = field(default_factory=Limits)
     max_pixels: int = MAX_PIXELS
-    """Of a photograph."""
+    """Of an image."""
     keep_seconds: float | None = None
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
@@ -150,7 +150,7 @@ class Service:
             text = "the server is ending: it takes no more clips"
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
-        if self.queue.is_disk_low:
+        if self.queue.database.is_disk_low:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
@@ -163,12 +163,12 @@ class Service:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
-        if self.queue.is_disk_low:
+        if self.queue.database.is_disk_low:
             return "the disk is nearly full"
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
-            self.queue.check_there()
+            self.queue.database.check_there()
             num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"
@@ -177,7 +177,7 @@ class Service:
         return None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Checks and stores photograph and job durably; the same request may have created the job.
+        """Checks and stores image and job durably; the same request may have created the job.
 
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """

@@ -135,6 +135,17 @@ class FileStore:
             return found.decode()
         return ""
 
+    def set_mark(self, queue_id: str) -> None:
+        """Says of the store that it belongs to a queue; `""`: to none any more."""
+        if not queue_id:
+            self.remove_object(MARK)
+            return
+        try:
+            with self._errors():
+                self._system.pipe_file(self._at(MARK), queue_id.encode())
+        except FileNotFoundError as error:  # the bucket
+            raise self._away(output_files.reason(error)) from error
+
     # --- whether it answers -----------------------------------------------------------------------
 
     def belong_to(self, queue_id: str) -> None:
@@ -160,20 +171,22 @@ class FileStore:
             self._thread.join(_CLOSE_SECONDS)  # what it puts may not answer
 
     def _run(self, publish: Callable[[], None]) -> None:
-        next_look = 0.0
+        next_look, is_failing = 0.0, False
         while not self._is_closing.wait(_TURN_SECONDS):
             try:
                 if self.why_away or time.monotonic() >= next_look:
                     self._look()
                     next_look = time.monotonic() + _LOOK_SECONDS
                 publish()
+                is_failing = False
             except StoreAwayError:
                 pass  # it is logged
             except Exception:
-                logger.exception("latent checkpoints are not put into the store")
+                if not is_failing:
+                    logger.exception("latent checkpoints are not put into the store")
+                is_failing = True
 
     def _look(self) -> None:
-        """Finds out whether the store answers, and belongs to the queue."""
         if self.mark() != self._queue_id:
             raise self._away("it has no mark of the queue")
         if self.why_away:
@@ -212,7 +225,6 @@ class FileStore:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the folder in it."""
     import fsspec  # of the extra
 
     options = {"config_kwargs": _S3} if url.startswith(("s3:", "s3a:")) else {}

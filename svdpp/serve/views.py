@@ -77,7 +77,7 @@ class Callback(BaseModel):
 
 
 class Input(BaseModel):
-    """The photograph of a clip."""
+    """The image of a clip."""
 
     name: str
     sha256: str

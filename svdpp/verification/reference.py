@@ -17,11 +17,12 @@ import torch
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.memory import check_memory
-from svdpp.driver.ranks import run_rank_task
 from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Observer
+from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import RequestError
+from svdpp.launch import process_group
 from svdpp.launch.group import RankContext
+from svdpp.launch.started import start_ranks
 from svdpp.media import video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
@@ -31,7 +32,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
-from svdpp.worker.rank import load_model
+from svdpp.worker.rank import load_model, run_rank, wait_for_stop
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.tensor_store import (
     TensorStore,
@@ -86,23 +87,26 @@ def run_reference(
         if isinstance(event, ClipDone):
             hashes[event.clip] = event.metadata
 
-    run_rank_task(
-        _compute_all,
-        alone,
-        setup,
-        until=lambda: len(hashes) == len(setup.requests),
-        observers=(collect, *observers),
-    )
+    process_group.check_devices(alone.device, 1)
+    backend = process_group.choose_backend(alone.device, 1)
+    group = start_ranks(_main, setup, world_size=1, backend=backend, device=alone.device)
+    supervisor = Supervisor(group, alone, collect, *observers)
+    try:
+        supervisor.supervise(lambda: len(hashes) == len(setup.requests))
+    finally:
+        supervisor.kill()
     return [hashes[clip] for clip in sorted(hashes)]
 
 
-def _compute_all(
-    context: RankContext,  # noqa: ARG001
-    device: str,
-    reporter: Reporter,
-    config: PipelineConfig,  # noqa: ARG001
-    setup: _Setup,
-) -> None:
+def _main(context: RankContext, setup: _Setup) -> None:
+    def work(device: torch.device, reporter: Reporter) -> None:
+        _compute_all(str(device), reporter, setup)
+        wait_for_stop(context.channel)
+
+    run_rank(context, setup.config, work)
+
+
+def _compute_all(device: str, reporter: Reporter, setup: _Setup) -> None:
     begun = time.monotonic()
     with out_of_memory_named(None):
         compute = _diffusers(setup, device) if setup.checkpoint else _dummy(setup, device)

@@ -11,13 +11,11 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils._pytree import tree_map
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.branches import half, joined
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -49,7 +47,6 @@ class Reference:
         *,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
-        divided: bool = False,
     ) -> tuple[torch.Tensor, Frames]:
         """Makes one clip by `__call__`; returns its final latent and its frames.
 
@@ -59,7 +56,6 @@ class Reference:
             sampling: resolved.
             before_steps: called before the first step.
             after_step: called after each step, with its index, the latent and the solver's history.
-            divided: evaluate each batch of two as two batches of one, as a pair of ranks does.
         """
         checkpoint, row = self._checkpoint, self._checkpoint.row
         pipe = self._pipe(source is not None)
@@ -73,8 +69,7 @@ class Reference:
                 step = steps.scheduler_step(pipe.scheduler.step)
                 patches.enter_context(replaced(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
-                real = _in_halves(module.forward) if divided else module.forward
-                patches.enter_context(replaced(module, forward=steps.forward(real)))
+                patches.enter_context(replaced(module, forward=steps.forward(module.forward)))
             output = pipe(
                 **call_arguments(pipe, checkpoint, sampling, request, source, generator),
                 **callback,
@@ -161,17 +156,6 @@ class _Steps:
         self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
         self._count += 1
         return {}
-
-
-def _in_halves(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A denoiser's `real` that evaluates a batch of two as two batches of one, as a pair does."""
-
-    @functools.wraps(real)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        halves = [half(branch, real, args, kwargs) for branch in (0, 1)]
-        return tree_map(joined, *(real(*each, **named) for each, named in halves))
-
-    return evaluate
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:

@@ -38,7 +38,7 @@ def main() -> None:
         ]
         for queue in queues:
             queue.kind = "svd"
-        with queues[0].change() as database:
+        with queues[0].database.change() as database:
             for number in range(asked.queued):
                 _insert(database, new_job(model="svd", owner=f"owner{number % asked.owners}"))
         server.execute("ANALYZE")

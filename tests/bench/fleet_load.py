@@ -120,7 +120,7 @@ def main() -> None:
             opened.enter_context(closing(JobQueue(folder, url=server.url)))
             for _ in range(asked.threads)
         ]
-        with queues[0].change() as database:
+        with queues[0].database.change() as database:
             for number in range(asked.queued):
                 _insert(database, new_job(owner=f"owner{number % _OWNERS}", **_JOB))
         server.execute("ANALYZE")
@@ -165,7 +165,7 @@ def _size(queue: JobQueue) -> list[int]:
     """Bytes of WAL ever written, rows, and bytes of tables and indexes."""
     wal = "pg_current_wal_lsn() - '0/0'"
     query = f"SELECT {wal}, (SELECT count(*) FROM jobs), pg_total_relation_size('jobs')"
-    return [int(each) for each in queue.rows(query)[0]]
+    return [int(each) for each in queue.database.rows(query)[0]]
 
 
 if __name__ == "__main__":

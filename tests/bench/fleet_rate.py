@@ -39,7 +39,7 @@ def main() -> None:
     with postgres_server(fsync=True) as database, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
         queue = opened.enter_context(closing(JobQueue(folder, url=database.url)))
-        with queue.change() as statements:
+        with queue.database.change() as statements:
             jobs = int(asked.seconds * 20)
             for seed in range(jobs):
                 _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))

@@ -37,15 +37,15 @@ def _round(
 ) -> Round:
     """A clip in which each rank does one step."""
     trace = Trace(4)
-    trace.add(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
+    trace(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
     for rank, seconds in step_seconds.items():
-        trace.add(rank, StepDone(clip=0, step=rank, seconds=seconds))
+        trace(rank, StepDone(clip=0, step=rank, seconds=seconds))
         action = f"DENOISE c0 {rank}:{rank + 1}"
-        trace.add(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
+        trace(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
     for (source, target), seconds in transfers.items():
         about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
-        trace.add(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
-        trace.add(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
+        trace(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
     return replace(round_of(case, 0), trace=trace)
 
 

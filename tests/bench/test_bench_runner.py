@@ -18,7 +18,8 @@ from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.files import read_costs
-from svdpp.diagnostics.run_recorder import FigureRecorder
+from svdpp.diagnostics.figures import measured_figures
+from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
@@ -40,18 +41,18 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
     config = config_of().alone()
-    recorder = FigureRecorder(config, config.layout.schedule)
-    recorder(0, Joined(device="cpu", load_seconds=2.0))
+    trace = Trace(1)
+    trace(0, Joined(device="cpu", load_seconds=2.0))
     for step in range(2):
-        recorder(0, StepDone(clip=0, step=step, seconds=seconds / 2))
-    recorder(0, ActionDone(action="DENOISE c0 0:2", start=5.0, end=5 + seconds, waited=0.0))
-    recorder(0, Finished(allocated_bytes=None, reserved_bytes=2**30))
-    figures = recorder.figures()
+        trace(0, StepDone(clip=0, step=step, seconds=seconds / 2))
+    trace(0, ActionDone(action="DENOISE c0 0:2", start=5.0, end=5 + seconds, waited=0.0))
+    trace(0, Finished(allocated_bytes=None, reserved_bytes=2**30))
+    figures = measured_figures(trace, config, config.layout.schedule)
     assert figures is not None
     return Round(
         case=case,
         number=number,
-        trace=recorder.trace,
+        trace=trace,
         figures=replace(figures, start_seconds=3.0),
         latents_sha256=[sha256],
         frames_sha256=[None],

@@ -58,7 +58,7 @@ def test_an_image_of_many_pixels_is_refused_with_the_option() -> None:
     answer = svdpp_here("run", "big.png", *DEMO)
     assert_error(answer, 7, "6000x4001 pixels, the limit is 24 million", "raise --max-megapixels")
     answer = svdpp_here("run", "big.png", *DEMO, "--max-megapixels", "60")
-    assert_error(answer, 2, "--max-megapixels must be 1 to 50, got 60")
+    assert_error(answer, 2, "--max-megapixels 60 is not in the range 1<=x<=50")
 
 
 @pytest.mark.parametrize("what", ["", "folder", "*.png"])
@@ -93,12 +93,6 @@ def test_an_out_that_cannot_be_written(out: str) -> None:
     assert Path("file").read_bytes() == b"mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_out_without_permission() -> None:
-    Path("locked").mkdir(mode=0o500)
-    assert_error(svdpp_here("run", PHOTO, *DEMO, "--out", "locked"), 8, "Permission denied")
-
-
 @pytest.mark.parametrize("command", [("run", PHOTO, *DEMO), ("simulate",), ("verify", *DEMO)])
 def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
     Path("file").touch()
@@ -111,24 +105,18 @@ def test_a_log_file_that_cannot_be_written(command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "seeds", "expected"),
+    ("seeds", "expected"),
     [
-        (None, None, [0]),
-        ("7", None, [7]),
-        ("0", None, [0]),
-        (str(2**63 - 1), None, [2**63 - 1]),
-        (None, "5", [5]),
-        (None, "1-3", [1, 2, 3]),
-        (None, "1,3,5-7", [1, 3, 5, 6, 7]),
-        (None, " 1 , 2 ", [1, 2]),
-        (None, "7,1-3", [7, 1, 2, 3]),
-        (None, "1-3,2-4,1", [1, 2, 3, 4]),
-        (None, "4-4", [4]),
-        (None, str(2**63 - 1), [2**63 - 1]),
+        ("5", [5]),
+        ("1,3,5-7", [1, 3, 5, 6, 7]),
+        (" 1 , 2 ", [1, 2]),
+        ("1-3,2-4,1", [1, 2, 3, 4]),
+        ("4-4", [4]),
+        (str(2**63 - 1), [2**63 - 1]),
     ],
 )
-def test_seeds(seed: str | None, seeds: str | None, expected: list[int]) -> None:
-    assert parse_seeds(seed, seeds) == expected
+def test_seeds(seeds: str, expected: list[int]) -> None:
+    assert parse_seeds(seeds) == expected
 
 
 @pytest.mark.parametrize(
@@ -141,7 +129,7 @@ def test_seeds(seed: str | None, seeds: str | None, expected: list[int]) -> None
 )
 def test_texts_that_are_no_seeds(text: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_seeds(None, text)
+        parse_seeds(text)
 
     assert caught.value.message.isprintable()
 
@@ -150,7 +138,7 @@ def test_texts_that_are_no_seeds(text: str) -> None:
 @pytest.mark.parametrize("text", ["0-99999", "0-99998,100000-199999", "0-99998,0-99999"])
 def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
     try:
-        seeds = parse_seeds(None, text)
+        seeds = parse_seeds(text)
     except RequestError:
         return
     assert len(seeds) == len(set(seeds))
@@ -171,7 +159,7 @@ def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
     ],
 )
 def test_dtypes(text: Dtype | None, device: str, family: str | None, dtype: str) -> None:
-    assert ModelOptions(model="demo", dtype=text).to_config(device, family).dtype == dtype
+    assert ModelOptions(model="demo", dtype=text).model_config(device, family).dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +18,13 @@ from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.verification.verify import run_pipelined
 from svdpp.verification.whole_call import stack_frames
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = pytest.mark.processes
 
 KNOBS = ["--steps", "4", "--height", "64", "--width", "64", "--frames", "3", "--threads", "1"]
-
-
-def _svdpp(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "svdpp", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=cwd,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +62,9 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     photos = example_photos()[:2]
     out = tmp_path / "out"
     command = ["run", *photos, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
-    done = _svdpp(*command, "--seeds", "3-4", "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    records = json.loads(done.stdout)
+    done = svdpp_alone(*map(str, command), "--seeds", "3-4", "--out", str(out), "--json")
+    assert done.code == 0, done.err
+    records = json.loads(done.out)
     names = [(photo.stem, seed) for photo in photos for seed in (3, 4)]
     assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in names]
     pipe = StableVideoDiffusionPipeline.from_pretrained(tiny, dtype=torch.float32)
@@ -161,21 +148,14 @@ def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.Mon
 
 
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-            *("--log-dir", str(tmp_path)),
-            *("-m", "svdpp", "simulate", "--total-steps", "28", "--device", "cpu"),
-            *("--dtype", "fp32", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    done = python(
+        *("-m", "torch.distributed.run", "--nproc-per-node=4", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=localhost:0", "--log-dir", str(tmp_path)),
+        *("-m", "svdpp", "simulate", "--total-steps", "28", "--device", "cpu"),
+        *("--dtype", "fp32", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
     assert (report["world_size"], report["clips"], report["num_steps"]) == (4, 8, 28)
     assert [rank["steps_done"] for rank in report["ranks"]] == [56] * 4
 
@@ -189,9 +169,7 @@ def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path)
     assert done.code == 0, done.err
     records = [json.loads(line)["record"] for line in log.read_text().splitlines()]
     said = [(record["extra"]["rank"], record["message"]) for record in records]
-    assert [r for r, text in said if text.startswith("ready: steps")] == [0, 1] or [
-        r for r, text in said if text.startswith("ready: steps")
-    ] == [1, 0]
+    assert {rank for rank, text in said if text.startswith("ready: steps")} == {0, 1}
     sends = [text for rank, text in said if rank == 0 and text.startswith("send")]
     receives = [text for rank, text in said if rank == 1 and text.startswith("recv")]
     assert len(sends) == len(receives) == 3

@@ -30,6 +30,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.media.inputs import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_frames, read_sound, write_clip
+from svdpp.plan.layout import Roles
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.cli.test_help import parsed
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
@@ -153,7 +154,7 @@ def test_a_profile_is_what_plans_take(
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert seconds > 0
-    assert costs.peak_gib(encode=True, denoise=True, decode=True)
+    assert costs.peak_gib(Roles(encode=True, denoise=True, decode=True))
     planned = svdpp_here(
         *("plan", "--world", "2", "--steps", "10", "--costs", str(path), "--expert-boundary", "4"),
         "--split=balanced",

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.run_request import RunRequest
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
-from tests.cli.test_help import parsed
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -46,8 +44,6 @@ FOLLOWED = [
     "plan --world 29",
     "plan --world 9 --replicas 2",
     "plan --replicas 3",
-    "plan --model demo --dtype fp16",
-    "plan --frames 4 --model demo --memory --decode-chunk-size auto",
     "plan --costs two.json",
     "plan --device-memory 9",
     "simulate --world 3",
@@ -85,13 +81,6 @@ def test_errors_name_an_option_as_it_was_typed(name: str) -> None:
     assert other not in answer.err + answer.out
 
 
-def test_a_plan_of_hosts_names_no_other_number_of_ranks() -> None:
-    answer = svdpp_here("plan", "--hosts", "2x4")
-
-    assert_error(answer, 2, "over 8 ranks", "use --steps 24 or --steps 32, or --split alternating")
-    assert "--world" not in answer.err
-
-
 def test_a_launched_run_names_no_other_number_of_ranks() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
     answer = svdpp_here("run", PHOTO, *DEMO, "--steps", "28", env=env)
@@ -109,14 +98,6 @@ def test_a_model_in_capitals_is_told_the_spelling() -> None:
 
 
 NASTY = "$(touch x); 'a' b.jpg"
-
-
-@pytest.mark.parametrize(("options", "words"), [("", ""), ("--seed random", r"--seed \d+ and ")])
-def test_how_an_interrupted_run_goes_on(options: str, words: str) -> None:
-    values = parsed(f"svdpp run a.jpg {options}")
-    groups = {name: values[name] for name in ("options", "inputs", "prompts", "output")}
-    said = RunRequest(launched=None, **groups).how_to_go_on
-    assert re.fullmatch(f"the same command with {words}--resume", said)
 
 
 def test_suggested_commands_quote_what_the_user_has_named() -> None:

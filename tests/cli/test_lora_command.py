@@ -29,18 +29,18 @@ ASKED = ("--prompt", "the sea", "--steps", "4", "--world", "2", "--split", "bala
     ],
 )
 def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
-    assert ModelOptions(lora=[text]).to_config("cpu", "wan").loras == (lora,)
+    assert ModelOptions(lora=[text]).model_config("cpu", "wan").loras == (lora,)
 
 
 @pytest.mark.parametrize("text", ["", " ", "a:1000", "a:inf:low:1e999"])
 def test_what_is_no_lora_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="--lora"):
-        ModelOptions(lora=[text]).to_config("cpu", "wan")
+        ModelOptions(lora=[text]).model_config("cpu", "wan")
 
 
 def test_the_dummy_model_takes_none() -> None:
     with pytest.raises(RequestError, match="the dummy model takes no --lora"):
-        ModelOptions(model=DUMMY_MODEL, lora=["a"]).to_config("cpu", "svd")
+        ModelOptions(model=DUMMY_MODEL, lora=["a"]).model_config("cpu", "svd")
 
 
 def test_the_forecast_of_four_steps_on_four_ranks_is_what_plan_prints() -> None:

@@ -140,11 +140,7 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
             None,
             "run: 0 of 2 clips, 0:00 elapsed, about 1:40 left",
         ),
-        (
-            {"costs": Costs(step_seconds=2.0), "forecasts": True},
-            1,
-            "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00, about 1:24 left",
-        ),
+        ({}, 1, "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00"),
         ({"ranks": False}, None, "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"),
     ],
 )

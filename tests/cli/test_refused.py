@@ -22,8 +22,6 @@ PLAN = [
     ("--layout auto --decode-ranks 2", "auto chooses the layout: leave out --decode-r"),
     ("--cfg-parallel 3", "--cfg-parallel '3' is not one of 'auto', '1', '2'"),
     ("--decode-ranks 3 --frames 8 --decode-chunk-size 4", "needs as many chunks of frames, and a "),
-    ("--decode-ranks 2 --decode-chunk-size auto", "auto needs a device with free memory"),
-    ("--decode-ranks 2 --decode-chunk-size 4 --height 64", "--height has an effect only with"),
     ("--costs svd-xt", "--costs 'svd-xt' is neither a file nor a preset"),
     ("--layout auto --device-memory 0", "--device-memory must be finite numbers above 0, got '0'"),
     (
@@ -32,12 +30,10 @@ PLAN = [
     ),
     ("--layout auto --device-memory 79,79,47", "names 3 devices, but there are 4 ranks"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
-    ("--frames 4", "--frames has an effect only with --memory"),
-    ("--decode-chunk-size 4", "leave out --decode-chunk-size"),
     ("--compare --world 0", "--world must be 1 to 65536, got 0"),
     ("--layout auto --world 0", "--world must be 1 to 65536, got 0"),
-    ("--clips 100000000", "--clips must be 1 to 100000, got 100000000"),
-    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--clips 100000000", "--clips 100000000 is not in the range 1<=x<=100000"),
+    ("--clips 0", "--clips 0 is not in the range 1<=x<=100000"),
     ("--world 100000", "--world must be 1 to 65536, got 100000"),
     ("--world 4096 --clips 9999 --split alternating", "replicas of 4096 are too many to forecast"),
     ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
@@ -58,7 +54,7 @@ PLAN = [
 
 # tests/test_config.py has the range of each number.
 RUN = [
-    ("--decode-chunk-size two", "--decode-chunk-size must be a number or auto, got 'two'"),
+    ("--decode-chunk-size two", "--decode-chunk-size 'two' is not a valid integer"),
     ("--fit zoom", "--fit 'zoom' is not one of 'crop', 'pad', 'stretch'"),
     ("--dtype int8", "--dtype 'int8' is not one of 'fp32'"),
     ("--steps 0", "must be 1 to 1000, got 0"),
@@ -66,7 +62,7 @@ RUN = [
     ("--world 0", "--world must be 1 to 65536, got 0"),
     ("--gpus 0", "--gpus must be 1 to 65536, got 0"),
     ("--timeout 0", "--timeout must be above 0 and at most 604800 s, got 0.0"),
-    ("--seed -1", "seed must be 0 to 2^63 - 1, got -1"),
+    ("--seed -1", "--seed -1 is not in the range 0<=x<="),
     ("--device tpu", "--device must be cpu, cuda or cuda:N, got 'tpu'"),
     ("--format avi", "--format 'avi' is not one of 'mp4', 'gif'"),
     ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),
@@ -81,20 +77,20 @@ RUN = [
 # What these commands have of their own; the rest is that of `run`.
 SIMULATE = [
     ("--world 3", "the nearest step counts that can are 27 and 30"),
-    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--clips 0", "--clips 0 is not in the range 1<=x<=100000"),
     ("--steps 0", "must be 1 to 1000, got 0"),
     ("--frames 4", "--frames has no effect on the dummy model"),
     ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
     ("--latent-shape 1 4 2 -8 8", "latent shape 1 4 2 -8 8 needs 5 positive"),
 ]
 VERIFY = [
-    ("--clips 0", "--clips must be 1 to 100000, got 0"),
+    ("--clips 0", "--clips 0 is not in the range 1<=x<=100000"),
     ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
     ("--tolerance -1", "--tolerance must be 0 or more, got -1.0"),
     ("--tolerance nan", "--tolerance must be 0 or more, got nan"),
     (f"--model dummy {shlex.quote(PHOTO)}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
-    ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
+    ("a.json b.json --gpus 2 --fps 7", ": --gpus, --fps;"),
     ("a.json --share-experts", "finished clip: --share-experts;"),
 ]
 REFUSED = [
@@ -132,7 +128,6 @@ RUN_DEMO = f"run {shlex.quote(PHOTO)} {_DEMO}"
         ("simulate", {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
         ("verify --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
-        (f"{RUN_DEMO} --decode-chunk-size auto", TORCHRUN, "auto is chosen before ranks start"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
         (RUN_DEMO, {"RANK": "0"}, "incomplete torchrun environment"),
         (RUN_DEMO, {**TORCHRUN, "RANK": "x"}, "invalid torchrun environment"),

@@ -6,7 +6,6 @@ import io
 import json
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,8 +67,7 @@ def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(pipeline, "submit", count)
         plan = ClipPlan(requests, [{} for _ in requests])
-        making = SimpleNamespace(pipeline=pipeline, clips=plan)
-        made = list(run._Run._results(making))
+        made = list(run.results_of(pipeline, plan))
     assert parts == [2, 2, 2, 1]
     assert [result.request.seed for result in made] == list(range(7))
 

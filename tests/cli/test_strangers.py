@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -32,16 +32,8 @@ def put(path: Path, content: Content) -> None:
         content(path)
 
 
-class Outcome(NamedTuple):
-    """The answer of a command, and its resources."""
-
-    answer: Answer
-    cpu_seconds: float
-    peak_bytes: int
-    """Largest resident memory until then."""
-
-
-# One process for all commands, because the start of Python takes seconds.
+# One process for all commands, because the start of Python takes seconds. Of each the answer, the
+# seconds of the CPU, and the largest resident memory until then.
 BATCH = """
 import json, resource, sys, time
 import svdpp.driver.pipeline
@@ -52,19 +44,6 @@ for command in json.load(sys.stdin):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps([vars(answer), time.process_time() - begun, peak]))
 """
-
-
-def run_batch(commands: list[tuple[str, ...]], cwd: Path) -> list[Outcome]:
-    """Runs each of `commands` (arguments of svdpp) in `cwd`, one after the other."""
-    done = python("-c", BATCH, cwd=cwd, stdin=json.dumps(commands))
-    assert done.code == 0, done
-    lines = (json.loads(line) for line in done.out.splitlines())
-    return [Outcome(Answer(**answer), seconds, peak) for answer, seconds, peak in lines]
-
-
-def assert_quick_and_small(outcome: Outcome, base: Outcome) -> None:
-    assert outcome.cpu_seconds < MAX_CPU_SECONDS
-    assert outcome.peak_bytes - base.peak_bytes < MAX_BYTES
 
 
 def change_json(name: str, **values: Any) -> Callable[[Path], None]:
@@ -131,46 +110,30 @@ def test_faults_of_model_folders(tmp_path: Path) -> None:
         ("run", PHOTO, "--device", "cpu", "--model", f"./{model.name}")
         for model in (tmp_path / "gone", *models)
     ]
-    base, *outcomes = run_batch(commands, tmp_path)
+    done = python("-c", BATCH, cwd=tmp_path, stdin=json.dumps(commands))
+    assert done.code == 0, done
+    (gone, _, base), *outcomes = (json.loads(line) for line in done.out.splitlines())
 
-    assert_error(base.answer, 5, "there is no folder './gone'")
+    assert_error(Answer(**gone), 5, "there is no folder './gone'")
     for (name, (_, words)), outcome in zip(MODEL_FAULTS.items(), outcomes, strict=True):
-        assert_error(outcome.answer, 5, repr(f"./{name}"), words)
-        assert_quick_and_small(outcome, base)
+        answer, cpu_seconds, peak_bytes = outcome
+        assert_error(Answer(**answer), 5, repr(f"./{name}"), words)
+        assert cpu_seconds < MAX_CPU_SECONDS
+        assert peak_bytes - base < MAX_BYTES
     assert not (tmp_path / "out").exists()
 
 
-def without_a_weight(weights: dict[str, torch.Tensor]) -> None:
-    del weights["conv_in.weight"]
-
-
-def of_another_shape(weights: dict[str, torch.Tensor]) -> None:
-    weights["conv_in.bias"] = torch.zeros(9)
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        pytest.param(
-            *(without_a_weight, "weights are missing, the first is 'conv_in.weight'"),
-            marks=pytest.mark.full,
-        ),
-        (of_another_shape, "unet cannot be loaded: Cannot load  because conv_in.bias expected"),
-    ],
-)
-@pytest.mark.long
-def test_weights_of_another_model(
-    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], words: str
-) -> None:
+def test_weights_of_another_model(tmp_path: Path) -> None:
     """Only a rank, which has diffusers, knows the required weights; it checks them first."""
     model, log = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "log"
     weights = load_file(model / UNET)
-    change(weights)
+    weights["conv_in.bias"] = torch.zeros(9)
     save_file(weights, model / UNET, metadata={"format": "pt"})
     run = ("run", PHOTO, "--device", "cpu", "--model", "./model", "-q", "--log-file", str(log))
     answer = svdpp_alone(*run, *TINY, "--world", "2", cwd=tmp_path)
 
+    words = "unet cannot be loaded: Cannot load  because conv_in.bias expected"
     assert_error(answer, 5, "'./model'", words)
     found = json.loads(log.read_text().splitlines()[0])["record"]
     assert "failed at start" in found["message"]

@@ -60,8 +60,6 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "ffmpeg", "output folder", "model", "memory", "transfers", "cut test"]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
-    said = " ".join(answer.out.split())
-    assert re.search(r"of two: the latents are (bitwise equal|\d+\.\d dB apart)", said)
     assert not (tmp_path / "out").exists()
 
 

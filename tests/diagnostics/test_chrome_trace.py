@@ -33,8 +33,14 @@ def _events() -> list[tuple[int, Event]]:
     ]
 
 
+def _trace_file(path: Path, *, begin: float = 100.0, **about: Any) -> TraceFile:
+    file = TraceFile(path, about)
+    file._begin = begin
+    return file
+
+
 def _written(folder: Path, *events: tuple[int, Event]) -> list[dict[str, Any]]:
-    file = TraceFile(folder / "new" / "trace.json", {"note": 1}, begin=100.0)
+    file = _trace_file(folder / "new" / "trace.json", note=1)
     for rank, event in events or _events():
         file(rank, event)
     file.close()
@@ -89,7 +95,7 @@ def test_a_transfer_is_an_arrow_from_its_sender_to_its_receiver(tmp_path: Path) 
 def test_the_file_of_a_killed_run_is_a_trace(tmp_path: Path) -> None:
     """What is on the disk after each event, without `close`."""
     path = tmp_path / "trace.json"
-    file = TraceFile(path, {}, begin=100.0)
+    file = _trace_file(path)
     lengths = []
     for rank, event in _events():
         file(rank, event)
@@ -116,11 +122,11 @@ def test_memory_is_a_counter_of_its_changes(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> None:
     """As an endless run of two ranks: 30 events for each clip."""
-    file = TraceFile(tmp_path / "trace.json", {}, begin=0.0)
+    file = _trace_file(tmp_path / "trace.json", begin=0.0)
     trace = Trace(2, last_clips=20)
 
     def take(rank: int, event: Event) -> None:
-        trace.add(rank, event)
+        trace(rank, event)
         file(rank, event)
 
     def make(clip: int) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.diagnostics import cut_test, doctor
+from svdpp.diagnostics import doctor
+from svdpp.diagnostics.cut_test import cut_test
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
+from svdpp.verification.result import Place, VerificationResult, compare_latents
 from tests.models.test_rows import CASES, one_of_each_family
 from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_rows import save_tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: What published configs have besides the defaults of diffusers' classes.
 _T5 = {"d_model": 4096, "num_heads": 64, "d_kv": 64, "d_ff": 10240, "num_layers": 24}
@@ -98,20 +98,16 @@ def _defaults(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> list[str]:
+def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> None:
     config = PipelineConfig(
         world_size=1, model=ModelConfig(name=checkpoint.name), sampling=sampling
     )
     folder.mkdir()
-    found = cut_test.compare(checkpoint, folder, config, "cpu")
+    result = cut_test(checkpoint, folder, config)
     assert sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 100e6
-    if checkpoint.row.branches != "batch":
-        assert found.divided == ""
-    elif found.divided != "bitwise equal":
-        decibels = re.fullmatch(r"(\d+\.\d) dB apart", found.divided)
-        assert decibels is not None
-        assert float(decibels[1]) > 80
-    return found.differences
+    assert result.bitwise, result.first_difference
+    assert {check.step for check in result.checks} == {1, 2, 3, 4}
+    assert result.checks[-1].what in ("frames", "audio")
 
 
 @pytest.mark.long
@@ -120,7 +116,7 @@ def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
     checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))
-    assert _check(checkpoint, case.config(), tmp_path / "copy") == []
+    _check(checkpoint, case.config(), tmp_path / "copy")
 
 
 @pytest.mark.long
@@ -131,42 +127,28 @@ def test_a_copy_of_published_sizes_is_tiny_and_equal(tmp_path: Path, name: str) 
     folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
     _with_published_sizes(folder, IMAGE_CHANNELS.get(name))
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)), weights=False)
-    assert _check(checkpoint, case.config(), tmp_path / "copy") == []
+    _check(checkpoint, case.config(), tmp_path / "copy")
 
 
 @pytest.mark.long
-def test_two_experts_are_cut_and_damage_to_a_packet_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_experts_are_cut(tmp_path: Path) -> None:
     folder = save_tiny_wan(tmp_path / "saved", boundary_ratio=0.875)
-    checkpoint, sampling = find_checkpoint(ModelConfig(name=str(folder))), WanSampling()
-    assert _check(checkpoint, sampling, tmp_path / "copy") == []
-    sent = cut_test._CutTest._sent
-
-    def damaged(self: Any, tensors: Any) -> Any:
-        received = sent(self, tensors)
-        return {**received, "latents": received["latents"] + 1e-3}
-
-    monkeypatch.setattr(cut_test._CutTest, "_sent", damaged)
-    found = _check(checkpoint, sampling, tmp_path / "damaged")
-    assert found[0] == "the latent after step 0, of steps 0 to 1"
-    assert "the frames, cut after step 3" in found
+    _check(find_checkpoint(ModelConfig(name=str(folder))), WanSampling(), tmp_path / "copy")
 
 
 @pytest.mark.long
 def test_svd_of_the_published_sizes(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(ModelConfig(), weights=False)
-    assert _check(checkpoint, SvdSampling(), tmp_path / "copy") == []
+    _check(checkpoint, SvdSampling(), tmp_path / "copy")
 
 
-@pytest.mark.parametrize("found", [["the frames"], ["the frames", "the latent"]])
-def test_a_difference_fails_the_check(
-    found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cut_test, "differences", lambda *_: cut_test.Found(found, ""))
+def test_a_difference_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.zeros(1, 1, 4, 2, 2), torch.ones(1, 1, 4, 2, 2)
+    result = VerificationResult((compare_latents(one, other, Place(clip=0, step=1, rank=0)),))
+    monkeypatch.setattr(doctor, "cut_test", lambda *_: result)
     names = ("devices", "model", "cut test")
     monkeypatch.setattr(doctor, "_CHECKS", {name: doctor._CHECKS[name] for name in names})
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     *_, check = doctor.examine(doctor.Examination(config, tmp_path))
     assert (check.verdict, check.exit_code) == ("failed", 3)
-    assert check.detail.startswith("other bits than diffusers' whole call: the frames")
+    assert check.detail.startswith("other bits than diffusers' whole call: clip 0, the latent")

@@ -81,7 +81,7 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     assert len(lines) == (0 if figures.clips <= figures.world_size else 3 if advice else 1)
     if advice is None:
         return
-    asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"].layout
+    asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
     names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
     counts = {"num_steps": figures.num_steps, "world_size": figures.world_size}
     layout = Layout(**counts, **names, costs=figures.costs)

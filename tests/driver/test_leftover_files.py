@@ -11,8 +11,10 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, OutputConfig
-from svdpp.driver.clips import LeftoverFiles
+from svdpp.driver.clips import OpenClips
+from svdpp.errors import ClosedError, InputError, error_to_dict
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, saved_steps
+from svdpp.worker.messages import ClipDone, ClipFailed
 
 _DIES_WHILE_WRITING = """
 import os, sys
@@ -40,16 +42,24 @@ def _is_kept(folder: Path, request: ClipRequest) -> bool:
     return bool(saved_steps(folder, request.latents_key))
 
 
+def _clips(folder: Path | None, *requests: ClipRequest) -> OpenClips:
+    """The first of them is finished, the second is lost, and the third is on its way."""
+    clips = OpenClips(1, lambda *_: None, latents_folder=None if folder is None else str(folder))
+    clips.add(requests, [28] * len(requests), for_results=False)
+    clips(0, ClipDone(clip=0, metadata={}))
+    clips(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))
+    clips.end(ClosedError("the end"))
+    return clips
+
+
 def test_checkpoints_of_finished_clips_go_however_late_they_come(tmp_path: Path) -> None:
     finished, lost, unfinished = map(_request, range(3))
-    files = LeftoverFiles(str(tmp_path))
     for request in (finished, lost, unfinished):
         _keep(tmp_path, request)
-    files.settled(finished, is_finished=True)
-    files.settled(lost, is_finished=False)
+    clips = _clips(tmp_path, finished, lost, unfinished)
     assert not _is_kept(tmp_path, finished)
     _keep(tmp_path, finished)  # by a rank with a slow disk
-    files.remove([unfinished])
+    clips.clean_up()
     assert not _is_kept(tmp_path, finished)
     assert _is_kept(tmp_path, lost)
     assert _is_kept(tmp_path, unfinished)
@@ -60,9 +70,5 @@ def test_half_written_files_go_from_the_folders_of_all_clips(tmp_path: Path) -> 
     for place in places:
         subprocess.run([sys.executable, "-c", _DIES_WHILE_WRITING, str(place)], check=False)
         assert len(list(place.parent.iterdir())) == 1
-    finished, lost, unfinished = (_request(seed, place) for seed, place in enumerate(places))
-    files = LeftoverFiles(None)
-    files.settled(finished, is_finished=True)
-    files.settled(lost, is_finished=False)
-    files.remove([unfinished])
+    _clips(None, *(_request(seed, place) for seed, place in enumerate(places))).clean_up()
     assert [list(place.parent.iterdir()) for place in places] == [[], [], []]

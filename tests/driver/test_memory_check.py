@@ -15,6 +15,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
+from svdpp.verification import reference
 from svdpp.verification.reference import run_reference
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
@@ -44,7 +45,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(ranks, "start_ranks", start)
+    for module in (ranks, reference):
+        monkeypatch.setattr(module, "start_ranks", start)
 
 
 @pytest.mark.usefixtures("one_gib")

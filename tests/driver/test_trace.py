@@ -16,23 +16,23 @@ def _trace() -> Trace:
 
 
 def _add_clip(trace: Trace) -> None:
-    trace.add(0, Joined(device="cpu", load_seconds=0.5))
-    trace.add(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
+    trace(0, Joined(device="cpu", load_seconds=0.5))
+    trace(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
     _add_steps(trace, 0, 1.5, 2.5)
-    trace.add(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
+    trace(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
     _add_steps(trace, 1, 1.5, 2.0)
-    trace.add(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
-    trace.add(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
+    trace(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
+    trace(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
     transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
-    trace.add(
+    trace(
         0, TransferDone(direction="send", peer=1, seconds=0.25, waited=3.75, end=15.5, **transfer)
     )
-    trace.add(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=15.5, **transfer))
+    trace(1, TransferDone(direction="recv", peer=0, seconds=0.25, end=15.5, **transfer))
 
 
 def _add_steps(trace: Trace, rank: int, *seconds: float) -> None:
     for index, each in enumerate(seconds):
-        trace.add(rank, StepDone(clip=0, step=2 * rank + index, seconds=each))
+        trace(rank, StepDone(clip=0, step=2 * rank + index, seconds=each))
 
 
 def test_steps_are_placed_back_to_back_before_their_actions_end() -> None:
@@ -65,10 +65,10 @@ def test_costs_are_the_means_and_the_hop_is_the_receivers() -> None:
 def test_steps_of_a_pair_cost_what_a_forecast_halves() -> None:
     trace = Trace(2)
     for rank in (0, 1):
-        trace.add(rank, StepDone(clip=0, step=0, seconds=0.7))
+        trace(rank, StepDone(clip=0, step=0, seconds=0.7))
         action = Action(Kind.DENOISE, 0, 0, 1, 1 - rank)
-        trace.add(rank, ActionDone(action=action, start=0.0, end=0.7, waited=0.0))
-    trace.add(
+        trace(rank, ActionDone(action=action, start=0.0, end=0.7, waited=0.0))
+    trace(
         1,
         TransferDone(
             direction="recv", clip=0, next_step=0, peer=0, num_bytes=1, seconds=0.2, end=0.0
@@ -84,14 +84,6 @@ def test_summary_is_in_the_forecasts_terms() -> None:
     assert summary.bubble == pytest.approx(1 - 9.5 / 20)
 
 
-def test_rank_statistics_add_up() -> None:
-    first, second = _trace().rank_stats()
-    assert (first.device, first.steps_done, first.compute_seconds) == ("cpu", 2, 5.0)
-    assert (first.wait_seconds, first.transfer_seconds, first.bubble) == (0.5, 0.0, 0.5)
-    assert (second.wait_seconds, second.transfer_seconds) == (5.0, 0.25)
-    assert (first.mean_step_seconds, first.p95_step_seconds) == (2.0, 2.5)
-
-
 def test_a_run_without_spans_has_no_summary() -> None:
     with pytest.raises(ValueError, match="no spans to sum up"):
         Trace(2).summary()
@@ -99,11 +91,11 @@ def test_a_run_without_spans_has_no_summary() -> None:
 
 def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
     trace = Trace(1)
-    trace.add(0, StepDone(clip=0, step=0, seconds=1.0))
-    trace.add(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
-    trace.add(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
-    trace.add(0, StepDone(clip=2, step=0, seconds=1.5))
-    trace.add(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
+    trace(0, StepDone(clip=0, step=0, seconds=1.0))
+    trace(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
+    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
+    trace(0, StepDone(clip=2, step=0, seconds=1.5))
+    trace(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
     assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]
 
 
@@ -114,10 +106,10 @@ def _bounded(last_clips: int, num_clips: int) -> Trace:
     for clip in range(num_clips):
         start, end = end + 0.5, end + 0.5 + 2 * (clip + 1)
         for step in range(2):
-            trace.add(0, StepDone(clip=clip, step=step, seconds=clip + 1))
-        trace.add(0, ActionDone(action=f"DENOISE c{clip} 0:2", start=start, end=end, waited=0.5))
+            trace(0, StepDone(clip=clip, step=step, seconds=clip + 1))
+        trace(0, ActionDone(action=f"DENOISE c{clip} 0:2", start=start, end=end, waited=0.5))
         transfer = {"clip": clip, "next_step": 2, "num_bytes": 8, "peer": 0}
-        trace.add(0, TransferDone(direction="recv", seconds=0.25, end=end, **transfer))
+        trace(0, TransferDone(direction="recv", seconds=0.25, end=end, **transfer))
     return trace
 
 
@@ -132,15 +124,13 @@ def test_a_bounded_trace_keeps_the_last_clips_and_the_means_of_all() -> None:
     assert (trace.spans, trace.steps) == (whole.spans[7:], whole.steps[14:])
     assert trace.costs() == whole.costs()
     assert trace.costs().step_seconds == pytest.approx(5.5)
-    (stats,) = trace.rank_stats()
-    assert (stats.steps_done, stats.mean_step_seconds, stats.wait_seconds) == (6, 9.0, 1.5)
     assert trace.summary().clips == 3
 
 
 def test_an_old_clip_that_comes_late_is_not_kept() -> None:
     trace = _bounded(2, 10)
     kept = list(trace.spans)
-    trace.add(0, StepDone(clip=3, step=2, seconds=1.0))
-    trace.add(0, ActionDone(action="DENOISE c3 2:3", start=200.0, end=201.0, waited=0.0))
+    trace(0, StepDone(clip=3, step=2, seconds=1.0))
+    trace(0, ActionDone(action="DENOISE c3 2:3", start=200.0, end=201.0, waited=0.0))
     assert trace.spans == kept
     assert {step.clip for step in trace.steps} == {8, 9}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.driver.memory import estimate_ranks
+from svdpp.driver.memory import estimate_parts
+from svdpp.driver.resolve import resolve
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report
@@ -55,8 +56,8 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
     run_pipelined(config, requests, tmp_path, observers=[ours])
     run_sequential(config, requests, tmp_path, observers=[theirs])
     result = compare(config, 2, tmp_path)
-    estimates = estimate_ranks(config)
-    needed = [each.weight_bytes + each.activation_bytes for each in estimates]
+    parts = estimate_parts(*resolve(config))
+    needed = [parts.of_rank(roles).peak_bytes for roles in config.layout.roles]
     peaks = [ours.peaks[rank].allocated_bytes or 0 for rank in range(2)]
     ratios = [peak / need for peak, need in zip(peaks, needed, strict=True)]
     report.add(

@@ -36,10 +36,7 @@ def _python(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param(("run", PHOTO, "--device", "cuda")),
         pytest.param(("doctor", "--device", "cuda")),
         pytest.param(("verify", "--device", "cuda"), marks=pytest.mark.long),
-        pytest.param(
-            ("run", PHOTO, "--device", "cuda:1", "--decode-chunk-size", "auto"),
-            marks=pytest.mark.long,
-        ),
+        pytest.param(("run", PHOTO, "--device", "cuda:1"), marks=pytest.mark.long),
     ],
     ids=lambda command: command[0],
 )

@@ -101,7 +101,7 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> 
         connected = rank.submit(connections.connect, store, TERMS.hello(), TERMS)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
-        connected.result()[0].close()  # until now it was open
+        connected.result()[0].close()  # it was open until now
 
 
 def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemoryStore) -> None:

@@ -25,15 +25,21 @@ from PIL import Image, ImageFile, ImageOps
 from svdpp.errors import InputError
 from svdpp.media import image as media
 from svdpp.media.image import Photo, fit_photo, read_photo
-from svdpp.media.inputs import check_inputs, find_images, raise_all
+from svdpp.media.inputs import check_inputs
 from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
 
 
-def read(folder: Path, data: bytes, name: str = "x") -> Image.Image:
-    (folder / name).write_bytes(data)
-    image, photo = read_photo(folder / name)
+def settings_of_pillow() -> Any:
+    return Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, [*warnings.filters]
+
+
+def read(folder: Path, data: bytes) -> Image.Image:
+    (folder / "x").write_bytes(data)
+    before = settings_of_pillow()
+    image, photo = read_photo(folder / "x")
+    assert settings_of_pillow() == before
     assert image.mode == "RGB"
     assert image.size == (photo.width, photo.height)
     return image
@@ -316,34 +322,24 @@ def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
     refusal(Path(name))
 
 
-def test_process_wide_settings_of_pillow_stay(tmp_path: Path) -> None:
-    limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
-    read(tmp_path, encoded(gradient(), "JPEG"))
-    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
-    assert limit == Image.MAX_IMAGE_PIXELS
-    assert warnings.filters == filters
+def found(inputs: Sequence[str], videos: int | None = None) -> list[Path]:
+    return [photo.path for photo in check_inputs(inputs, videos)]
 
 
-def found(inputs: Sequence[str], *, videos: bool = False) -> list[Path]:
-    problems: list[InputError] = []
-    paths = find_images(inputs, problems, videos=videos)
-    raise_all(problems)
-    return paths
-
-
-def test_find_images_expands_and_keeps_order(tmp_path: Path) -> None:
+def test_inputs_are_expanded_and_keep_their_order(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     (folder / "sub.png").mkdir(parents=True)
+    data = encoded(gradient(), "PNG")
     for name in ("b.PNG", "a.jpg", ".hidden.png", "notes.txt", "c.tiff"):
-        (folder / name).write_bytes(b"x")
-    (tmp_path / "last.dat").write_bytes(b"x")
+        (folder / name).write_bytes(data)
+    (tmp_path / "last.dat").write_bytes(data)
     expected = [folder / name for name in ("a.jpg", "b.PNG", "c.tiff")]
     assert found([str(folder)]) == expected
     assert found([f"{folder}/*"]) == expected
     assert found([f"{tmp_path}/**/[bc].*"]) == expected[1:]
     mixed = [str(tmp_path / "last.dat"), str(folder / "c.tiff"), str(folder)]
     assert found(mixed) == [tmp_path / "last.dat", expected[2], *expected[:2]]
-    (folder / "[ab].jpg").write_bytes(b"x")
+    (folder / "[ab].jpg").write_bytes(data)
     literal = str(folder / "[ab].jpg")  # a literal name goes before a pattern
     assert found([literal]) == [Path(literal)]
     Path(literal).unlink()
@@ -353,36 +349,29 @@ def test_find_images_expands_and_keeps_order(tmp_path: Path) -> None:
     assert found([]) == []
 
 
-def test_find_images_lists_every_problem(tmp_path: Path) -> None:
+def test_every_bad_input_is_listed(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     os.mkfifo(tmp_path / "full" / "fifo.png")
-    good = tmp_path / "good.png"
-    good.write_bytes(b"x")
-    names = ["gone.png", "empty", "*.bmp", "full", "a\0*"]
+    for name, data in (("good", encoded(gradient(), "PNG")), ("text", b"text"), ("none", b"")):
+        (tmp_path / f"{name}.png").write_bytes(data)
+    words = {
+        "gone.png": "does not exist",
+        "empty": "without images",
+        "*.bmp": "matches no",
+        "full": "regular",
+        "a\0*": "null",
+        "text.png": "is not an image",
+        "none.png": "is empty",
+    }
     with pytest.raises(InputError) as caught:
-        found(["", str(good), *(str(tmp_path / name) for name in names)])
-    lines = caught.value.message.splitlines()
-    assert lines[0] == "6 inputs cannot be used:"
-    words = ["empty name", "does not exist", "without images", "matches no", "regular", "null"]
-    assert len(lines) == 7
-    assert all(word in line for word, line in zip(words, lines[1:], strict=True))
-    with pytest.raises(InputError, match=r"^'.*gone\.png' does not exist$"):
-        found([str(tmp_path / "gone.png")])
-
-
-def test_check_inputs_lists_every_bad_one(tmp_path: Path) -> None:
-    good, text, empty = (tmp_path / f"{name}.png" for name in ("good", "text", "empty"))
-    for path, data in ((good, encoded(gradient(), "PNG")), (text, b"text"), (empty, b"")):
-        path.write_bytes(data)
-    assert [photo.path for photo in check_inputs([str(good), str(good)])] == [good]
-    with pytest.raises(InputError) as caught:
-        check_inputs([str(text), str(good), str(empty)])
-    first, *rest = caught.value.message.splitlines()
-    assert first == "2 inputs cannot be used:"
-    assert [line.strip().split("'")[1] for line in rest] == [str(text), str(empty)]
+        found(["", *(str(tmp_path / name) for name in ("good.png", *words))])
+    first, *lines = caught.value.message.splitlines()
+    assert first == "8 inputs cannot be used:"
+    for word, line in zip(("empty name", *words.values()), lines, strict=True):
+        assert word in line
     with pytest.raises(InputError, match=r"^'.*text\.png' is not an image") as caught:
-        check_inputs([str(text)])
+        found([str(tmp_path / "text.png")])
     assert caught.value.hint
 
 

@@ -101,14 +101,6 @@ def test_check_writable(tmp_path: Path) -> None:
             check_writable(folder)
 
 
-def test_runs_that_begin_together_do_not_fail_each_other(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for round_ in range(100):
-            folder = tmp_path / str(round_) / "new"
-            for both in [pool.submit(check_writable, folder) for _ in range(2)]:
-                both.result()
-
-
 @pytest.mark.long
 def test_a_check_does_not_take_the_folder_of_a_run_that_writes(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:

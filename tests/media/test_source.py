@@ -172,8 +172,8 @@ def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
     still, video = tmp_path / "a.png", tmp_path / "b.MP4"
     still.write_bytes(encoded(gradient(), "PNG"))
     video.write_bytes(clip.read_bytes())
-    assert found([str(tmp_path)], videos=True) == [video]
+    assert found([str(tmp_path)], 7) == [video]
     assert [photo.path for photo in check_inputs([str(tmp_path), str(still)], 7)] == [video, still]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"is a folder without videos \(\.mp4 "):
-        found([str(tmp_path / "empty")], videos=True)
+        found([str(tmp_path / "empty")], 7)

@@ -6,10 +6,13 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.models.builders import save_tiny_checkpoint
+from tests.models.range_checks import Row, model_of, read_folder, source
+from tests.models.tiny_rows import save_tiny
 
 Save = Callable[[Callable[[Path], Path]], Path]
 
@@ -18,6 +21,25 @@ Save = Callable[[Callable[[Path], Path]], Path]
 def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
     """Saves the checkpoint of each function once, and returns its folder."""
     return functools.cache(lambda make: make(tmp_path_factory.mktemp("saved") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Row]:
+    """Each case of test_rows.py by name, its checkpoint saved once, its ranks loaded once."""
+    from tests.models.test_rows import CASES
+
+    @functools.cache
+    def row(name: str) -> Row:
+        case = CASES[name]
+        folder = save_tiny(
+            case.family, tmp_path_factory.mktemp(name), image=case.image, **case.changes
+        )
+        checkpoint: Any = read_folder(folder, family=case.family)
+        sampling = checkpoint.resolve(case.config())
+        image = source(sampling) if case.image else None
+        return Row(checkpoint, sampling, model_of(checkpoint, case.dtype), image)
+
+    return row
 
 
 @pytest.fixture(scope="session")

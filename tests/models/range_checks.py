@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
 
+PROMPT = "a cat walks over the grass"
+
 
 def request_of(
-    prompt: str | None = "a cat walks over the grass",
+    prompt: str | None = PROMPT,
     seed: int = 3,
     negative_prompt: str | None = None,
 ) -> ClipRequest:
@@ -98,6 +102,48 @@ def ranks(
         return models[roles]
 
     return rank_for
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint and a clip of it, with ranks that hold only what they need."""
+
+    checkpoint: Any
+    sampling: Any
+    model: ModelConfig
+    source: Source | None
+
+    @cached_property
+    def rank_for(self) -> Callable[[int, int], EngineModel]:
+        """See `ranks`."""
+        return ranks(self.checkpoint, self.sampling, model=self.model)
+
+    @property
+    def steps(self) -> int:
+        """Of the clip."""
+        steps: int = self.sampling.num_inference_steps
+        return steps
+
+    @property
+    def encoder(self) -> EngineModel:
+        """The rank that encodes."""
+        return self.rank_for(0, 0)
+
+    @property
+    def decoder(self) -> EngineModel:
+        """The rank that decodes."""
+        return self.rank_for(self.steps, self.steps)
+
+    def request(self, prompt: str | None = PROMPT, **options: Any) -> ClipRequest:
+        """The clip's request, without prompts if the family takes none."""
+        if not self.checkpoint.row.takes_prompt:
+            return request_of(None)
+        return request_of(prompt, **options)
+
+    def encode(self, request: ClipRequest) -> Tensors:
+        """The packet before the first step."""
+        prepared = {} if self.source is None else self.encoder.prepare(self.source)
+        return self.encoder.encode(prepared, request)
 
 
 def check_every_cut(

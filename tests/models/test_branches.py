@@ -5,30 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.engine.branches import Branches, half
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
-from tests.models.range_checks import (
-    assert_equal,
-    model_of,
-    nothing,
-    photograph,
-    read_folder,
-    request_of,
-    source,
-)
-from tests.models.test_rows import CASES, STEPS
-from tests.models.tiny_rows import save_tiny
+from tests.models.range_checks import Row, assert_equal, nothing
+from tests.models.test_rows import CASES, STEPS, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,17 +75,12 @@ MORE = (pytest.mark.long, pytest.mark.full)
 FIRST = {CASES[name].family: name for name in reversed(NAMES)}.values()
 
 
-def saved(name: str, folder: Path) -> Any:
-    case = CASES[name]
-    made = save_tiny(case.family, folder, image=case.image, **case.changes)
-    return read_folder(made, family=case.family)
-
-
-def loaded(checkpoint: Any, name: str, sampling: SamplingConfig) -> EngineModel:
-    experts = frozenset(range(checkpoint.num_experts))
+def both_ranks(row: Row, **changes: Any) -> list[EngineModel]:
+    """The ranks of a pair, and all roles on each."""
+    experts = frozenset(range(row.checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
-    model = model_of(checkpoint, CASES[name].dtype)
-    return load_model(checkpoint, model, sampling, "cpu", roles)
+    sampling = replace(row.sampling, **changes)
+    return [load_model(row.checkpoint, row.model, sampling, "cpu", roles) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +91,9 @@ def loaded(checkpoint: Any, name: str, sampling: SamplingConfig) -> EngineModel:
         *(pytest.param(name, marks=MORE) for name in NAMES if name not in FIRST),
     ],
 )
-def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None:
-    checkpoint = saved(name, tmp_path)
-    sampling = checkpoint.resolve(CASES[name].config())
-    models = [loaded(checkpoint, name, sampling) for _ in range(2)]
-    image = models[0].prepare(source(sampling)) if CASES[name].image else {}
-    request = ClipRequest(seed=3) if CASES[name].family == "svd" else request_of()
-    packet = models[0].encode(image, request)
+def test_a_pair_gives_the_packets_of_one_rank(rows: Rows, name: str) -> None:
+    row = rows(name)
+    models, packet = both_ranks(row), row.encode(row.request())
     alone = models[0].denoise(packet, 0, STEPS, nothing)
 
     middle = pair_of(models, packet, 0, 2)
@@ -120,21 +101,18 @@ def test_a_pair_gives_the_packets_of_one_rank(tmp_path: Path, name: str) -> None
 
     assert_equal(*middle)
     assert_equal(*ends)
-    if checkpoint.row.branches == "calls":
+    if row.checkpoint.row.branches == "calls":
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
     # The shapes are known from here on, so that no rank evaluates both branches.
-    assert_equal(pair_of(models, packet, 0, 1)[1], pair_of(models, packet, 0, 1)[0])
+    assert_equal(*pair_of(models, packet, 0, 1))
 
 
-def test_a_step_of_one_branch_is_refused(tmp_path: Path) -> None:
-    checkpoint, config = saved(QUICK, tmp_path), CASES[QUICK].config
-    models = [loaded(checkpoint, QUICK, checkpoint.resolve(config())) for _ in range(2)]
-    image = models[0].prepare(photograph()) if CASES[QUICK].image else {}
-    packet = models[0].encode(image, request_of())
-    unguided = [model.with_sampling(config(guidance_scale=1.0)) for model in models]
+def test_a_step_of_one_branch_is_refused(rows: Rows) -> None:
+    row = rows(QUICK)
+    unguided = both_ranks(row, guidance_scale=1.0, guidance_scale_2=None)
     with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
-        pair_of(unguided, packet, 0, 1)
+        pair_of(unguided, row.encode(row.request()), 0, 1)
 
 
 def call(

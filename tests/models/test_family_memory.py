@@ -7,42 +7,32 @@ decode, and what the rank has received. The clips are large enough that activati
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from svdpp.config import WanSampling
 from svdpp.models.base import Tensors
 from svdpp.models.engine.model import load_model
 from svdpp.models.engine.values import tensors_in
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from tests.models.allocator import allocated_peak, num_bytes
-from tests.models.range_checks import (
-    loaded,
-    model_of,
-    nothing,
-    read_folder,
-    request_of,
-    source,
-)
-from tests.models.test_rows import CASES
-from tests.models.tiny_families import save_tiny_wan
-from tests.models.tiny_rows import save_tiny
+from tests.models.range_checks import loaded, nothing, source
+from tests.models.test_rows import CASES, Rows
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 #: Side, frames and tokens of each clip.
 SIZES = {
-    "svd": (192, 4, None),
+    "svd": (128, 4, None),
     "wan-image-bf16": (160, 13, 256),
     "ltx-image": (192, 17, 256),
-    "ltx2": (96, 9, 256),
+    "ltx2": (64, 9, 256),
     "hunyuan-video-image": (128, 9, 420),
-    "wan-animate": (128, 9, 256),
-    "cogvideox-image": (128, 9, 64),
+    "wan-animate": (96, 9, 256),
+    "cogvideox-image": (96, 9, 64),
     "mochi": (128, 7, 256),
     "wan": (160, 13, 256),
     "wan-2.1-image": (160, 13, 256),
@@ -60,19 +50,17 @@ ONE_OF_EACH = list(SIZES)[:7]
     "name",
     [pytest.param(name, marks=[] if name in ONE_OF_EACH else [pytest.mark.full]) for name in SIZES],
 )
-def test_the_estimate_is_what_a_rank_receives_and_allocates(tmp_path: Path, name: str) -> None:
+def test_the_estimate_is_what_a_rank_receives_and_allocates(rows: Rows, name: str) -> None:
     case, (side, frames, tokens) = CASES[name], SIZES[name]
     sizes = {"height": side, "width": side, "num_frames": frames, "num_inference_steps": 2}
     more = {} if tokens is None else {"max_sequence_length": tokens}
-    folder = save_tiny(case.family, tmp_path, image=case.image, **case.changes)
-    checkpoint = read_folder(folder)
+    checkpoint, named = rows(name).checkpoint, rows(name).model
     sampling = checkpoint.resolve(case.config(**sizes, **more))
-    named = model_of(checkpoint, case.dtype)
     experts = frozenset(range(checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
     model = load_model(checkpoint, named, sampling, "cpu", roles)
     prepared = model.prepare(source(sampling)) if case.image else {}
-    request = request_of("a cat" if checkpoint.row.takes_prompt else None)
+    request = rows(name).request("a cat")
 
     def encode() -> Any:
         model._texts.clear()  # a prompt that is not cached
@@ -94,16 +82,14 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_weights_that_stay_in_float32_count_in_float32(tmp_path: Path, dtype: Any) -> None:
+def test_weights_that_stay_in_float32_count_in_float32(rows: Rows, dtype: Any) -> None:
     """transformers keeps some of T5 in fp16 alone, diffusers some of Wan in both."""
-    checkpoint = read_folder(save_tiny_wan(tmp_path))
-    model = model_of(checkpoint, dtype)
-    sizes = {"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 9}
-    sampling = checkpoint.resolve(WanSampling(**sizes, max_sequence_length=16))
-    estimated = estimate(checkpoint, model, sampling, device="cpu")
+    row = rows("wan")
+    model = replace(row.model, dtype=dtype)
+    estimated = estimate(row.checkpoint, model, row.sampling, device="cpu")
     for part, component in (("encode", "text_encoder"), ("denoise", "transformer")):
-        roles = Roles(**{each: each == part for each in ("encode", "denoise", "decode")})
-        module = loaded(load_model(checkpoint, model, sampling, "cpu", roles))[component]
+        held = load_model(row.checkpoint, model, row.sampling, "cpu", Roles(**{part: True}))
+        module = loaded(held)[component]
         dtypes = {tensor.dtype for tensor in module.parameters()}
         assert (torch.float32 in dtypes) == (dtype == "fp16" or component == "transformer")
         assert getattr(estimated, part).weight_bytes == num_bytes([module])

@@ -18,8 +18,8 @@ from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
 from svdpp.verification.whole_call import Reference
 from tests.models.diffusers_pipeline import latents_and_frames, run_reference
-from tests.models.range_checks import check_every_cut, ranks, read_folder, request_of
-from tests.models.test_rows import CASES
+from tests.models.range_checks import check_every_cut, ranks, read_folder
+from tests.models.test_rows import CASES, Rows
 from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_loras import save_tiny_lora
 from tests.models.tiny_rows import save_tiny
@@ -30,12 +30,12 @@ NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "moc
 WHOLE = {"encode": True, "denoise": True, "decode": True}
 
 
-def loras_of(family: str, folder: Path) -> tuple[Lora, ...]:
+def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
     """Two for a denoiser, or one for each of two experts; different weights."""
     second = "transformer_2" if family == "wan" else "transformer"
     experts: Any = ("high", "low") if family == "wan" else (None, None)
     files = [
-        save_tiny_lora(folder, folder / f"{seed}.safetensors", part=part, seed=seed)
+        save_tiny_lora(checkpoint, folder / f"{seed}.safetensors", part=part, seed=seed)
         for seed, part in enumerate(("transformer", second))
     ]
     return tuple(
@@ -48,20 +48,18 @@ def loras_of(family: str, folder: Path) -> tuple[Lora, ...]:
     "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:])]
 )
 def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
-    tmp_path: Path, name: str
+    rows: Rows, tmp_path: Path, name: str
 ) -> None:
-    family, sampling = CASES[name].family, CASES[name].config()
-    folder, steps = save_tiny(family, tmp_path, **CASES[name].changes), sampling.num_inference_steps
-    model = ModelConfig(name=str(folder), loras=loras_of(family, folder))
-    checkpoint: Any = find_checkpoint(model)
-    rank_for = ranks(checkpoint, sampling, model=model)
-    request = request_of()
+    row = rows(name)
+    folder, sampling, request = row.checkpoint.folder, row.sampling, row.request()
+    model = ModelConfig(name=str(folder), loras=loras_of(row.checkpoint.family, folder, tmp_path))
     plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
     assert not np.array_equal(plain[1], with_loras[1])
-    check_every_cut(rank_for, steps, with_loras, request, None)
+    rank_for = ranks(find_checkpoint(model), sampling, model=model)
+    check_every_cut(rank_for, row.steps, with_loras, request, None)
     whole = latents_and_frames(model, sampling, request, None)
     assert np.array_equal(whole[1], with_loras[1])
-    assert not hasattr(rank_for(steps, steps)._pipe.transformer, "peft_config")
+    assert not hasattr(rank_for(row.steps, row.steps)._pipe.transformer, "peft_config")
 
 
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:

@@ -6,8 +6,6 @@ The allocator counts every byte of a real step; estimate / measurement was 0.995
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -108,8 +106,8 @@ def test_an_estimate_becomes_costs() -> None:
     )
     costs = Costs(**half.as_costs())  # type: ignore[arg-type]
 
-    assert costs.peak_gib(encode=False, denoise=True, decode=True) == 6.0
-    assert costs.peak_gib(encode=True, denoise=True, decode=True) is None
+    assert costs.peak_gib(Roles(denoise=True, decode=True)) == 6.0
+    assert costs.peak_gib(Roles(encode=True, denoise=True, decode=True)) is None
 
 
 def test_storages_count_once_and_until_they_are_freed() -> None:
@@ -122,18 +120,3 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
         tensor.t()
 
     assert live.above == 2 * 4000
-
-
-@pytest.mark.long
-@pytest.mark.full
-def test_bare_process_bytes_include_the_libraries() -> None:
-    code = (
-        "import svdpp.models.memory\n"
-        "from svdpp.driver.memory import bare_process_bytes\n"
-        "print(bare_process_bytes())\n"
-        "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    bare, peak_kib = map(int, done.stdout.split())
-
-    assert 0.8 * peak_kib * 1024 < bare <= peak_kib * 1024

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-from svdpp.config import SvdSampling, WanSampling
+from svdpp.config import WanSampling
 from svdpp.errors import InputError, ModelError
-from svdpp.models.base import LATENTS, STRUCTURE, Tensors
+from svdpp.models.base import STRUCTURE, Tensors
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
 from svdpp.plan.layout import Roles
 from svdpp.worker.latent_checkpoints import upgraded
-from tests.models.range_checks import model_of, nothing, photograph, read_folder, request_of
+from tests.models.range_checks import model_of, nothing, read_folder, request_of
 from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,39 +40,11 @@ def _half(model: EngineModel) -> Tensors:
     return model.denoise(model.encode({}, request_of()), 0, 2, nothing)
 
 
-def _structure(packet: Tensors) -> Any:
-    return json.loads(packet[STRUCTURE].numpy().tobytes())
-
-
-def test_noise_does_not_travel_after_the_first_step(model: EngineModel) -> None:
-    first = model.encode({}, request_of())
-    assert "noise" not in _half(model)
-    names = [record["name"] for record in _structure(first)["records"]]
-    assert names == ["encode_prompt", "prepare_latents"]
-
-
 def test_a_checkpoint_of_an_earlier_version_is_refused(model: EngineModel) -> None:
     packet = _half(model)
     del packet[STRUCTURE]
     with pytest.raises(InputError, match=r"written by svdpp 0\.3 or earlier"):
         upgraded(packet, SAMPLING, 2)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_checkpoint_of_svd_from_an_earlier_version_is_continued(tiny: Path, steps: int) -> None:
-    checkpoint = read_folder(tiny)
-    sampling = checkpoint.resolve(SvdSampling(num_inference_steps=STEPS, height=64, width=64))
-    model = load_model(checkpoint, model_of(checkpoint), sampling, "cpu", ALL)
-    packet = model.encode(model.prepare(photograph()), request_of(None))
-    if steps:
-        packet = model.denoise(packet, 0, steps, nothing)
-    records = {"image_embedding": 0, "image_latents": 2, "added_time_ids": 3}
-    old = {name: packet[f"record.{place}"][1:] for name, place in records.items()}  # guided halves
-    old[LATENTS] = packet[LATENTS]
-    both = upgraded(old, sampling, steps), upgraded(packet, sampling, steps)
-    ours, theirs = (model.denoise(each, steps, STEPS, nothing) for each in both)
-    assert torch.equal(ours[LATENTS], theirs[LATENTS])
-    assert torch.equal(model.decode(ours), model.decode(theirs))
 
 
 def test_draws_from_the_global_generator_are_refused(

@@ -1,17 +1,16 @@
-"""Strategies for pipelines, layouts, costs and routes."""
+"""Strategies for layouts, costs and routes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.schedule import Route, Schedule, build_schedule
-from svdpp.plan.split import Part, StepRange, split_steps
+from svdpp.plan.schedule import Route
+from svdpp.plan.split import Part, StepRange
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
@@ -41,60 +40,17 @@ WAN: dict[str, Any] = {
 }
 
 
-def data_parallel_routes(
-    num_steps: int, world_size: int, clips: Iterable[int], *, decodes: bool = True
-) -> list[Route]:
-    """Each clip on one rank, ranks in rotation: the usual way to run diffusers on several GPUs."""
-    return [
-        Route(clip, (StepRange(index % world_size, 0, num_steps),), decodes)
-        for index, clip in enumerate(clips)
-    ]
-
-
-def pipeline_routes(
-    ranges: tuple[StepRange, ...], clips: Iterable[int], *, decodes: bool = True
-) -> list[Route]:
-    """The routes of the step pipeline: every clip visits all ranks in order."""
-    return [Route(clip, ranges, decodes) for clip in clips]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A step pipeline: N steps over W ranks, M clips."""
-
-    num_steps: int
-    world_size: int
-    num_clips: int
-    decodes: bool = True
-
-    @property
-    def per_rank(self) -> int:
-        return self.num_steps // self.world_size
-
-    @property
-    def ranges(self) -> tuple[StepRange, ...]:
-        return split_steps(self.num_steps, self.world_size)
-
-    @property
-    def schedule(self) -> Schedule:
-        routes = pipeline_routes(self.ranges, range(self.num_clips), decodes=self.decodes)
-        return build_schedule(routes, self.world_size)
-
-
 @st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
+def uniform_layouts(draw: st.DrawFn) -> Layout:
+    """One replica whose ranks do as many steps each."""
     world_size = draw(st.integers(1, 9))
-    return Pipeline(
-        num_steps=world_size * draw(st.integers(1, 5)),
-        world_size=world_size,
-        num_clips=draw(st.integers(1, 12)),
-        decodes=draw(st.booleans()),
-    )
+    num_steps = world_size * draw(st.integers(1, 5))
+    return Layout(num_steps=num_steps, world_size=world_size, decodes=draw(st.booleans()))
 
 
 @st.composite
 def layouts(draw: st.DrawFn, *, experts: int | None = None, pairs: bool = False) -> Layout:
-    """Any layout that can be built.
+    """Any layout that can be built, on one host or several.
 
     Args:
         experts: of the model; None: 1 or 2.
@@ -120,23 +76,34 @@ def layouts(draw: st.DrawFn, *, experts: int | None = None, pairs: bool = False)
         num_steps = draw(st.integers(1 + has_two, 12))
     if has_two and boundary is None:
         boundary = draw(st.integers(1, num_steps - 1))
-    each = draw(costs)
-    if draw(st.booleans()):
-        steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
-        each = replace(each, step_seconds=tuple(draw(steps)[:world_size]))
     return Layout(
         num_steps=num_steps,
         world_size=world_size,
         split=split,
         replicas=replicas,
         decoders=decoders,
-        costs=each,
+        costs=draw(_costs_of(world_size, cfg_parallel)),
         decodes=draw(st.booleans()),
         expert_boundary=boundary,
         share_experts=share,
         cfg_parallel=cfg_parallel,
         decode_ranks=draw(st.integers(1, cfg_parallel * (replica_size if decoders == 1 else 1))),
         chunks=draw(st.sampled_from([(8,), (8, 8), (8, 4, 4), (4,) * 4, (2,) * 8])),
+    )
+
+
+@st.composite
+def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> Costs:
+    """Of ranks that are alike or differ, on one host or several."""
+    given = draw(costs)
+    if draw(st.booleans()):
+        steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
+        given = replace(given, step_seconds=tuple(draw(steps)[:world_size]))
+    units = world_size // cfg_parallel
+    per_host = draw(st.sampled_from([n for n in range(1, units + 1) if units % n == 0]))
+    between = {"inter_host_transfer_seconds": 3.0, "packet_bytes": 8.0}
+    return replace(
+        given, ranks_per_host=cfg_parallel * per_host, inter_host_bytes_per_second=4.0, **between
     )
 
 

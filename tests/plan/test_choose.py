@@ -79,12 +79,6 @@ def test_memory_that_is_not_known_is_said_to_be() -> None:
     assert reason.endswith("; the costs do not give its memory")
 
 
-@pytest.mark.parametrize("counts", [{"num_steps": 0}, {"world_size": 0}], ids=str)
-def test_counts_that_are_none(counts: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match="must be 1 or more, got 0"):
-        choose(**counts)
-
-
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 20), costs)
 @settings(max_examples=50)
 def test_nothing_simple_is_better(

@@ -15,13 +15,9 @@ from svdpp.config.files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.layout import Roles
 from tests.plan.plans import memory
 
-NUMBERS = [
-    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds", "packet_bytes"),
-    *("transfer_bytes_per_second", "encode_weights_gib", "decode_work_gib"),
-]
-BAD = [-1.0, -1e-9, math.inf, -math.inf, math.nan]
 MEASURED = Costs(
     step_seconds=(1.5, 2.0),
     encode_seconds=0.25,
@@ -35,27 +31,13 @@ MEASURED = Costs(
     device="2 cores",
 )
 
-
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", BAD)
-def test_costs_that_are_none(name: str, value: float) -> None:
-    with pytest.raises(RequestError) as caught:
-        Costs(**{name: value})  # type: ignore[arg-type]
-
-    option = f"--{name.replace('_', '-')}"
-    assert caught.value.message == f"{option} must be a finite number, 0 or more, got {value}"
-
-
-@pytest.mark.parametrize("name", ["step_seconds", "transfer_bytes_per_second"])
-def test_what_must_be_above_zero(name: str) -> None:
-    with pytest.raises(RequestError, match=f"--{name.replace('_', '-')} must be above 0"):
-        Costs(**{name: 0})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", [(), (1.0, -1.0), (0.0, 1.0), (1.0, math.nan)], ids=str)
-def test_one_bad_rank_is_enough(value: tuple[float, ...]) -> None:
-    with pytest.raises(RequestError, match="--step-seconds must"):
-        Costs(step_seconds=value)
+HOSTS = Costs(
+    transfer_seconds=0.25,
+    ranks_per_host=4,
+    inter_host_transfer_seconds=3.0,
+    packet_bytes=8.0,
+    inter_host_bytes_per_second=4.0,
+)
 
 
 def test_what_an_action_takes_on_each_rank() -> None:
@@ -66,20 +48,23 @@ def test_what_an_action_takes_on_each_rank() -> None:
         assert MEASURED.of(Action.at(kind, 0, 5), 0) == 0
 
 
-def test_a_hop_is_latency_and_bytes() -> None:
+def test_a_transfer_is_latency_and_bytes_and_between_hosts_it_has_its_own() -> None:
     assert MEASURED.transfer(0, 1) == 0.5 + 0.25
     assert Costs(transfer_seconds=0.5, packet_bytes=1e12).transfer(0, 1) == 0.5
+    assert HOSTS.transfer(0, 3) == 0.25
+    assert HOSTS.transfer(3, 4) == 3.0 + 8.0 / 4.0
+    assert [HOSTS.host_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2]
 
 
 def test_peak_is_all_weights_and_the_largest_work() -> None:
     peak = MEASURED.peak_gib
-    assert peak(encode=True, denoise=True, decode=True) == 1.5 + 3.0 + 0.25 + 8.0
-    assert peak(encode=False, denoise=True, decode=False) == 3.0 + 6.0
-    assert peak(encode=False, denoise=False, decode=False) == 0.0
+    assert peak(Roles(encode=True, denoise=True, decode=True)) == 1.5 + 3.0 + 0.25 + 8.0
+    assert peak(Roles(denoise=True)) == 3.0 + 6.0
+    assert peak(Roles()) == 0.0
     partly = Costs(denoise_weights_gib=3.0, denoise_work_gib=6.0, decode_weights_gib=1.0)
-    assert partly.peak_gib(encode=False, denoise=True, decode=False) == 9.0
-    assert partly.peak_gib(encode=False, denoise=True, decode=False, num_experts=2) == 12.0
-    assert partly.peak_gib(encode=False, denoise=True, decode=True) is None
+    assert partly.peak_gib(Roles(denoise=True)) == 9.0
+    assert partly.peak_gib(Roles(denoise=True, experts=frozenset({0, 1}))) == 12.0
+    assert partly.peak_gib(Roles(denoise=True, decode=True)) is None
 
 
 def test_costs_of_another_world() -> None:
@@ -93,7 +78,7 @@ def test_costs_of_another_world() -> None:
 # --- the file -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("costs", [Costs(), MEASURED, *PRESETS.values()], ids=str)
+@pytest.mark.parametrize("costs", [Costs(), MEASURED, HOSTS, *PRESETS.values()], ids=str)
 def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json(), allow_nan=False), encoding="utf-8")
@@ -119,17 +104,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({**GOOD, "schema_version": "1"}, "f: schema_version must be 1, got '1'"),
     ({"schema_version": 1}, "f: step_seconds is missing"),
     ({**GOOD, "warp": 1}, "f: unknown key 'warp'"),
-    ({**GOOD, "step_seconds": None}, "f: step_seconds must be a finite number, 0 or more"),
-    ({**GOOD, "step_seconds": "1"}, "f: step_seconds must be a finite number, 0 or more, got '1'"),
-    ({**GOOD, "step_seconds": True}, "f: step_seconds must be a finite number"),
-    ({**GOOD, "step_seconds": [1, [2]]}, "f: step_seconds must be a finite number"),
-    ({**GOOD, "step_seconds": []}, "f: step_seconds must have a number for each rank"),
-    ({**GOOD, "step_seconds": 10**400}, "f: step_seconds must be a finite number"),
-    ({**GOOD, "transfer_seconds": [1, 1]}, "f: transfer_seconds must be a finite number"),
-    ({**GOOD, "decode_seconds": 1e300}, "f: decode_seconds must be 1e+09 or less"),
-    ({**GOOD, "decode_work_gib": -1}, "f: decode_work_gib must be a finite number"),
-    ({**GOOD, "device": 3}, "f: device must be a string, got 3"),
-    ({**GOOD, "device": None}, "f: device must be a string, got None"),
 ]
 
 
@@ -139,6 +113,46 @@ def test_files_that_hold_no_costs(content: Any, words: str) -> None:
         Costs.from_json(content, "f")
 
     assert caught.value.message.startswith(words)
+
+
+NUMBERS = [
+    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds", "packet_bytes"),
+    *("transfer_bytes_per_second", "encode_weights_gib", "decode_work_gib"),
+]
+FINITE = "must be a finite number, 0 or more"
+FAULTS: list[tuple[str, Any, str]] = [
+    *(
+        (name, value, f"{FINITE}, got {value}")
+        for name in NUMBERS
+        for value in (-1.0, -1e-9, math.inf, -math.inf, math.nan)
+    ),
+    ("step_seconds", 0, "must be above 0"),
+    ("transfer_bytes_per_second", 0, "must be above 0"),
+    *(("step_seconds", value, FINITE) for value in ((1.0, -1.0), (1.0, math.nan), (1, [2]))),
+    ("step_seconds", (0.0, 1.0), "must be above 0"),
+    ("step_seconds", (), "must have a number for each rank"),
+    ("step_seconds", None, FINITE),
+    ("step_seconds", "1", f"{FINITE}, got '1'"),
+    ("step_seconds", True, FINITE),
+    ("step_seconds", 10**400, FINITE),
+    ("transfer_seconds", (1, 1), FINITE),
+    ("decode_seconds", 1e300, "must be 1e+09 or less"),
+    *(("device", value, f"must be a string, got {value}") for value in (3, None)),
+    *(("ranks_per_host", value, "must be") for value in (0, 1.5, -1, "4", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), FAULTS, ids=str)
+def test_a_wrong_value_is_named_as_an_option_and_in_a_file(
+    name: str, value: Any, words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        Costs(**{name: value})
+    assert caught.value.message.startswith(f"--{name.replace('_', '-')} {words}")
+    in_file = [*value] if isinstance(value, tuple) else value
+    with pytest.raises(RequestError) as caught:
+        Costs.from_json({**GOOD, name: in_file}, "f")
+    assert caught.value.message.startswith(f"f: {name} {words}")
 
 
 @pytest.mark.parametrize(

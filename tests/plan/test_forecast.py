@@ -10,40 +10,30 @@ from hypothesis import strategies as st
 
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import (
-    DeadlockError,
-    Forecast,
-    Span,
-    percentile,
-    replay,
-    summarise,
-)
+from svdpp.plan.forecast import DeadlockError, Span, percentile, replay, summarise
+from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule
-from tests.plan.plans import Pipeline, costs, data_parallel_routes, pipelines, route_lists
+from tests.plan.plans import costs, route_lists, uniform_layouts
 
 
-def forecast(pipeline: Pipeline, costs: Costs) -> Forecast:
-    return summarise(replay(pipeline.schedule, costs), pipeline.world_size)
-
-
-@given(pipelines(), costs)
-def test_makespan_with_all_costs(pipeline: Pipeline, costs: Costs) -> None:
+@given(uniform_layouts(), st.integers(1, 12), costs)
+def test_makespan_with_all_costs(layout: Layout, num_clips: int, costs: Costs) -> None:
     """A flow shop of equal clips is as fast as its slowest stage; transfers count as stages."""
-    count = pipeline.per_rank * costs.step_seconds
-    stages = [count] * pipeline.world_size
-    stages[0] += costs.encode_seconds
-    stages[-1] += costs.decode_seconds if pipeline.decodes else 0.0
-    transfers = [costs.transfer_seconds] * (pipeline.world_size - 1)
+    world_size = layout.world_size
+    stages = [layout.num_steps // world_size * costs.step_on(0)] * world_size
+    stages[0] += costs.encode_on(0)
+    stages[-1] += costs.decode_on(0) if layout.decodes else 0.0
+    transfers = [costs.transfer_seconds] * (world_size - 1)
     first, pace = sum(stages) + sum(transfers), max(stages + transfers)
-    makespan = first + (pipeline.num_clips - 1) * pace
-    result = forecast(pipeline, costs)
+    makespan = first + (num_clips - 1) * pace
+    result = summarise(replay(layout.schedule(num_clips), costs), world_size)
 
-    assert result.clips == pipeline.num_clips
+    assert result.clips == num_clips
     assert result.first_clip == first
     assert result.makespan == makespan
-    assert result.seconds_per_clip == (pace if pipeline.num_clips > 1 else first)
-    busy = pipeline.num_clips * sum(stages)
-    assert result.bubble == pytest.approx(1 - busy / (makespan * pipeline.world_size), abs=1e-12)
+    assert result.seconds_per_clip == (pace if num_clips > 1 else first)
+    busy = num_clips * sum(stages)
+    assert result.bubble == pytest.approx(1 - busy / (makespan * world_size), abs=1e-12)
     assert 0 <= result.bubble < 1
 
 
@@ -148,8 +138,8 @@ def test_cadence_is_the_mean_over_the_second_half(
 @pytest.mark.parametrize("num_clips", range(1, 40))
 def test_cadence_of_groups_does_not_depend_on_where_the_half_lies(num_clips: int) -> None:
     """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
-    routes = data_parallel_routes(28, 7, range(num_clips))
-    result = summarise(replay(build_schedule(routes, 7), Costs()), 7)
+    schedule = Layout(num_steps=28, world_size=7, replicas=7).schedule(num_clips)
+    result = summarise(replay(schedule, Costs()), 7)
 
     assert result.seconds_per_clip == (4 if num_clips >= 7 else 28 / num_clips)
 

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.plan.costs import Costs
+from svdpp.plan.experts import assign_replicas
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
-from svdpp.plan.schedule import (
-    Schedule,
-    build_schedule,
-)
-from svdpp.plan.split import StepRange, split_steps
-from tests.plan.plans import WAN, data_parallel_routes, layouts, memory, pipeline_routes
+from svdpp.plan.schedule import Route, Schedule, build_schedule
+from svdpp.plan.split import StepRange
+from tests.plan.plans import WAN, layouts, memory
 from tests.plan.schedule_check import check_schedule
+from tests.plan.test_schedule import check_receives
 
 num_clips = st.integers(1, 20)
 
@@ -34,30 +33,16 @@ def test_any_layout_can_be_performed(
     is_resumed: bool, layout: Layout, clips: int, data: st.DataObject
 ) -> None:
     """Each step is done once and in order, without deadlock, with at most two packets in flight."""
-    routes = layout.routes(range(clips))
+    routes = [layout.route(clip) for clip in range(clips)]
     ats = [data.draw(st.integers(0, layout.num_steps)) if is_resumed else 0 for _ in routes]
     resumed = [route.resumed(at) if at else route for route, at in zip(routes, ats, strict=True)]
     schedule = build_schedule(resumed, layout.world_size)
 
     check_schedule(schedule, layout.num_steps)
+    check_receives(schedule)
     replay(schedule, layout.costs)
     assert talking(schedule) <= set(layout.links)
     assert talking(schedule, decode=True) <= set(layout.decode_links)
-    for actions in schedule:
-        posted: set[int] = set()
-        for action in actions:
-            if action.kind is Kind.RECV:
-                posted.add(action.clip)
-            else:
-                posted.discard(action.clip)
-                assert len(posted) <= 1
-
-
-@given(layouts(pairs=True), num_clips)
-def test_a_clips_way_depends_on_its_index_alone(layout: Layout, clips: int) -> None:
-    again = replace(layout)
-
-    assert layout.routes(range(clips)) == [again.route(clip) for clip in range(clips)]
 
 
 def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]:
@@ -86,15 +71,13 @@ def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
     )
 
 
+@pytest.mark.long
 @given(layouts(pairs=True))
-def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
+def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     """Many clips use no other links or roles; rare alternating cuts may not occur among them."""
-    clips = range(60 * layout.replicas * layout.decoders)
-    schedule = build_schedule(layout.routes(clips), layout.world_size)
+    schedule = layout.schedule(60 * layout.replicas * layout.decoders)
     used = [used_roles(layout, actions) for actions in schedule]
 
-    assert talking(schedule) <= set(layout.links)
-    assert talking(schedule, decode=True) <= set(layout.decode_links)
     assert list(layout.links) == sorted(set(layout.links))
     for role, own in zip(layout.roles, used, strict=True):
         assert set(own.split()) <= set(role.split())
@@ -106,50 +89,44 @@ def test_hops_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
 
 
 @given(layouts(pairs=True), num_clips)
-def test_shares_hold_every_range(layout: Layout, clips: int) -> None:
+def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
     shares = {s.rank: s for replica in range(layout.replicas) for s in layout.shares(replica)}
-
     assert sorted(shares) == list(range(layout.world_size))
-    for route in layout.routes(range(clips)):
+    for clip in range(clips):
+        route, index = layout.route(clip), clip // layout.replicas
+        assert route == replace(layout).route(clip)
+        own = layout.replica_ranks[clip % layout.replicas]
+        ranks = [part.rank for part in route.ranges]
+        assert set(ranks) <= set(own)
+        assert ranks[-1] == own[layout.replica_size - layout.decoders + index % layout.decoders]
+        if layout.num_stages > 1:
+            assert ranks[0] == own[0]
+        assert ranks == sorted(ranks)
         for part in route.ranges:
             assert shares[part.rank].start <= part.start <= part.end <= shares[part.rank].end
 
 
-@given(layouts(pairs=True), num_clips)
-def test_replicas_and_decoders_take_turns(layout: Layout, clips: int) -> None:
-    for clip, route in enumerate(layout.routes(range(clips))):
-        replica, index = clip % layout.replicas, clip // layout.replicas
-        ranks = [part.rank // layout.cfg_parallel for part in route.ranges]
-        assert {rank // layout.replica_size for rank in ranks} == {replica}
-        last = layout.replica_size - layout.decoders + index % layout.decoders
-        assert ranks[-1] == replica * layout.replica_size + last
-        if layout.num_stages > 1:
-            assert ranks[0] == replica * layout.replica_size
-        assert ranks == sorted(ranks)
-
-
-@given(st.integers(1, 5), st.integers(1, 6), num_clips)
-def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clips: int) -> None:
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 20))
+def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clip: int) -> None:
     layout = Layout(num_steps=per_rank * world_size, world_size=world_size)
-    ranges = split_steps(layout.num_steps, world_size)
 
-    assert layout.routes(range(clips)) == pipeline_routes(ranges, range(clips))
+    ranges = [StepRange(r, r * per_rank, (r + 1) * per_rank) for r in range(world_size)]
+    assert layout.route(clip) == Route(clip, tuple(ranges))
     assert layout.links == tuple(itertools.pairwise(range(world_size)))
 
 
-@given(st.integers(1, 30), st.integers(1, 6), num_clips)
-def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, clips: int) -> None:
-    expected = data_parallel_routes(steps, world_size, range(clips))
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 20))
+def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, clip: int) -> None:
     for options in ({"replicas": world_size}, {"decoders": world_size}):
         layout = Layout(num_steps=steps, world_size=world_size, split="alternating", **options)
-        assert layout.routes(range(clips)) == expected
+        assert layout.route(clip) == Route(clip, (StepRange(clip % world_size, 0, steps),))
         assert layout.links == ()
 
 
 def test_a_rank_without_steps_is_passed_by() -> None:
     """6 ranks for 3 steps: clips skip ranks without steps, except the first and the last."""
     layout = Layout(num_steps=3, world_size=6, split="alternating")
-    routes = layout.routes(range(50))
+    routes = [layout.route(clip) for clip in range(50)]
 
     for route in routes:
         assert (route.ranges[0].rank, route.ranges[-1].rank) == (0, 5)
@@ -165,10 +142,10 @@ def test_roles_say_what_need_not_be_loaded() -> None:
 
     assert layout.route(0).ranges[-1] == StepRange(3, 16, 16)
     assert layout.roles == (
-        Roles(encode=True, denoise=True, decode=False),
-        Roles(encode=False, denoise=True, decode=False),
-        Roles(encode=False, denoise=True, decode=False),
-        Roles(encode=False, denoise=False, decode=True),
+        Roles(encode=True, denoise=True),
+        Roles(denoise=True),
+        Roles(denoise=True),
+        Roles(decode=True),
     )
     bare = Layout(num_steps=4, world_size=2, decodes=False)
     assert [role.decode for role in bare.roles] == [False, False]
@@ -182,6 +159,26 @@ def test_peak_memory_follows_the_roles() -> None:
     assert Layout(num_steps=12, world_size=4).peak_gib == (None,) * 4
 
 
+@pytest.mark.parametrize(
+    ("world_size", "replica_size", "ranks_per_host", "replica_ranks"),
+    [
+        (8, 4, None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (8, 8, 4, [tuple(range(8))]),
+        (8, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        # In rank order, two of these four replicas would be on two hosts each.
+        (12, 3, 4, [(0, 1, 2), (3, 7, 11), (4, 5, 6), (8, 9, 10)]),
+        (12, 6, 4, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
+    ],
+)
+def test_replicas_keep_to_a_host_where_they_can(
+    world_size: int,
+    replica_size: int,
+    ranks_per_host: int | None,
+    replica_ranks: list[tuple[int, ...]],
+) -> None:
+    assert list(assign_replicas(world_size, replica_size, ranks_per_host)) == replica_ranks
+
+
 NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
@@ -192,7 +189,6 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
     ("options", "message", "hint"),
     [
         ({"world_size": 0}, "the number of ranks must be 1 or more, got 0", ""),
-        ({"num_steps": 0}, "the number of steps must be 1 or more, got 0", ""),
         ({"replicas": 3}, NOT_EQUAL.format(3), "use --replicas 2 or --replicas 4"),
         ({"replicas": 0}, NOT_EQUAL.format(0), "use --replicas 1 or --replicas 2"),
         ({"replicas": 16}, NOT_EQUAL.format(16), "use --replicas 4 or --replicas 8"),
@@ -211,6 +207,11 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             {"costs": Costs(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
             "use --world 2, or costs with one number for all ranks",
+        ),
+        (
+            {"costs": Costs(ranks_per_host=3)},
+            "8 ranks cannot form hosts of 3 ranks each",
+            "use --hosts 3x3, or another --world",
         ),
         (
             {"num_steps": 25, "decoders": 2},

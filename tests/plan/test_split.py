@@ -13,23 +13,11 @@ from svdpp.errors import RequestError
 from svdpp.plan.split import (
     Part,
     Stage,
-    StepRange,
     alternating_cuts,
     balanced_cuts,
-    largest_world,
     split_steps,
 )
 from tests.plan.plans import steps_in
-
-
-@given(st.integers(1, 60), st.integers(1, 20))
-def test_ranges_follow_the_rule(world_size: int, count: int) -> None:
-    ranges = split_steps(world_size * count, world_size)
-
-    assert ranges == tuple(
-        StepRange(rank, rank * count, (rank + 1) * count) for rank in range(world_size)
-    )
-    assert {part.num_steps for part in ranges} == {count}
 
 
 @given(st.integers(1, 400), st.integers(1, 60))
@@ -71,14 +59,6 @@ def test_impossible_counts(num_steps: int, world_size: int, message: str, hint: 
         split_steps(num_steps, world_size)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "at_most", "world"),
-    [(28, 8, 7), (28, 28, 28), (25, 7, 5), (29, 28, 1), (1, 1, 1)],
-)
-def test_largest_world(num_steps: int, at_most: int, world: int) -> None:
-    assert largest_world(num_steps, at_most) == world
 
 
 # --- balanced and alternating ---------------------------------------------------------------------

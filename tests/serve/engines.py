@@ -126,6 +126,7 @@ def serving(
     observer: Callable[..., object] | None = None,
     on_changed: Callable[[Job], object] = lambda _: None,
     url: str | None = None,
+    back_off: float = 0.05,
     **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
@@ -138,11 +139,11 @@ def serving(
         observer: of the engine.
         on_changed: called with each job that has another state.
         url: of the queue's database.
+        back_off: seconds before the first restart.
         settings: of the engine.
     """
     ended: list[Job] = []
     store = JobQueue(folder, adopts=True, url=url)
-    settings = {"first_back_off": 0.05, **settings}
 
     def note(job: Job) -> None:
         if job.state.is_final:
@@ -150,6 +151,7 @@ def serving(
         on_changed(job)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("svdpp.serve.engine._FIRST_BACK_OFF", back_off)
         if stop is not None:
             rank, clip, step = stop
             gate = str(folder / "gate")
@@ -158,6 +160,7 @@ def serving(
         engine = Engine(config, store, on_changed=note, **settings)
         if observer is not None:
             engine.observe(observer)
+        store.recover()
         engine.start()
         try:
             yield Serving(store, engine, ended, folder)

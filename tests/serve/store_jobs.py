@@ -36,9 +36,9 @@ def token_of(store: JobQueue, id: str) -> int:
     return 0 if job is None else job.token
 
 
-def take_all(store: JobQueue, prepared: str | None = None) -> list[str]:
+def take_all(store: JobQueue) -> list[str]:
     """The ids of all queued jobs, in the order in which they are taken."""
     taken = []
-    while (job := store.take_next(prepared)) is not None:
+    while (job := store.take_next()) is not None:
         taken.append(job.id)
     return taken

@@ -163,12 +163,19 @@ def test_every_error_has_one_shape(
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/videos", "GET, POST"), ("/v1/videos/video_1/content", "GET, HEAD"), ("/health", "GET")],
+    [("/v1/videos", "GET, HEAD, POST"), ("/v1/videos/x/verify", "POST"), ("/ready", "GET, HEAD")],
 )
 def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, methods: str) -> None:
     answer = server.client.put(path)
     error_of(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == methods
+
+
+@pytest.mark.parametrize("path", ["/v1/videos", "/health", "/ready", "/page/main.js"])
+def test_head_has_the_headers_of_get_and_no_body(server: HttpServer, path: str) -> None:
+    head = server.client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == server.client.get(path).headers["content-type"]
 
 
 def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:

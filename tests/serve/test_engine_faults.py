@@ -81,7 +81,7 @@ def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(1), first_back_off=0.2) as service:
+    with serving(tmp_path, dummy_config(1), back_off=0.2) as service:
         for restarts in (1, 2):
             service.wait(lambda: service.engine.state == "ready", "not ready")
             service.kill(0)

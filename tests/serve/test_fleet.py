@@ -313,14 +313,6 @@ def test_an_upload_that_the_database_interrupts_is_answered(
     wait(lambda: {path.stem for path in photos.iterdir()} <= _all_ids(server), HANG_SECONDS)
 
 
-def test_a_server_that_does_not_see_the_folder_is_refused(
-    start: Start, tmp_path: Path, database: str
-) -> None:
-    start()
-    with pytest.raises(AssertionError, match="is not that of the queue"):
-        HttpServer(tmp_path / "another", *_SLEEPING, "--queue", database)
-
-
 def test_a_short_soak(tmp_path: Path) -> None:
     summary = soak(tmp_path, argparse.Namespace(jobs=12, clients=6, faults=4, seed=1))
     assert summary["wrong"] == {}, summary["faults"]

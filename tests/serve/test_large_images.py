@@ -71,7 +71,7 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
     assert lost.state is JobState.FAILED
     assert "does not exist" in (lost.error or {})["message"]
     assert {job.state for job in done + in_order} == {JobState.COMPLETED}
-    assert min(done, key=lambda job: job.started_at or 0).seed == 3
+    assert min(done, key=lambda job: job.finished_at or 0).seed == 3
     assert latents(done[:2]) == latents(in_order)
 
 
@@ -111,8 +111,9 @@ def test_the_eta_of_others_is_without_the_image_and_that_of_the_clip_with_it(
     jobs = [dummy_job(1, photo_pixels=24_000_000), dummy_job(2), dummy_job(3), dummy_job(4)]
     for job in jobs:
         store.add(job, max_open=None)
-    image = LargeImage(jobs[0], ranks_left=1, seconds=100.0)
-    feeder = SimpleNamespace(clips=list, unprepared=lambda: image, num_free=2)
+    assert store.take_next() is not None
+    image = LargeImage(jobs[0], cast(Any, None), ranks_left=1, seconds=100.0)
+    feeder = SimpleNamespace(clips=list, image=image, num_free=2)
     known = MeasuredCosts(costs, SAMPLING)
     estimates = JobEstimates(config, store, cast(Any, feeder), known, lambda: 0.0).all()
     large, *others = (estimates[job.id] for job in jobs)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -131,11 +130,11 @@ def test_a_clip_that_is_gone_is_missing_and_not_different(
         for suffix in ("mp4", "mp4.json"):
             (tmp_path / "clips" / f"{proving.ids[2]}.{suffix}").unlink()
         assert proving.prover.request(proving.ids[0])
-        assert proving.proofs() == ["failed", "none", "none"]
-        assert proving.reasons()[0] == "file missing: the clip"
+        assert proving.proofs() == ["running", "none", "none"]
         proving.idle.set()
         wait_until(_children, HANG_SECONDS, "no process")  # of the clip that is there
         assert proving.proofs() == ["failed", "running", "failed"]
+        assert proving.reasons()[0] == "file missing: the clip"
         assert proving.reasons()[2] == "file missing: the clip and the clip's JSON"
 
 
@@ -196,9 +195,10 @@ def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Pa
             assert proving.prover.request(id)
     (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
     with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
-        # One that cannot be verified any more is not said to be running.
+        assert proving.store.to_prove() == proving.ids[:2]
+        proving.idle.set()
+        wait_until(_children, HANG_SECONDS, "no process")
         assert proving.proofs() == ["failed", "running", "none"]
-        assert proving.store.to_prove() == [proving.ids[1]]
 
 
 @pytest.mark.long
@@ -218,13 +218,13 @@ def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) 
         for id in ids:
             assert prover.request(id)
         proofs = Proving(own, prover, ids, tmp_path, threading.Event())
-        with closing(prover), other.lock(ids[0]) as is_held:
+        with closing(prover), other.database.lock(ids[0]) as is_held:
             assert is_held
             prover.start()
             proofs.wait_for("running", "equal")
             assert not prover._verify(ids[0])
             assert other.set_proof(ids[0], "equal")
-        with own.lock(ids[0]) as is_held:
+        with own.database.lock(ids[0]) as is_held:
             assert is_held  # nobody holds it any more
         assert not prover._verify(ids[0])
         assert verdicts == ["equal"]
@@ -282,8 +282,7 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     config = replace(demo_config(1), device="cuda:1")
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
-    need = SimpleNamespace(total_bytes=2**30)
-    monkeypatch.setattr("svdpp.driver.memory.estimate_ranks", lambda _: [need])
+    monkeypatch.setattr("svdpp.driver.memory.estimate_ranks", lambda _: [2**30])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
         prover._check_gpu(config)
     free[1] = _gpu(1, 2**40)

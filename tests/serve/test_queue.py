@@ -75,7 +75,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
-    assert store.files() == {}
+    assert store.clips() == {}
 
 
 def test_a_failure_is_kept_with_its_details(store: JobQueue) -> None:
@@ -340,17 +340,10 @@ def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, see
     assert take_all(store) == expected
 
 
-def test_jobs_with_large_images_are_passed_over_until_they_are_prepared(store: JobQueue) -> None:
-    large = [add(store, photo_pixels=24_000_000, created_at=age) for age in (1.0, 2.0)]
-    small = [add(store, photo_pixels=4_000_000, created_at=age) for age in (3.0, 4.0)]
-    assert waiting(store) == large + small
-    first = store.next_large()
-    assert first is not None
-    assert first.id == large[0]
-    assert [job.id for _ in range(2) if (job := store.take_next(large[1]))] == [large[1], small[0]]
-    assert take_all(store) == small[1:]
-    store.cancel_waiting(large[0])
-    assert store.next_large() is None
+def test_jobs_with_large_images_can_be_passed_over(store: JobQueue) -> None:
+    large, small = (add(store, photo_pixels=pixels) for pixels in (4_000_001, 4_000_000))
+    taken = [store.take_next(large=is_large) for is_large in (False, False, True)]
+    assert [job and job.id for job in taken] == [small, None, large]
 
 
 # --- pages ----------------------------------------------------------------------------------------

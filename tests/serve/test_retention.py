@@ -58,7 +58,7 @@ def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> 
     assert job is not None
     assert job.id == id
     store.complete(id, {})
-    with store.change() as database:
+    with store.database.change() as database:
         database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
     return id
 
@@ -69,7 +69,7 @@ def ids_of_files(folder: Path) -> set[str]:
 
 
 def ids(store: JobQueue) -> set[str]:
-    return set(store.files())
+    return set(store.clips())
 
 
 def test_jobs_go_by_age(store: JobQueue, folder: Path) -> None:
@@ -376,7 +376,7 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
         store.store.put(folder / name)
     store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
     store.store.put(folder / FILES[0].format(id=removed))
-    assert _sizes(store, folder).keys() == {copied}, "a size of no job would remove others"
+    assert _sizes(store).keys() == {copied}, "a size of no job would remove others"
     system = store.store._system
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import InputError, OutputError, RequestError
@@ -21,6 +23,7 @@ from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
+from svdpp.serve.store import FileStore
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -51,7 +54,7 @@ def away(*_: object) -> list[Any]:
 @contextlib.contextmanager
 def lost_answers(queue: JobQueue) -> Iterator[None]:
     """Each change is made, and then the connection ends before the answer."""
-    change = queue.change
+    change = queue.database.change
 
     @contextlib.contextmanager
     def lost(alone: str = "") -> Iterator[object]:
@@ -59,11 +62,11 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
             yield database
         raise OutputError("the connection has ended")
 
-    queue.change = lost  # type: ignore[method-assign, assignment]
+    queue.database.change = lost  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        queue.change = change  # type: ignore[method-assign]
+        queue.database.change = change  # type: ignore[method-assign]
 
 
 def _too_short(job: Job) -> str | None:
@@ -91,13 +94,6 @@ def test_no_job_is_taken_twice(opened: Open) -> None:
     assert len(found) == len(ids)
     assert set(found) == ids
     assert sorted(job.token for job in queues[0].running()) == [1] * 60
-
-
-def test_servers_take_the_turns_of_owners_together(opened: Open) -> None:
-    first, second = opened(), opened()
-    many = [add(first, owner="many", created_at=float(age)) for age in range(4)]
-    one = add(second, owner="one", created_at=9.0)
-    assert [taken(queue).id for queue in (first, second, second)] == [many[0], one, many[1]]
 
 
 def test_a_lost_claim_ends_nothing(opened: Open) -> None:
@@ -171,11 +167,11 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
 
 def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(opened: Open) -> None:
     running = opened()
-    with running.change() as database:
+    with running.database.change() as database:
         database.execute("ALTER TABLE jobs DROP COLUMN lost")
         database.execute("UPDATE queue SET version = 6")
     id = add(running)
-    assert opened().rows("SELECT id, lost FROM jobs") == [(id, 0)]
+    assert opened().database.rows("SELECT id, lost FROM jobs") == [(id, 0)]
     assert taken(running).id == id
 
 
@@ -185,10 +181,10 @@ def test_a_renewal_that_fails_forgets_no_lost_claim(opened: Open) -> None:
     assert take_all(queue) == ids
     lost: list[Job] = []
     wait_until(lambda: lost.extend(other.recover()) or len(lost) == 2, 30, lambda: "no lease ends")
-    rows, queue.rows = queue.rows, away  # type: ignore[method-assign]
+    rows, queue.database.rows = queue.database.rows, away  # type: ignore[method-assign]
     with pytest.raises(OutputError):
         queue.renew(lambda _: 0)
-    queue.rows = rows  # type: ignore[method-assign]
+    queue.database.rows = rows  # type: ignore[method-assign]
     assert queue.renew(lambda _: 0) == ([(id, 1) for id in ids], [])
 
 
@@ -205,17 +201,17 @@ def test_all_claims_are_renewed_by_one_statement(opened: Open) -> None:
     maker, other = opened(lease_seconds=3000.0), opened()
     ids = [add(maker, created_at=float(age)) for age in range(4)]
     assert take_all(maker) == ids
-    with other.change() as database:  # as if another server had claimed it in the meantime
+    with other.database.change() as database:  # as if another server had claimed it in the meantime
         database.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
     other.ask_to_cancel(ids[2])
     asked: list[str] = []
-    rows = maker.rows
+    rows = maker.database.rows
 
     def note(query: str, *values: Any) -> list[Any]:
         asked.append(query)
         return rows(query, *values)
 
-    maker.rows = note  # type: ignore[method-assign]
+    maker.database.rows = note  # type: ignore[method-assign]
     assert maker.renew(ids.index) == ([(ids[1], 1)], [ids[2]])
     assert len(asked) == 1
     steps = {job.id: job.step for job in other.running()}
@@ -237,7 +233,7 @@ def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
     queue = opened()
     ids = [add(queue, created_at=float(age)) for age in range(3)]
     tokens = {id: taken(queue).token for id in ids}
-    change = queue.change
+    change = queue.database.change
 
     @contextlib.contextmanager
     def followed(alone: str = "") -> Iterator[Any]:
@@ -245,7 +241,7 @@ def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
             yield database
         assert queue.renew(lambda _: 0) == ([], [])
 
-    queue.change = followed  # type: ignore[method-assign]
+    queue.database.change = followed  # type: ignore[method-assign]
     assert queue.complete(ids[0], {}, tokens[ids[0]])
     assert queue.put_back(ids[1], tokens[ids[1]], counts=False)
     with lost_answers(queue), pytest.raises(OutputError):
@@ -259,7 +255,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     add(holder)
     taken(holder)
     wait_until(
-        lambda: holder.rows("SELECT lease_until < clock() FROM jobs") == [(True,)],
+        lambda: holder.database.rows("SELECT lease_until < clock() FROM jobs") == [(True,)],
         30,
         lambda: "no lease ends",
     )
@@ -287,20 +283,6 @@ def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Ope
     assert leaving.renew(lambda _: 0) == ([], [])
     leaving.release()
     assert take_all(other) == [id]
-
-
-def test_what_ends_a_lost_claim_leaves_that_of_another_server(opened: Open) -> None:
-    """Also if the other one is late with its renewal, and can still make it."""
-    slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
-    id = add(slow)
-    taken(slow)
-    recovered(other)
-    assert taken(other).token == 2
-    ended = "SELECT lease_until < clock() FROM jobs"
-    wait_until(lambda: slow.rows(ended) == [(True,)], 30, lambda: "no lease ends")
-    assert not slow.put_back(id, 1, counts=False)
-    assert other.renew(lambda _: 0) == ([], [])
-    assert [(job.token, job.server) for job in slow.running()] == [(2, other.server)]
 
 
 def test_a_cancelled_clip_ends_although_its_claim_is_lost(opened: Open) -> None:
@@ -429,7 +411,7 @@ def test_claims_that_end_together_are_put_back_part_by_part(
     ids = {add(slow) for _ in range(3)}
     assert set(take_all(slow)) == ids
     ended = "SELECT count(*) FROM jobs WHERE lease_until < clock()"
-    wait_until(lambda: other.rows(ended) == [(3,)], 30, lambda: "no lease ends")
+    wait_until(lambda: other.database.rows(ended) == [(3,)], 30, lambda: "no lease ends")
     assert [len(recovered(other)) for _ in range(2)] == [2, 1]
 
 
@@ -454,24 +436,13 @@ def test_many_clips_that_a_server_cannot_make_cost_one_look(opened: Open) -> Non
     queue = opened()
     for _ in range(50):
         add(queue, sampling=_SHORT)
-    own, changes, change = add(queue, created_at=2000.0), [], queue.change
+    own, changes, change = add(queue, created_at=2000.0), [], queue.database.change
     queue.why_not = _too_short
-    queue.change = lambda alone="": changes.append(alone) or change(alone)  # type: ignore[method-assign, func-returns-value]
+    queue.database.change = lambda alone="": changes.append(alone) or change(alone)  # type: ignore[method-assign, func-returns-value]
     assert taken(queue).id == own
     assert len(changes) == 2
     assert queue.take_next() is None
     assert len(changes) == 2
-
-
-def test_a_large_image_that_the_ranks_cannot_take_stops_nothing(opened: Open) -> None:
-    queue = opened()
-    add(queue, photo_pixels=40_000_000, created_at=1.0, sampling=_SHORT)
-    large = add(queue, photo_pixels=40_000_000, created_at=2.0)
-    queue.why_not = _too_short
-    following = queue.next_large()
-    assert following is not None
-    assert following.id == large
-    assert take_all(queue, prepared=large) == [large]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +453,7 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 ) -> None:
     queue = opened()
     of_tomorrow, own = add(queue, created_at=1.0), add(queue, created_at=2.0)
-    with queue.change() as database:
+    with queue.database.change() as database:
         values = json.dumps(newer), of_tomorrow
         database.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
     assert take_all(queue) == [own]
@@ -490,10 +461,10 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 
 def test_nothing_is_begun_while_the_shared_folder_is_away(opened: Open, tmp_path: Path) -> None:
     queue = opened()
-    assert not queue.is_disk_low
+    assert not queue.database.is_disk_low
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.is_disk_low
+    assert queue.database.is_disk_low
 
 
 def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
@@ -572,6 +543,66 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
         JobQueue(tmp_path / "files", url=database)
     JobQueue(tmp_path / "files", url=database, adopts=True).close()
+
+
+def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str) -> None:
+    store = FileStore(tmp_path, f"memory://{new_id()}")
+    (tmp_path / "theirs").touch()
+    store.put(tmp_path / "theirs")
+    queue = partial(JobQueue, tmp_path / "data", url=database, store=store)
+    store.folder = tmp_path / "data"
+    with pytest.raises(RequestError, match="other objects, such as 'theirs'"):
+        queue()
+    queue(adopts=True).close()
+    assert store.mark() == (tmp_path / "data" / "queue.id").read_text()
+    with pytest.raises(RequestError, match="the store of --files is not that of the queue"):
+        queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
+
+
+def test_a_start_that_fails_leaves_no_mark(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is asked outside of transactions, which the database ends after 5 s."""
+    import psycopg
+
+    folder, set_mark, transactions = tmp_path / "data", FileStore.set_mark, list[Any]()
+    store = FileStore(folder, f"memory://{new_id()}")
+
+    def counted(store: FileStore, id: str) -> None:
+        with psycopg.connect(database) as other:
+            query = "SELECT 1 FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'"
+            transactions.extend(other.execute(query).fetchall())
+        set_mark(store, id)
+
+    monkeypatch.setattr(FileStore, "set_mark", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
+        with pytest.raises(OutputError, match="WRONG"):
+            JobQueue(folder, url=database, store=store)
+    assert (store.mark(), list(folder.iterdir())) == ("", [])
+    JobQueue(folder, url=database, store=store).close()
+    assert store.mark() == (folder / "queue.id").read_text()
+    assert transactions == []
+
+
+def test_a_checkpoint_that_cannot_be_put_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.serve.store._TURN_SECONDS", 0.01)
+    lines: list[str] = []
+    turns: list[None] = []
+    sink = logger.add(lines.append, level="ERROR", format="{message}")
+
+    def publish() -> None:
+        turns.append(None)
+        raise PermissionError("no links here")
+
+    with contextlib.closing(FileStore(tmp_path, f"memory://{new_id()}")) as store:
+        store.start(publish)
+        wait_until(lambda: len(turns) > 2, 30, "no turn")
+    logger.remove(sink)
+    assert len(lines) == 1
+    assert lines[0].startswith("latent checkpoints are not put")
 
 
 @pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])

@@ -304,10 +304,13 @@ def test_the_retries_take_twenty_hours(
     store.complete(id, {}, int(store.is_shared))
 
     def clock() -> float:
-        return float(store.rows("SELECT clock()")[0][0])
+        return float(store.database.rows("SELECT clock()")[0][0])
 
     def due() -> list[float]:
-        return [due for (due,) in store.rows(f"SELECT callback_due FROM jobs WHERE {has_failed}")]
+        return [
+            due
+            for (due,) in store.database.rows(f"SELECT callback_due FROM jobs WHERE {has_failed}")
+        ]
 
     has_failed = "callback_error IS NOT NULL"
     before = clock()
@@ -317,7 +320,7 @@ def test_the_retries_take_twenty_hours(
             assert before + seconds <= due()[0] <= clock() + seconds
             assert "sends no webhooks to" in callback(store, id)["error"]
             before = clock()
-            with store.change() as database:
+            with store.database.change() as database:
                 database.execute("UPDATE jobs SET callback_due = 0, callback_error = NULL")
         wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
     assert len(expected) == webhooks.MAX_ATTEMPTS - 1

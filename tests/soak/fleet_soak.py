@@ -13,10 +13,7 @@ summary is one line of JSON on stdout; the exit code is 1 if anything is wrong.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,15 +27,8 @@ from typing import Any
 import httpx
 
 from tests.serve.postgres import Postgres, postgres_server
-from tests.soak.serve_checks import (
-    Row,
-    rows_of,
-    unexplained_failures,
-    wrong_clips,
-    wrong_files,
-    wrong_rows,
-)
-from tests.soak.serve_clients import Clients, Request, requests
+from tests.soak.serve_checks import Row, exit_code, rows_of, summary, wrong_files
+from tests.soak.serve_clients import Clients, requests
 from tests.soak.serve_processes import belonging
 from tests.soak.serve_server import FaultyServer
 
@@ -51,7 +41,6 @@ _SECONDS_OF_FAULT = 12.0
 _HANG_SECONDS = 300.0
 _SECONDS_OF_JOB = 30.0
 _OWN = {"queue.id"}
-_SHOWN = 20
 _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'svdpp'"
 
 
@@ -179,47 +168,22 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
                     time.sleep(0.2)
             finally:
                 clients.close()
-            served = time.monotonic() - begun
             _wait(lambda: not fleet.wrong_files())
         finally:
             ends = fleet.close()
-        return _summary(fleet, wanted, ends, served, begun)
-
-
-def _summary(
-    fleet: FaultyFleet, wanted: list[Request], ends: list[str], served: float, begun: float
-) -> dict[str, Any]:
-    rows, tallies = fleet.rows(), [server.tally for server in fleet.servers]
-    clips, num_compared = wrong_clips(wanted, fleet.data, rows)
-    wrong = {
-        "jobs": wrong_rows(wanted, rows),
-        "failures": unexplained_failures(rows),
-        "clips": clips,
-        "files": fleet.wrong_files(*(server.temporary for server in fleet.servers)),
-        "orphans": [orphan for tally in tallies for orphan in tally.orphans],
-        "not_ready": [text for tally in tallies for text in tally.unready],
-        "ends": [*ends, *(end for tally in tallies for end in tally.unasked)],
-        "logs": [
-            f"{server.log}: a traceback"
-            for server in fleet.servers
-            if "Traceback" in server.log.read_text(errors="replace")
-        ],
-    }
-    return {
-        "jobs": len(wanted),
-        "ended": dict(Counter(request.status or "open" for request in wanted)),
-        "faults": dict(fleet.faults),
-        "server_starts": sum(tally.starts for tally in tallies),
-        "client_retries": sum(request.retries for request in wanted),
-        "clips_compared": num_compared,
-        "clips_resumed": sum(row.metadata.get("resumed_from_step", 0) > 0 for row in rows),
-        "jobs_claimed_again": sum(row.token > 1 for row in rows),
-        "minutes_served": round(served / 60, 1),
-        "minutes": round((time.monotonic() - begun) / 60, 1),
-        "load": [round(load, 1) for load in os.getloadavg()],
-        "wrong": {name: found[:_SHOWN] for name, found in wrong.items() if found},
-        "passed": not any(wrong.values()),
-    }
+        wrong = {
+            "files": fleet.wrong_files(*(server.temporary for server in fleet.servers)),
+            "ends": ends,
+            "logs": [
+                f"{server.log}: a traceback"
+                for server in fleet.servers
+                if "Traceback" in server.log.read_text(errors="replace")
+            ],
+        }
+        rows, faults = fleet.rows(), dict(fleet.faults)
+        again = sum(row.token > 1 for row in rows)
+        figures = {"faults": faults, "jobs_claimed_again": again}
+        return summary(wanted, rows, fleet.data, fleet.servers, wrong, begun, **figures)
 
 
 def main() -> int:
@@ -230,13 +194,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     folder = Path(tempfile.mkdtemp(prefix="soak-fleet-"))
-    summary = soak(folder, parser.parse_args())
-    print(json.dumps(summary))
-    if summary["passed"]:
-        shutil.rmtree(folder)
-    else:
-        print(f"its files: {folder}", file=sys.stderr)
-    return int(not summary["passed"])
+    return exit_code(soak(folder, parser.parse_args()), folder)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +19,9 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
 from tests.soak.serve_clients import Request, photos
+from tests.soak.serve_server import FaultyServer
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,52 @@ def rows_of(database: Any) -> list[Row]:
     return [
         Row(*row[:7], json.loads(row[7] or "null"), json.loads(row[8] or "{}")) for row in found
     ]
+
+
+def summary(
+    asked: list[Request],
+    rows: list[Row],
+    data: Path,
+    servers: list[FaultyServer],
+    wrong: dict[str, list[str]],
+    begun: float,
+    **figures: Any,
+) -> dict[str, Any]:
+    """What a soak prints; `wrong` and `figures` are of this one alone."""
+    clips, num_compared = wrong_clips(asked, data, rows)
+    tallies = [server.tally for server in servers]
+    wrong = {
+        "jobs": wrong_rows(asked, rows),
+        "failures": unexplained_failures(rows),
+        "clips": clips,
+        "orphans": [orphan for tally in tallies for orphan in tally.orphans],
+        "not_ready": [text for tally in tallies for text in tally.unready],
+        "unasked_ends": [end for tally in tallies for end in tally.unasked],
+        **wrong,
+    }
+    return {
+        "jobs": len(asked),
+        "ended": dict(Counter(request.status or "open" for request in asked)),
+        "server_starts": sum(tally.starts for tally in tallies),
+        "client_retries": sum(request.retries for request in asked),
+        "clips_compared": num_compared,
+        "clips_resumed": sum(row.metadata.get("resumed_from_step", 0) > 0 for row in rows),
+        **figures,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "wrong": {name: found[:_SHOWN] for name, found in wrong.items() if found},
+        "passed": not any(wrong.values()),
+    }
+
+
+def exit_code(summary: dict[str, Any], folder: Path) -> int:
+    """Prints the summary; removes the folder if nothing is wrong."""
+    print(json.dumps(summary))
+    if summary["passed"]:
+        shutil.rmtree(folder)
+    else:
+        print(f"its files: {folder}", file=sys.stderr)
+    return int(not summary["passed"])
 
 
 def wrong_rows(asked: list[Request], rows: list[Row]) -> list[str]:

@@ -111,7 +111,7 @@ def test_the_reference(tmp_path: Path) -> None:
         predictions=False,
     )
     reporter = Mock()
-    reference._compute_all(Mock(), "cpu", reporter, CONFIG, setup)
+    reference._compute_all("cpu", reporter, setup)
     (done,) = reporter.send.call_args.args
     kept = TensorStore(tmp_path)
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])

@@ -56,7 +56,7 @@ def _layouts(most_decode_ranks: int = 1) -> st.SearchStrategy[Layout]:
 
 
 def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:
-    return [build_schedule(layout.routes([clip]), layout.world_size) for clip in range(clips)]
+    return [build_schedule([layout.route(clip)], layout.world_size) for clip in range(clips)]
 
 
 def _emptied(queue: ActionQueue) -> list[Action]:

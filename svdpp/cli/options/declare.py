@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
+from click.core import ParameterSource
 
 #: Accepted spellings that the help does not show: those of diffusers and earlier versions.
 HIDDEN_NAMES = frozenset(
     {"--num-inference-steps", "--num-frames", "--total-steps", "--skip-existing"}
 )
+# Of a service that is named svdpp, as Kubernetes sets it.
+_NOT_OURS = "SVDPP_PORT"
 
 
 class Option(click.Option):
     """An option with its panel in the help and its default in words."""
 
     def __init__(self, names: list[str], *, panel: str, shown: str = "", **about: Any) -> None:
-        super().__init__(names, **about)
+        long = [name[2:].replace("-", "_").upper() for name in names if name.startswith("--")]
+        variables = [f"SVDPP_{name}" for name in long if panel]
+        super().__init__(
+            names, envvar=[name for name in variables if name != _NOT_OURS] or None, **about
+        )
         self.panel, self.shown = panel, shown
         #: As the help shows them, short ones first.
         self.names = [name for name in self.opts if name not in HIDDEN_NAMES]
@@ -30,6 +38,17 @@ class Option(click.Option):
         names = f"{', '.join(self.names)} {self.metavar or ''}".rstrip()
         default = "" if self.is_flag or self.count or self.default is None else str(self.default)
         return names, _described(self.help, self.shown or default)
+
+
+def set_by_variables(context: click.Context) -> dict[str, str]:
+    """The variable that has set an option, by the option's names."""
+    return {
+        name: variable
+        for option in context.command.params
+        if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT
+        for variable in [one for one in option.envvar or () if os.environ.get(one)][:1]
+        for name in option.opts
+    }
 
 
 class Argument(click.Argument):
@@ -60,7 +79,8 @@ class Panel(str):
             metavar: placeholder of the value in the help; "": the choices of a `Literal`.
             help: one or two sentences, without the default.
             names: as users type them; without them, the field's name with dashes.
-            more: `default` of the field, and arguments of `Option`.
+            more: `default` of the field, `between` for the limits of a whole number, and arguments
+                of `Option`.
         """
         default = more.pop("default", None)
         about = {"panel": self, "metavar": metavar, "help": help, "names": names, **more}
@@ -91,9 +111,7 @@ def completes(*values: str) -> Any:
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
     """A field that is an argument of the command; None if it is not given."""
-    about = {"metavar": metavar, "help": help, **more}
-    default: Any = MISSING if more.get("required") else None
-    return field(default=default, metadata=about)
+    return field(default=None, metadata={"metavar": metavar, "help": help, **more})
 
 
 @cache
@@ -106,6 +124,10 @@ def declared(group: Any) -> Mapping[str, tuple[Any, dict[str, Any]]]:
             about["names"] = (f"--{each.name.replace('_', '-')}",)
         found[each.name] = hints[each.name], about
     return found
+
+
+class _Whole(click.IntRange):
+    name = "whole number"
 
 
 class _Choice(click.Choice):  # type: ignore[type-arg]
@@ -124,6 +146,8 @@ def parameter(name: str, hint: Any, about: Mapping[str, Any]) -> Option | Argume
         if about.pop("multiple", False):
             about["nargs"] = -1
         return Argument([name], **{"required": False, **about})
+    if between := about.pop("between", None):
+        about["type"] = _Whole(*between)
     if isinstance(about.get("type"), click.Choice) and not about["metavar"]:
         about["metavar"] = "|".join(about["type"].choices)
     return Option([name, *about.pop("names")], **about)

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp.cli.options.declare import LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
+from svdpp.config.clip import check_prompt
 from svdpp.config.files import read_small_file
-from svdpp.config.limits import (
-    MAX_MEGAPIXELS,
-    MAX_PROMPT_CHARACTERS,
-    check_num_clips,
-    check_whole,
-)
+from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS
 from svdpp.errors import InputError, RequestError
 
 if TYPE_CHECKING:
@@ -25,13 +21,13 @@ if TYPE_CHECKING:
 class ClipOptions:
     """The number of clips, if images and seeds do not determine it."""
 
-    clips: int | None = LAYOUT.setting("M", "Number of clips.", shown="2 for each rank")
+    clips: int | None = LAYOUT.setting(
+        "M", "Number of clips.", shown="2 for each rank", between=(1, MAX_CLIPS)
+    )
 
     def at_least_one(self, default: int) -> int:
         """The number of clips."""
-        clips = max(1, default) if self.clips is None else self.clips
-        check_num_clips(clips)
-        return clips
+        return self.clips or max(1, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +77,13 @@ class PromptOptions:
         data = read_small_file(self.prompts, "file of prompts")
         for number, line in enumerate(data.split(b"\n"), start=1):
             try:
-                prompt = line.decode().strip()
+                if prompt := line.decode().strip():
+                    check_prompt("a prompt", prompt)
+                    prompts.append(prompt)
             except UnicodeDecodeError as error:
                 raise InputError(f"{name}, line {number}: not UTF-8 text") from error
-            if len(prompt) > MAX_PROMPT_CHARACTERS or "\0" in prompt:
-                problem = f"a prompt must be a text of at most {MAX_PROMPT_CHARACTERS} characters"
-                raise InputError(f"{name}, line {number}: {problem}")
-            if prompt:
-                prompts.append(prompt)
+            except RequestError as error:
+                raise InputError(f"{name}, line {number}: {error}") from error
         if not prompts:
             raise InputError(f"{name} has no prompt", "write one prompt in each line")
         return prompts
@@ -99,11 +94,11 @@ class ImageOptions:
     """Which images are taken."""
 
     max_megapixels: int = VIDEO.setting(
-        "N", f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.", default=24
+        "N",
+        f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
+        default=24,
+        between=(1, MAX_MEGAPIXELS),
     )
-
-    def __post_init__(self) -> None:
-        check_whole("--max-megapixels", self.max_megapixels, 1, MAX_MEGAPIXELS)
 
     @property
     def max_pixels(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, completes
+from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
@@ -12,12 +13,14 @@ from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
 
+#: The options of `LayoutOptions` that the choice of a layout replaces.
+OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
+class RankOptions(ModelOptions):
     """The number of ranks, and what each may use."""
 
     world: int | None = LAYOUT.setting(
@@ -50,8 +53,11 @@ class RankOptions:
         "clips are not marked as exact."
     )
 
-    def device_for(self, model: str) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs."""
+    def device_name(self, *, any_on_cpu: bool = False) -> str:
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
+
+        With `any_on_cpu` it may be the CPU for every model.
+        """
         if self.device != "auto":
             return self.device
         if visible_gpus():
@@ -59,7 +65,8 @@ class RankOptions:
 
             if torch.cuda.is_available():  # False for a CPU build of torch
                 return "cuda"
-        if model.lower() in (DEMO_MODEL, DUMMY_MODEL):  # "Demo" is refused with a better hint
+        # "Demo" is refused with a better hint.
+        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
             return "cpu"
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
@@ -128,7 +135,8 @@ class LayoutOptions:
 
     def __post_init__(self) -> None:
         if self.layout in ("auto", "data-parallel"):
-            self.leave_to(f"--layout {self.layout}")
+            for name in self.refined:
+                raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
         if self.chooses and self.decode_ranks is not None:
             raise RequestError("auto chooses the layout: leave out --decode-ranks")
 
@@ -166,30 +174,23 @@ class LayoutOptions:
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")
 
-    def leave_to(self, option: str) -> None:
-        """Refuses refinements together with an option that chooses the layout."""
-        for name in self.refined:
-            raise RequestError(f"{option} chooses the layout: leave out --{name}")
-
-    def fields(self, world_size: int) -> dict[str, Any]:
+    def layout_fields(self, world_size: int) -> dict[str, Any]:
         """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        others = {
-            "cfg_parallel": self.cfg_parallel and self.pair_size,
-            "decode_ranks": self.decode_ranks,
-        }
-        given = {name: value for name, value in others.items() if value is not None}
+        given = {**self.refined}
         if self.layout == "data-parallel":
-            return {"replicas": max(1, world_size // self.pair_size), **given}
-        return {**self.refined, **given}
+            given["replicas"] = max(1, world_size // self.pair_size)
+        if self.cfg_parallel is not None:
+            given["cfg_parallel"] = self.pair_size
+        if self.decode_ranks is not None:
+            given["decode_ranks"] = self.decode_ranks
+        return given
 
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
-        """The costs of `--costs`, or else published costs of SVD.
+        """The costs of `--costs`, or else published ones of SVD.
 
-        Args:
-            decodes: whether clips become frames.
-            family: of the model. Without `--costs`, for another family than SVD and for clips that
-                are not decoded, a step costs 1 and all else 0.
+        Without `--costs`, for other families and for clips that are not decoded, a step costs 1 and
+        all else 0.
         """
-        if self.costs is not None:
-            return find_costs(self.costs)
-        return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else Costs()
+        if self.costs is None and not (decodes and family == "svd"):
+            return Costs()
+        return find_costs(self.costs or ASSUMED_COSTS)

@@ -1,12 +1,17 @@
 """The options for the model: its weights, their source and their precision."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.options.declare import MODEL, completes
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, Dtype, Lora, ModelConfig
 from svdpp.errors import RequestError
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +70,23 @@ class ModelOptions:
             return "svd"
         from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
 
-        return family_of_model(self.to_config("cpu"))
+        return family_of_model(self.model_config("cpu"))
 
-    def to_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
+    @property
+    def image_use(self) -> Use:
+        """What clips of the model do with an image; reads its configs only if it takes prompts."""
+        if self.family == "svd":
+            return "needed"
+        from svdpp.models.checkpoint import find_checkpoint
+
+        return find_checkpoint(self.model_config("cpu"), weights=False).image_use
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether clips of the model need an image."""
+        return self.image_use == "needed"
+
+    def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
         """The configuration on `device`; the default precision is that of diffusers' examples."""
         default: Dtype = "fp32"
         if self.dtype is None and device.startswith("cuda"):

@@ -19,7 +19,6 @@ from svdpp.errors import OutputError, RequestError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
-    from svdpp.diagnostics.chrome_trace import TraceFile
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
 
@@ -50,14 +49,7 @@ class FolderOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverwriteOptions:
-    """Whether existing files are replaced."""
-
-    overwrite: bool = RECOVERY.switch("Replace clips that exist.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(OverwriteOptions, FolderOptions):
+class OutputOptions(FolderOptions):
     """Where clips are written, how they are encoded, and what happens to existing files."""
 
     format: VideoFormat | None = VIDEO.setting(
@@ -71,6 +63,7 @@ class OutputOptions(OverwriteOptions, FolderOptions):
         "--resume",
         "--skip-existing",
     )
+    overwrite: bool = RECOVERY.switch("Replace clips that exist.")
     latents_dir: Path | None = RECOVERY.setting(
         "DIR",
         "Keep each transferred latent here until its clip is finished. --resume "
@@ -189,15 +182,21 @@ class TraceOptions:
     )
 
     def check(self) -> None:
-        """Checks the files before any work."""
-        check_target("--trace", self.trace, ".json")
-        check_target("--profile", self.profile, ".json")
+        """Checks before any work that the files can be written at its end."""
+        from svdpp.media import output_files
+
+        for name, path in vars(self).items():
+            if path is None:
+                continue
+            if path.suffix.lower() != ".json":
+                raise RequestError(f"--{name} must end in .json, got {str(path)!r}")
+            output_files.check_writable(path.parent)
+            output_files.check_free(str(path))
 
     @property
     def paths(self) -> list[str]:
         """The requested files, quoted for a shell."""
-        found = (self.trace, self.profile)
-        return [shlex.quote(str(path)) for path in found if path is not None]
+        return [shlex.quote(str(path)) for path in vars(self).values() if path is not None]
 
     @property
     def profile_path(self) -> str | None:
@@ -207,42 +206,26 @@ class TraceOptions:
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
         """Completes the trace when the block ends, also after a failure; enter it first."""
-        file = None if self.trace is None else _trace_file(pipeline, self.trace)
+        if self.trace is None:
+            yield
+            return
+        from svdpp.diagnostics.chrome_trace import TraceFile
+
+        config = pipeline.config
+        about = {
+            "svdpp": __version__,
+            "world_size": config.world_size,
+            "num_steps": config.sampling.num_inference_steps,
+            "dtype": config.model.dtype,
+            "device": config.device,
+            "backend": pipeline.backend,
+        }
+        file = TraceFile(self.trace, about)
+        pipeline.observe(file)
         try:
             yield
         except BaseException:
             with contextlib.suppress(OutputError):  # report the failure of the run
-                if file is not None:
-                    file.close()
+                file.close()
             raise
-        if file is not None:
-            file.close()
-
-
-def check_target(option: str, path: Path | None, *suffixes: str) -> None:
-    """Checks before a long run that a file can be written at its end; None is no file."""
-    from svdpp.media import output_files
-
-    if path is None:
-        return
-    if path.suffix.lower() not in suffixes:
-        raise RequestError(f"{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
-    output_files.check_writable(path.parent)
-    output_files.check_free(str(path))
-
-
-def _trace_file(pipeline: Pipeline, path: Path) -> TraceFile:
-    from svdpp.diagnostics.chrome_trace import TraceFile
-
-    config = pipeline.config
-    about = {
-        "svdpp": __version__,
-        "world_size": config.world_size,
-        "num_steps": config.sampling.num_inference_steps,
-        "dtype": config.model.dtype,
-        "device": config.device,
-        "backend": pipeline.backend,
-    }
-    file = TraceFile(path, about)
-    pipeline.observe(file)
-    return file
+        file.close()

@@ -1,19 +1,16 @@
 """The options for sampling: steps, seeds, size, motion, guidance."""
 
-import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from svdpp.cli.console import Console
 from svdpp.cli.options.declare import PROMPTS, VIDEO
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import (
     DEMO_SAMPLING,
     SAMPLING_CLASSES,
     Fit,
-    PipelineConfig,
     PromptedSampling,
     SamplingConfig,
     SvdSampling,
@@ -21,34 +18,31 @@ from svdpp.config import (
     params_of,
     sampling_defaults,
 )
-from svdpp.config.limits import check_seed
-from svdpp.errors import RequestError
-
-#: The value of --decode-chunk-size that takes as many frames as fit.
-AUTO_CHUNK = "auto"
-#: The value of --seed that draws a seed.
-RANDOM_SEED = "random"
+from svdpp.config.limits import MAX_SEED, check_seed
+from svdpp.errors import RequestError, nearest
 
 _MAX_SEEDS = 100_000
 # Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
 _LOW_MEMORY_CHUNK = 2
-# Size of a drawn seed: short enough to type again.
-_DRAWN_BITS = 32
-
 
 #: Every parameter with an option of its own, by the name of its field.
 _SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 #: The parameters that only families with prompts take.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
+#: The parameters, besides the seed, on which neither costs nor memory depend.
+LOOKS = (
+    *("fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+    *("min_guidance_scale", "max_guidance_scale"),
+)
 
 
-def _of(field: str, metavar: str = "", *aliases: str, shown: str = "", more: str = "") -> Any:
+def _of(field: str, metavar: str = "", *aliases: str, shown: str = "") -> Any:
     """The option of a parameter, as its `Param` says."""
     param = _SHARED[field]
     panel = PROMPTS if field in PROMPT_FIELDS else VIDEO
     return panel.setting(
         metavar or ("N" if param.kind is int else "X"),
-        f"{param.help} {more}".rstrip(),
+        param.help,
         *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
         shown=shown or _default_text(field),
     )
@@ -65,16 +59,14 @@ def _default_text(field: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(ModelOptions):
     """The arguments of diffusers' `__call__`; None stands for the model's default."""
 
     steps: int | None = _of("num_inference_steps", "N", "--total-steps")
     num_frames: int | None = _of("num_frames", "F")
-    decode_chunk_size: str | None = _of(
-        "decode_chunk_size", "F|auto", shown="all", more="auto estimates how many fit."
-    )
-    seed: str | None = VIDEO.setting(
-        "N|random", "Seed of every clip, 0 to 2^63 - 1; random draws one.", shown="0"
+    decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
+    seed: int | None = VIDEO.setting(
+        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
     )
     height: int | None = _of("height", "PIXELS")
     width: int | None = _of("width", "PIXELS")
@@ -95,42 +87,27 @@ class SamplingOptions:
         "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
     )
 
-    @property
-    def measures_chunk(self) -> bool:
-        """Whether the number of frames decoded at a time is to be measured."""
-        return self.decode_chunk_size == AUTO_CHUNK
-
-    def num_steps(self, family: str = "svd") -> int:
-        """The number of steps, by default that of the family."""
-        default: int = SAMPLING_CLASSES[family]().num_inference_steps
-        return default if self.steps is None else self.steps
-
-    def to_config(
-        self, model: ModelOptions, *, from_image: bool = True, family: str | None = None
+    def sampling_config(
+        self, *, from_image: bool = True, family: str | None = None
     ) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers."""
-        family = family or model.family
+        family = family or self.family
         kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
-        given = {**vars(self), "num_inference_steps": self.steps}
-        given["decode_chunk_size"] = parse_decode_chunk(self.decode_chunk_size)
-        if model.memory_opt and self.decode_chunk_size is None:
-            given["decode_chunk_size"] = _LOW_MEMORY_CHUNK
-        given = {
-            name: value
-            for name, value in given.items()
-            if value is not None and name not in ("steps", "seed", "param")
-        }
+        own = {**vars(self), "num_inference_steps": self.steps}
+        if self.memory_opt and self.decode_chunk_size is None:
+            own["decode_chunk_size"] = _LOW_MEMORY_CHUNK
+        given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
             typed = _SHARED[name].option
             raise RequestError(
-                f"{typed} is not for {model.model}, a model of the family {family}",
+                f"{typed} is not for {self.model}, a model of the family {family}",
                 f"leave {typed} out",
             )
         if "from_image" in known:
             given["from_image"] = from_image
-        sampling: SamplingConfig = kind(**{**sampling_defaults(model.model), **given})
+        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
         return sampling
 
 
@@ -143,8 +120,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
         if not equals:
             raise RequestError(f"--param takes NAME=VALUE, got {text!r}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"svdpp models {family} lists them"
+            hint = nearest(name, known, f"svdpp models {family} lists them")
             raise RequestError(f"the family {family} has no parameter {name!r}", hint)
         kind = known[name].kind
         try:
@@ -155,53 +131,20 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     return values
 
 
-def parse_seeds(seed: str | None, seeds: str | None = None) -> list[int]:
-    """The seeds of `--seed 7` or `--seeds 1,3,5-7`; a drawn one for `random`; 0 by default."""
-    if seed is not None and seeds is not None:
-        raise RequestError("--seed and --seeds contradict each other")
-    if RANDOM_SEED in (seed, seeds):
-        import secrets
-
-        return [secrets.randbits(_DRAWN_BITS)]
-    if seeds is None:
-        if not re.fullmatch(r"-?\d{1,20}", seed or "0", re.ASCII):
-            raise RequestError(f"--seed must be a whole number or random, got {seed!r}")
-        check_seed(int(seed or "0"))
-        return [int(seed or "0")]
-    result: dict[int, None] = {}  # a set that keeps its order
-    for part in seeds.split(","):
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of `--seeds 1,3,5-7`."""
+    seeds: dict[int, None] = {}  # a set that keeps its order
+    for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:
             raise RequestError(
-                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {seeds!r}"
+                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
             )
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= _MAX_SEEDS or len(result) >= _MAX_SEEDS:
+        if last < first or last - first >= _MAX_SEEDS or len(seeds) >= _MAX_SEEDS:
             raise RequestError(
                 f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds"
             )
         check_seed(last)
-        result.update(dict.fromkeys(range(first, last + 1)))
-    return list(result)
-
-
-def parse_decode_chunk(text: str | None) -> int | None:
-    """The number of frames; None for the default and for `auto`."""
-    if text is None or text == AUTO_CHUNK:
-        return None
-    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
-        raise RequestError(f"--decode-chunk-size must be a number or auto, got {text!r}")
-    return int(text)
-
-
-def fit_chunk(
-    console: Console, sampling: SamplingOptions, config: PipelineConfig
-) -> PipelineConfig:
-    """`config` with the number of frames that can be decoded at a time, if it is to be measured."""
-    if not (sampling.measures_chunk and config.decodes):
-        return config
-    from svdpp.driver.memory import fit_decode_chunk
-
-    chunk, why = fit_decode_chunk(config)
-    console.info(f"decode: {why}")
-    return replace(config, sampling=replace(config.sampling, decode_chunk_size=chunk))
+        seeds.update(dict.fromkeys(range(first, last + 1)))
+    return list(seeds)

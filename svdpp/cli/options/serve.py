@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.inputs import ImageOptions
+from svdpp.cli.request import PipelineOptions
 from svdpp.config import SamplingConfig
-from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, check_whole, is_number, shown
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import RequestError
 
 _MAX_UPLOAD_MB = 256  # as media.image reads at most
@@ -15,16 +17,23 @@ _MAX_SIZES = 32
 _DATABASES = ("postgresql://", "postgres://")
 
 
+def _most(what: str, most: int) -> Any:
+    text = f"{what} that a request may ask for."
+    return SERVICE.setting("N", text, default=most, between=(1, most))
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ImageOptions):
-    """Where the service listens, what it keeps, and what clients may request."""
+class ServeOptions(PipelineOptions, ImageOptions):
+    """The options of the pipeline; where the service listens, what it keeps, and limits."""
 
     host: str = SERVICE.setting(
         "HOST",
         "Address to listen on. One that other machines reach needs --api-key-file.",
         default="127.0.0.1",
     )
-    port: int = SERVICE.setting("PORT", "Port; 0 takes a free one.", default=8000)
+    port: int = SERVICE.setting(
+        "PORT", "Port; 0 takes a free one.", default=8000, between=(0, 65535)
+    )
     data: Path = SERVICE.setting(
         "DIR",
         "Folder of queue, images and clips; a new start with it goes on.",
@@ -72,11 +81,16 @@ class ServeOptions(ImageOptions):
         "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
     )
     max_queue: int = SERVICE.setting(
-        "N", "Clips that may wait or be made; more are told to come again.", default=1000
+        "N",
+        "Clips that may wait or be made; more are told to come again.",
+        default=1000,
+        between=(1, 100_000),
     )
-    max_upload_mb: int = SERVICE.setting("MIB", "Largest image, in MiB.", default=32)
-    max_steps: int = SERVICE.setting("N", "Steps that a request may ask for.", default=MAX_STEPS)
-    max_frames: int = SERVICE.setting("N", "Frames that a request may ask for.", default=MAX_FRAMES)
+    max_upload_mb: int = SERVICE.setting(
+        "MIB", "Largest image, in MiB.", default=32, between=(1, _MAX_UPLOAD_MB)
+    )
+    max_steps: int = _most("Steps", MAX_STEPS)
+    max_frames: int = _most("Frames", MAX_FRAMES)
     keep_days: float | None = SERVICE.setting(
         "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
     )
@@ -118,11 +132,6 @@ class ServeOptions(ImageOptions):
                 "--files takes the URL of a store, and needs --queue",
                 "such as s3://bucket/prefix; without it the files are in --data",
             )
-        check_whole("--port", self.port, 0, 65535)
-        check_whole("--max-queue", self.max_queue, 1, 100_000)
-        check_whole("--max-upload-mb", self.max_upload_mb, 1, _MAX_UPLOAD_MB)
-        check_whole("--max-steps", self.max_steps, 1, MAX_STEPS)
-        check_whole("--max-frames", self.max_frames, 1, MAX_FRAMES)
         if self.grace:
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
@@ -140,8 +149,9 @@ class ServeOptions(ImageOptions):
                     f"add --{name} {most} or less",
                 )
 
-    def all_sizes(self, sampling: SamplingConfig) -> tuple[tuple[int, int], ...]:
+    def all_sizes(self) -> tuple[tuple[int, int], ...]:
         """Width and height of the default size and of all others."""
+        sampling = self.sampling_config()
         found = {(sampling.width, sampling.height): None}
         for part in (self.sizes or "").split(",") if self.sizes is not None else ():
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
