@@ -59,12 +59,13 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
         console.prose(f"{finding.text}{lost}", "  ")
     if (advice := found.advice) is not None:
-        console.result("\nWhat would help")
+        console.result("\nWhat would help, at the measured costs")
         console.prose(f"{advice.text}:", "  ")
         console.result(f"    {advice.options}")
     if found.forecast_error is not None:
-        error = f"{found.forecast_error:+.0%}"
-        console.result(f"\nthe run took, against the forecast by all measured costs: {error}")
+        change = "more" if found.forecast_error > 0 else "less"
+        share = f"{abs(found.forecast_error):.0%}"
+        console.result(f"\nthe run took {share} {change} than the forecast from its measured costs")
 
 
 def _row(rank: RankFigures) -> dict[str, str]:

@@ -19,6 +19,7 @@ class Finding(NamedTuple):
 
     kind: str
     text: str
+    """At most 68 characters, for a line of a terminal."""
     rank: int | None = None
     """The rank that limits the others; None if it is not one rank."""
     lost_seconds: float = 0.0
@@ -37,7 +38,7 @@ def find_limits(figures: RunFigures) -> list[Finding]:
     if not worth:
         shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
         each = f"each computes {min(shares):.0%} to {max(shares):.0%} of the time"
-        return [Finding("balanced", f"no rank limits the others: {each}")]
+        return [Finding("balanced", f"no rank: {each}")]
     return sorted(worth, key=lambda cause: -cause.lost_seconds)
 
 
@@ -72,9 +73,9 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
         ((own.count - steps) * own.mean_seconds / slowness, "steps",
          f"it does {own.count} steps, the others {steps:.0f} on average"),
         (limit.compute * (1 - 1 / slowness), "slow_device",
-         f"a step takes {own.mean_seconds:.3g} s on it, and {usual:.3g} s on the others"),
+         f"a step takes {own.mean_seconds:.3g} s, on the others {usual:.3g} s"),
     )  # fmt: skip
-    text = f"rank {limit.rank} limits the others: {why}"
+    text = f"rank {limit.rank}: {why}"
     yield Finding(kind, text, limit.rank, min(excess, lost))
 
 
@@ -85,8 +86,8 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
     yield Finding("images", text, rank.rank, rank.photograph_wait)
     rank = max(figures.ranks, key=lambda rank: rank.writer_wait + rank.write.seconds)
     text = (
-        f"writing a clip takes rank {rank.rank} {rank.write.mean_seconds:.3g} s, and there is a "
-        f"clip every {figures.seconds_per_clip:.3g} s"
+        f"rank {rank.rank} writes a clip in {rank.write.mean_seconds:.3g} s, and one comes every "
+        f"{figures.seconds_per_clip:.3g} s"
     )
     yield Finding("disk", text, rank.rank, rank.writer_wait + figures.write_tail)
     rank = max(figures.ranks, key=lambda rank: rank.transfer)
@@ -99,7 +100,7 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
     filling = max(0.0, min(rank.idle + rank.packet_wait - rank.transfer, figures.first_clip))
     clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
     text = (
-        f"{clips} cannot fill {figures.world_size} ranks: the busiest, {rank.rank}, has no work "
-        f"for {filling:.1f} s while the first clip comes and the last one leaves"
+        f"{clips} cannot fill {figures.world_size} ranks: at start and end rank {rank.rank} has no "
+        "work"
     )
     yield Finding("few_clips", text, None, filling)

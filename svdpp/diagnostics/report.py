@@ -53,9 +53,9 @@ class Diagnosis:
         """What limits the ranks and what to try, for the end of a run; none for few clips."""
         if not self._is_measured:
             return []
-        lines = [self.headline]
+        lines = [f"limited by: {self.headline}"]
         if self.advice is not None:
-            lines += [f"try {self.advice.text}:", f"  {self.advice.options}"]
+            lines += [f"try: {self.advice.text}", f"  {self.advice.options}"]
         return lines
 
     @property
@@ -133,9 +133,9 @@ def _best_layout(figures: RunFigures, options: Callable[[Layout], str]) -> Advic
         return None
     if times < _WORTH_A_CHANGE:
         return None
-    text = f"{layout}, {times:.2f} times as fast at the measured costs"
+    text = f"{layout}, {times:.2f} times as fast"
     if layout.replica_size == 1:
-        text += ", if each device has room for the whole model"
+        text += ", if each device holds the whole model"
     return Advice(text, options(layout), times)
 
 

@@ -176,9 +176,9 @@ class ClipWork:
                         "use the pipeline's --param flow_shift",
                     )
                 raise RequestError(
-                    f"the ranks were started for clips of {own} steps, and some have not loaded "
-                    f"what clips of {layout.num_steps} steps need",
-                    f"use {own} steps, or start svdpp for such clips (--steps {layout.num_steps})",
+                    f"the ranks were started with --steps {own}, and some have not loaded what "
+                    f"clips of {layout.num_steps} steps need",
+                    f"use {own} steps, or start svdpp with --steps {layout.num_steps}",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 

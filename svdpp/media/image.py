@@ -36,7 +36,7 @@ MAX_ASPECT = 16
 #: Padding a narrow photograph to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
-_SMALLER = f"make it smaller, or raise --max-megapixels, to {MAX_MEGAPIXELS} at most"
+_SMALLER = f"make it smaller, or raise --max-megapixels (at most {MAX_MEGAPIXELS})"
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
@@ -81,7 +81,8 @@ def photo_of(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Ima
     except Image.DecompressionBombError:
         limit = max_pixels // 10**6
         raise InputError(
-            f"{_name(path)} is too large: the limit is {limit} million pixels", _SMALLER
+            f"{_name(path)} is too large: the limit is {limit} million pixels",
+            _SMALLER if limit < MAX_MEGAPIXELS else "make it smaller",
         ) from None
     except MemoryError:
         raise InputError(f"{_name(path)} does not fit in memory") from None
@@ -177,7 +178,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise InputError(
             f"is too large: {width}x{height} pixels, the limit is {max_pixels // 10**6} million",
-            _SMALLER,
+            _SMALLER if width * height <= MAX_PIXELS else "make it smaller",
         )
     if min(width, height) < MIN_SIDE:
         raise InputError(

@@ -125,8 +125,8 @@ def check_own(folder: Path, name: str, restore: str) -> None:
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
             f"{min(names)!r}",
-            f"{restore}, name another folder with --data, or add --adopt to use "
-            "this one: its files are left alone",
+            f"{restore}, name another folder with --data, or add --adopt to use this one: files "
+            "of a lost queue go to its lost+found, all others are left alone",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -201,7 +202,8 @@ class Engine:
         self.restarts += 1
         seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
         self._retry_at = time.monotonic() + seconds
-        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, error)
+        reason = re.sub(r"\bclip (\d+)", lambda found: self.name_of(int(found[1])), str(error))
+        logger.error("the ranks ended, and start again in {:g} s: {}", seconds, reason)
         with self._changed:
             self._changed.wait_for(self._is_closing, seconds)
 

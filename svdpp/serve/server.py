@@ -107,7 +107,7 @@ def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> N
         queue.kind, queue.why_not = weights or own, why_not
         return
     for reason, number in Counter(queue.hold(why_not)).items():
-        logger.warning("queued clips that wait for another start: {}, because {}", number, reason)
+        logger.warning("queued clips that wait for another start: {}; of one, {}", number, reason)
 
 
 class Server:

@@ -48,17 +48,17 @@ def _disk() -> RunFigures:
 _FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
 #: What each made-up run suffers from, the rank that limits it, and words of the report.
 BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
-    "balanced": (replayed(), None, "no rank limits the others"),
+    "balanced": (replayed(), None, "no rank: each computes"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
     "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
     "slow_device": (
         *(replayed(slow=(1.0, 1.8, 1.0, 1.0), **_FOUR), 1),
-        "a step takes 0.18 s on it, and 0.1 s on the others",
+        "a step takes 0.18 s, on the others 0.1 s",
     ),
     "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
     "images": (delayed(replayed(), 0, 15.0, photograph_wait=15.0), 0, "waits 15.0 s for images"),
-    "disk": (_disk(), 1, "writing a clip takes rank 1 1.2 s"),
+    "disk": (_disk(), 1, "rank 1 writes a clip in 1.2 s"),
     "few_clips": (replayed(clips=2, **_FOUR), None, "2 clips cannot fill 4 ranks"),
     "few_clips: one": (replayed(clips=1, **_FOUR), None, "1 clip cannot fill 4 ranks"),
 }
@@ -79,6 +79,8 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     assert words in diagnosis.headline == first.text
     lines = diagnosis.lines
     assert len(lines) == (0 if figures.clips <= figures.world_size else 3 if advice else 1)
+    assert all(len(line) <= 80 for line in lines[:2])
+    assert len(f"limited by: {first.text}") <= 80
     if advice is None:
         return
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
@@ -96,7 +98,7 @@ def test_advice_names_the_layout_that_the_forecast_prefers(tmp_path: Path) -> No
     assert best is not None
     assert best.times_as_fast == pytest.approx(1.5, abs=0.1)
     assert best.options == "--split uniform --replicas 2 --decoders 1"
-    assert "if each device has room for the whole model" in best.text
+    assert "if each device holds the whole model" in best.text
 
 
 def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:

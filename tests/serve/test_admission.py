@@ -41,7 +41,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
     config = PipelineConfig(
         world_size=4, model=DUMMY, sampling=sampling, split="alternating", costs=COSTS
     )
-    with pytest.raises(RequestError, match="started for clips of 2 steps") as caught:
+    with pytest.raises(RequestError, match="started with --steps 2") as caught:
         Admission(config, None).check(replace(sampling, num_inference_steps=25))
     error = as_api_error(caught.value)
     assert error.hint == "use 2 steps"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
@@ -51,7 +52,8 @@ def _has_restarted(service: Serving, times: int) -> bool:
 
 @pytest.mark.long
 def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
-    config = dummy_config(2)
+    config, told = dummy_config(2), list[str]()
+    sink = logger.add(told.append, format="{message}", level="ERROR")
     with serving(tmp_path, config, stop=(0, 0, 1)) as service:
         ids = service.add(*range(4))
         for death in (1, 2):
@@ -60,6 +62,8 @@ def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> No
             service.wait(partial(_has_restarted, service, death), "no restart")
         service.go_on()
         jobs = service.wait_final(ids)
+    logger.remove(sink)
+    assert any(f"was killed by SIGKILL at {ids[0]}, step" in line for line in told), told
     assert [job.state for job in jobs] == [JobState.FAILED] + [JobState.COMPLETED] * 3
     error = jobs[0].error
     assert error is not None

@@ -74,7 +74,7 @@ class PromptOptions:
         if self.prompt is not None:
             raise RequestError("--prompt and --prompts contradict each other", "use one of them")
         name, prompts = f"--prompts {str(self.prompts)!r}", []
-        data = read_small_file(self.prompts, "file of prompts")
+        data = read_small_file(self.prompts, "--prompts")
         for number, line in enumerate(data.split(b"\n"), start=1):
             try:
                 if prompt := line.decode().strip():
