@@ -129,6 +129,8 @@ def test_the_thread_samples_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch)
     found = [channel.sample() for _ in range(3)]
     reporter.stop()
     assert found[0].when < found[1].when < found[2].when
+    for thread in _samplers():  # `stop` waits no longer than a sample takes
+        thread.join(10)
     assert not _samplers()
 
 
