@@ -129,6 +129,7 @@ def test_a_second_process_of_the_same_rank_ends_the_first(store: InMemoryStore) 
         group.result(20).kill()
 
 
+@pytest.mark.long
 def test_what_all_hosts_share_is_looked_for_there(
     store: InMemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

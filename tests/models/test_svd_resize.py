@@ -55,6 +55,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 def test_24_megapixels_take_less_than_a_quarter_of_a_gibibyte() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", _PEAK], capture_output=True, text=True, timeout=300, check=True
