@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, first_line
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind
@@ -256,8 +256,9 @@ class ClipWork:
             try:
                 job.to_bytes()
             except (TypeError, ValueError) as error:
-                name, reason = f"clip {clip - first} of the list", str(error).splitlines()[0]
-                raise RequestError(f"{name} cannot be sent to the ranks: {reason}") from error
+                name = f"clip {clip - first} of the list"
+                text = f"{name} cannot be sent to the ranks: {first_line(error)}"
+                raise RequestError(text) from error
         return {
             rank: self._work(actions, jobs).to_bytes()
             for rank, actions in enumerate(self.schedule(requests, first))

@@ -341,12 +341,13 @@ def compare_layouts(
     for name, options in named.items():
         try:
             if options is None:
-                limits: dict[str, Any] = {
-                    "memory_gib": memory_gib,
-                    "pairs": known,
-                    "sooner": sooner,
-                }
-                choice = choose_layout(**counts, **limits, num_clips=num_clips)
+                choice = choose_layout(
+                    num_clips=num_clips,
+                    memory_gib=memory_gib,
+                    pairs=known,
+                    sooner=sooner,
+                    **counts,
+                )
                 layout, note = choice.layout, choice.reason
             else:
                 layout = Layout(**counts, **options)

@@ -465,12 +465,10 @@ class JobQueue:
 
     def lives(self) -> set[str]:
         """The ids of the servers that live, if servers share the queue."""
+        if not self.is_shared:
+            return set()
         seen = "SELECT id FROM servers WHERE seen_at > clock() - ?"
-        return (
-            {id for (id,) in self.database.rows(seen, self.lease_seconds)}
-            if self.is_shared
-            else set()
-        )
+        return {id for (id,) in self.database.rows(seen, self.lease_seconds)}
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""

@@ -170,9 +170,7 @@ class QueueServer:
             for statement in schema(version, serial).split(";\n"):
                 statements.execute(statement)
             if not version:
-                statements.execute(
-                    "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
-                )
+                statements.execute(_QUEUE)
                 statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
             statements.execute("UPDATE queue SET version = ?", (VERSION,))
 
