@@ -234,7 +234,8 @@ def _remarks(
         yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
     if options.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
         yield (
-            f"by the costs of {ASSUMED_COSTS} ({costs.device}); svdpp profile measures yours"
+            f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device; "
+            "svdpp profile measures yours"
             if costs.device
             else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
             "unless an option gives its time; --costs gives them all"

@@ -10,7 +10,7 @@ from svdpp.cli.options.inputs import InputOptions, PromptOptions
 from svdpp.cli.options.outputs import OutputOptions
 from svdpp.cli.options.sampling import parse_seeds
 from svdpp.cli.request import PipelineOptions, PipelineRequest
-from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.errors import RequestError, SvdppError
 from svdpp.launch.world import World, is_member
 
@@ -73,6 +73,9 @@ class RunRequest:
             )
         if self.options.dry_run and self.launched is not None:
             raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
+        if self.options.has_prompt and not isinstance(self._sampling, PromptedSampling):
+            # Before the clips' names, which would be those of one image for each prompt.
+            raise RequestError(f"model {self.options.model!r} takes no prompt", "leave it out")
         if not self.options.inputs and not self.options.has_prompt:
             raise RequestError(
                 "INPUT is missing: name an image, or give a prompt to a model that takes one",

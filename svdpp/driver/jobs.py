@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,12 +87,16 @@ def check_outputs(
     check_num_clips(len(inputs) * len(seeds), "inputs x seeds")
     for _, _, error in _shared_names(inputs, seeds, policy):
         raise error
+    # One listing, because a run may have 100,000 clips.
+    with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
+        there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
     places: list[OutputConfig] = []
     existing: list[Path] = []
     for _, _, output in _outputs(inputs, seeds, policy):
-        files = map(Path, (output.path, output.json_path))
-        existing += [path for path in files if path.exists()][:1]
-        places.append(output)
+        files = (output.path, output.json_path)
+        if not there.isdisjoint(map(os.path.basename, files)):
+            existing += [path for path in map(Path, files) if path.exists()][:1]
+            places.append(output)
     if existing and not (policy.overwrite or policy.keeps_finished):
         first, others = str(existing[0]), len(existing) - 1
         raise RequestError(

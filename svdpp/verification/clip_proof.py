@@ -81,8 +81,10 @@ class ClipProof:
         """The verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
-        found = f"DIFFERENT: {self.path}: {self.differences}"
-        return found if self.different else f"bitwise equal: {self.path}"
+        if not self.different:
+            return f"bitwise equal: {self.path}"
+        word = "DIFFERENT" if any(check.found for check in self.different) else "MISSING"
+        return f"{word}: {self.path}: {self.differences}"
 
     @property
     def differences(self) -> str:

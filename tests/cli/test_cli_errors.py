@@ -67,6 +67,12 @@ def test_inputs_that_name_no_images(what: str) -> None:
     assert_error(svdpp_here("run", what, *DEMO), 7, repr(what))
 
 
+def test_prompts_for_a_model_that_takes_none() -> None:
+    Path("two.txt").write_text("a sea\na wave\n")
+    answer = svdpp_here("run", PHOTO, *DEMO, "--prompts", "two.txt")
+    assert_error(answer, 2, "model 'demo' takes no prompt", "leave it out")
+
+
 # --- outputs ------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,7 @@ def test_one_clip_in_words(out: Path) -> None:
     gone = svdpp_here("verify", "out/rocket_1.mp4", "-q")
     assert gone.code == 3
     assert "file   MISSING" in gone.out
+    assert "DIFFERENT" not in gone.out
     said = "'rocket_1.mp4' is not as recorded: file (there is no 'rocket_1.mp4')"
     assert gone.err == f"error: {said}\n"
 
