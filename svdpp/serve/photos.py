@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,13 @@ from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.errors import InputError, SvdppError
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
-from svdpp.serve.database import QueueAwayError
 
 _MAX_NAME = 100
-# Less than `retention.YOUNG_SECONDS`, after which its image is removed from a store.
-_REQUEST_SECONDS = 1800.0
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
 #: Longer answers are not a decoder's own.
@@ -71,45 +68,12 @@ class PhotoFolder:
     The folder is created if it does not exist. Names that clients give are never used as paths.
     """
 
-    def __init__(self, folder: Path, limits: DecodeLimits | None = None, server: str = "0") -> None:
+    def __init__(self, folder: Path, limits: DecodeLimits | None = None) -> None:
         self._folder = folder.absolute()
-        self._server = server
-        self.requests: set[str] = set()
-        """The ids of the jobs whose files are being stored."""
         self.limits = limits or DecodeLimits()
         self._places = threading.BoundedSemaphore(self.limits.at_once)
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    @contextlib.contextmanager
-    def request(self, id: str) -> Iterator[Callable[[], None]]:
-        """A block that stores the files of a new job and then the job; a mark says so meanwhile.
-
-        By the mark of a server that was killed, `retention.remove_leftovers` finds the files of no
-        job; it stays if the database has gone away, which may have the job. Yields a function that
-        refuses a job whose mark is gone, because others took this server for dead, or is too old.
-        """
-        mark = self._folder / f".upload-{self._server}-{id}"
-
-        def check() -> None:
-            if not mark.exists() or mark.stat().st_mtime < time.time() - _REQUEST_SECONDS:
-                raise OutputError("the server was stopped for too long during a request")
-
-        self.requests.add(id)
-        try:
-            with self._errors():
-                mark.touch(mode=0o600)
-            yield check
-        except BaseException as error:
-            if isinstance(error, InputError):
-                check()  # a file that others have removed cannot be decoded
-            if not isinstance(error, QueueAwayError):
-                output_files.remove(mark)
-            raise
-        else:
-            output_files.remove(mark)
-        finally:
-            self.requests.discard(id)
 
     def keep(
         self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
@@ -120,7 +84,7 @@ class PhotoFolder:
         `shown_name`; the name of the returned path is `Job.photo`, or that of the `video` in
         `Job.videos_in`. With `video_frames` it may also be a video with as many.
         """
-        upload = final = self._folder / f".upload-{self._server}-{id}-{secrets.token_hex(4)}"
+        upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with self._errors():
                 with open(upload, "xb", opener=_private) as file:

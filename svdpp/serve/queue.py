@@ -234,20 +234,21 @@ class JobQueue:
         *,
         max_open: int | None,
         max_open_of_owner: int | None = None,
-        check: Callable[[], object] = lambda: None,
+        until: float = math.inf,
     ) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
         That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new image. QueueFullError: a limit is reached. What `check` finds, called
-        in the transaction, is raised.
+        removes the new image. QueueFullError: a limit is reached. After the unix time `until` it
+        is refused, because others may have removed its image.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.database.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
-            check()
+            if time.time() > until:
+                raise OutputError("the server was stopped for too long during a request")
             _insert(database, job)
             self._tell(database, _QUEUED)
         return job
@@ -463,13 +464,6 @@ class JobQueue:
         with self.database.change() as database:
             database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
 
-    def lives(self) -> set[str]:
-        """The ids of the servers that live, if servers share the queue."""
-        if not self.is_shared:
-            return set()
-        seen = "SELECT id FROM servers WHERE seen_at > clock() - ?"
-        return {id for (id,) in self.database.rows(seen, self.lease_seconds)}
-
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
         self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
@@ -578,18 +572,6 @@ class JobQueue:
         """The token of the claim that each job's clip is of, by id; None: it has no clip now."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.database.rows(f"SELECT id, {token} FROM jobs"))
-
-    def claimants(self) -> set[str]:
-        """The ids of the servers that have claims."""
-        query = "SELECT DISTINCT server FROM jobs WHERE state = 'in_progress'"
-        return {id for (id,) in self.database.rows(query)}
-
-    @contextlib.contextmanager
-    def without(self, id: str) -> Iterator[bool]:
-        """Whether there is no job of that id, nor will be during the block."""
-        with self.database.change(alone="add") as database:
-            known = "SELECT 1 FROM jobs WHERE id = ?"
-            yield not database.execute(known, (id,)).fetchall()
 
     def _ids(self, where: str, *values: Any) -> list[str]:
         return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import math
 import resource
 import signal
 import socket
@@ -35,7 +34,7 @@ from svdpp.serve.database import QueueAwayError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import set_strangers_aside, sweep
+from svdpp.serve.retention import LOOK_SECONDS, set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import FileStore, StoreAwayError
 
@@ -79,7 +78,6 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     try:
         service = Service(settings, queue)
         queue.recover()
-        service.remove_leftovers()
         set_strangers_aside(queue, service.folder)
         hold(queue, service.capabilities, service.admission)
     except BaseException:
@@ -200,22 +198,22 @@ class Server:
 
     def _keep_in_limits(self) -> None:
         """Removes leftovers, and jobs that are too old or too large, from time to time."""
-        service = self._service
+        service, next_look = self._service, 0.0
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
-        seconds = min(_SWEEP_SECONDS, service.queue.lease_seconds or math.inf)
-        is_ending, next_sweep = False, 0.0
+        is_ending = False
         while not is_ending:
             try:
-                service.remove_leftovers()
-                if limits != (None, None) and time.monotonic() >= next_sweep:
+                if time.monotonic() >= next_look:
+                    service.remove_leftovers()
+                    next_look = time.monotonic() + LOOK_SECONDS
+                if limits != (None, None):
                     sweep(service.queue, service.folder, time.time(), *limits)
-                    next_sweep = time.monotonic() + _SWEEP_SECONDS
             except ClosedError:
                 return
             except OutputError as error:
                 if not isinstance(error, QueueAwayError | StoreAwayError):
                     logger.error("old files cannot be removed: {}", error)
-            is_ending = self._ending.wait(seconds)
+            is_ending = self._ending.wait(_SWEEP_SECONDS)
 
 
 def _allow_connections() -> None:

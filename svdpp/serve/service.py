@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +33,12 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
-from svdpp.serve.retention import remove_job, remove_leftovers
+from svdpp.serve.retention import LOOK_SECONDS, Seen, remove_job, remove_leftovers
 from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, size_of, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
-_LOOK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +93,9 @@ class Service:
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.photos = PhotoFolder(
-            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels), queue.server
+            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
         )
-        # Which servers live, which do not any more, and when to look for what they have left.
-        self._live: set[str] = set()
-        self._gone: set[str] = set()
-        self._is_in_doubt = False
-        self._look_at = 0.0
+        self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
         self.metrics = Metrics(queue, self.engine, self.followers)
@@ -190,23 +185,22 @@ class Service:
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
         self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
-        id = new_id()
-        with self.photos.request(id) as check:
-            job = Job(
-                id=id,
-                owner=owner.name,
-                model=self.capabilities.model,
-                weights=self.capabilities.weights,
-                seed=seed_of(request.seed, owner.name, idempotency_key),
-                sampling=sampling,
-                **self._keep(request, id, sampling),
-                **prompts,
-                created_at=time.time(),
-                priority=request.priority,
-                idempotency_key=idempotency_key,
-                callback_url=request.callback_url,
-            )
-            stored = self._add(job, owner, check)
+        id, until = new_id(), time.time() + LOOK_SECONDS / 2
+        job = Job(
+            id=id,
+            owner=owner.name,
+            model=self.capabilities.model,
+            weights=self.capabilities.weights,
+            seed=seed_of(request.seed, owner.name, idempotency_key),
+            sampling=sampling,
+            **self._keep(request, id, sampling),
+            **prompts,
+            created_at=time.time(),
+            priority=request.priority,
+            idempotency_key=idempotency_key,
+            callback_url=request.callback_url,
+        )
+        stored = self._add(job, owner, until)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -215,7 +209,7 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _add(self, job: Job, owner: Owner, check: Callable[[], None]) -> Job:
+    def _add(self, job: Job, owner: Owner, until: float) -> Job:
         """Stores the job; removes its files if it is not stored."""
         stored = None
         try:
@@ -223,12 +217,12 @@ class Service:
                 job,
                 max_open=self.settings.max_open,
                 max_open_of_owner=owner.max_open,
-                check=check,
+                until=until,
             )
         except QueueFullError as error:
             raise self._full(error.details) from error
         except QueueAwayError:  # the database may have the job nevertheless
-            stored, self._is_in_doubt = job, True
+            stored = job
             raise
         finally:
             if stored is None or stored.id != job.id:
@@ -279,22 +273,8 @@ class Service:
         )
 
     def remove_leftovers(self) -> None:
-        """Removes what other servers have left once they are gone, until none of them has a claim.
-
-        Also what requests have left whose jobs may have been stored, and all there is each hour.
-        """
-        before, self._live = self._live, self.queue.lives()
-        self._gone |= before - self._live
-        if not (self._gone or self._is_in_doubt or time.monotonic() > self._look_at):
-            return
-        was_in_doubt, self._is_in_doubt = self._is_in_doubt, False
-        try:
-            remove_leftovers(self.queue, self.folder, self.photos.requests, self._in_use())
-            self._gone &= self.queue.claimants()
-        except OutputError:
-            self._is_in_doubt |= was_in_doubt
-            raise
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        """Removes what no job needs, and did not at the call before."""
+        self._leftovers = remove_leftovers(self.queue, self._leftovers, self._in_use())
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from loguru import logger
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.redaction import redact
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 
 #: The name of the file, or object, that says which queue the files belong to.
 MARK = "queue.id"
@@ -127,6 +129,26 @@ class FileStore:
                 name[len(self._at("")) + 1 :]: (about["size"], _time_of(about))
                 for name, about in found.items()
             }
+
+    def files(self) -> dict[str, tuple[int, float]]:
+        """The same of all that servers share: the objects, or the files of the folder."""
+        return self.objects() if self.is_remote else self._local()
+
+    def copies(self) -> dict[str, tuple[int, float]]:
+        """The same of the files of the folder, if these are copies."""
+        return self._local() if self.is_remote else {}
+
+    def _local(self) -> dict[str, tuple[int, float]]:
+        found = {}
+        with output_files.disk_errors(f"cannot read the files in {str(self.folder)!r}"):
+            for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):
+                is_there = folder.exists() and not folder.is_symlink()
+                for path in folder.iterdir() if is_there else ():
+                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                        about = path.lstat()
+                        if stat.S_ISREG(about.st_mode):
+                            found[f"{folder.name}/{path.name}"] = about.st_size, about.st_mtime
+        return found
 
     def mark(self) -> str:
         """The id of the queue that the store belongs to; empty if it has no mark."""

@@ -17,10 +17,8 @@ import pytest
 from loguru import logger
 
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.errors import InputError, OutputError, RequestError
-from svdpp.serve.database import QueueAwayError
+from svdpp.errors import OutputError, RequestError
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
 from svdpp.serve.store import FileStore
@@ -304,21 +302,14 @@ def test_a_cancelled_clip_ends_although_its_claim_is_lost(opened: Open) -> None:
 
 
 def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) -> None:
-    """Its uploads, and files of its claims; nothing of a server that lives."""
+    """Its uploads, and files of its claims."""
     killed, other = opened(), opened()
-    folder = tmp_path / "data"
-    photos, clips = folder / "photos", folder / "clips"
+    photos, clips = tmp_path / "data" / "photos", tmp_path / "data" / "clips"
+    photos.mkdir()
     clips.mkdir()
-    asked, stored, upload, own, doubtful = (new_id() for _ in range(5))
-    for queue, *left_by in ((killed, asked, stored, upload), (other, own, doubtful)):
-        uploads = PhotoFolder(photos, server=queue.server)
-        for id in left_by:
-            with contextlib.suppress(QueueAwayError), uploads.request(id):
-                (photos / f"{id}.png").touch()
-                raise QueueAwayError("away")
-    (photos / f".upload-{killed.server}-{upload}-{'0' * 8}").touch()
-    (photos / f"{upload}.png").unlink()
-    killed.add(new_job(id=stored), max_open=None)
+    asked, stored = new_id(), add(killed)
+    for name in (f"{asked}.png", f"{stored}.png", f".upload-{asked}-{'0' * 8}"):
+        (photos / name).touch()
     for number in (1, 2):
         token = taken(killed).token
         for path in (f"{stored}-{number}.mp4", f"{stored}-{number}.mp4.json"):
@@ -327,22 +318,9 @@ def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) 
         if number == 1:
             killed.put_back(stored, token, counts=False)
     killed.complete(stored, {}, 2)
-    for queue in (killed, other):
-        queue.register({})
-
-    def left() -> set[str]:
-        return {path.name for path in (*photos.iterdir(), *clips.iterdir())}
-
-    before = left()
     kept = {f"{stored}.png", f"{stored}-2.mp4", f"{stored}-2.mp4.json"}
-    remove_leftovers(other, folder, {own})
-    of_killed = {name for name in before if any(id in name for id in (asked, stored, upload))}
-    of_own = {name for name in before if own in name}
-    assert len(of_own) == 2
-    assert left() == of_killed - {f"{stored}-1.mp4", f"{stored}-1.mp4.json"} | of_own
-    killed.release()
-    remove_leftovers(other, folder, {own})
-    assert left() == kept | of_own
+    remove_leftovers(other, remove_leftovers(other, set()))
+    assert {path.name for path in (*photos.iterdir(), *clips.iterdir())} == kept
 
 
 def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_path: Path) -> None:
@@ -352,54 +330,16 @@ def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_
     for path, days in ((new, 6), (old, 8)):
         path.touch()
         os.utime(path, times=(time.time() - 86400 * days,) * 2)
-    remove_leftovers(queue, tmp_path / "data")
+    remove_leftovers(queue, remove_leftovers(queue, set()))
     assert list(latents.iterdir()) == [new]
 
 
-def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    job, folder = new_job(), tmp_path / "data"
-    uploads = PhotoFolder(folder / "photos", server=stopped.server)
-    with pytest.raises(OutputError, match="stopped"), uploads.request(job.id) as check:
-        (folder / "photos" / job.photo).touch()
-        remove_leftovers(other, folder)
-        stopped.add(job, max_open=None, check=check)
-    assert list((folder / "photos").iterdir()) == []
-    assert other.get(job.id) is None
-
-
-def test_it_stores_none_either_while_its_photograph_is_removed(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    job, folder = new_job(), tmp_path / "data"
-    without = other.without
-    with PhotoFolder(folder / "photos", server=stopped.server).request(job.id) as check:
-        (folder / "photos" / job.photo).touch()
-
-        @contextlib.contextmanager
-        def followed(id: str) -> Iterator[bool]:
-            with without(id) as is_missing:
-                yield is_missing
-            with pytest.raises(OutputError, match="stopped"):
-                stopped.add(job, max_open=None, check=check)
-
-        other.without = followed  # type: ignore[method-assign]
-        remove_leftovers(other, folder)
-    assert list((folder / "photos").iterdir()) == []
-
-
-def test_an_upload_that_is_removed_while_it_is_decoded_is_no_mistake_of_the_client(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    folder = tmp_path / "data"
-    photos = PhotoFolder(folder / "photos", server=stopped.server)
-    with pytest.raises(OutputError, match="stopped"), photos.request(new_id()):
-        remove_leftovers(other, folder)
-        raise InputError("'photo.png' cannot be decoded")
+def test_a_server_that_was_stopped_during_a_request_stores_no_job(opened: Open) -> None:
+    """Others have removed its image by then."""
+    queue = opened()
+    with pytest.raises(OutputError, match="stopped"):
+        queue.add(new_job(), max_open=None, until=time.time() - 1)
+    assert not queue.has_unfinished()
 
 
 def test_claims_that_end_together_are_put_back_part_by_part(

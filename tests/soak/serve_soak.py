@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.serve.database import RESERVE
-from tests.soak.serve_checks import exit_code, rows_of, summary, wrong_files
+from tests.soak.serve_checks import exit_code, remove_leftovers_now, rows_of, summary, wrong_files
 from tests.soak.serve_clients import Clients, arguments, requests
 from tests.soak.serve_server import FaultyServer
 
@@ -67,6 +67,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     finally:
         clients.close()
         code = server.stop()
+    remove_leftovers_now(server.data)
     rows = rows_of(sqlite3.connect(server.data / "queue.sqlite3"))
     wrong = {
         "files": wrong_files(server.data, rows, _OWN, server.temporary),
