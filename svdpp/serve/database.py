@@ -118,10 +118,10 @@ def check_version(version: int, where: str) -> None:
         )
 
 
-def check_own(folder: Path, name: str, restore: str) -> None:
-    """Refuses a folder that has other files, and not the file `name`."""
-    names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE} if folder.exists() else set()
-    if names and name not in names:
+def check_own(folder: Path, own: set[str], restore: str) -> None:
+    """Refuses a folder that has other files than its `own`."""
+    names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE, *own} if folder.exists() else set()
+    if names:
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
             f"{min(names)!r}",

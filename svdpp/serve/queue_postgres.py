@@ -27,6 +27,7 @@ from svdpp.serve.database import (
     is_disk_low,
     schema,
 )
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore
 
 _CHANNEL = "svdpp"
@@ -55,7 +56,7 @@ class QueueServer:
     """A queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused, and so has each data folder. The methods are those of `QueueFile`.
+    sees another one is refused. The methods are those of `QueueFile`.
     """
 
     # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
@@ -113,7 +114,8 @@ class QueueServer:
     @property
     def is_disk_low(self) -> bool:
         """Also whether the folder is not the queue's, because its disk is not mounted."""
-        return is_disk_low(self._folder) or self._mark() != self._id
+        is_away = not self._store.is_remote and self._store.mark() != self._id
+        return is_away or is_disk_low(self._folder)
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
@@ -145,7 +147,7 @@ class QueueServer:
         return time.monotonic() - self._connected_at
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Opens the queue, or makes the tables of a new one, which its files are marked for."""
+        """Opens the queue, or makes the tables of a new one, which its store is marked for."""
         known = "SELECT to_regclass('queue')::text, to_regclass('jobs')::text"
         ((queue, jobs),) = self.rows(known)
         if queue is None and jobs is not None:
@@ -156,12 +158,12 @@ class QueueServer:
         version, id = (0, "") if queue is None else self.rows("SELECT version, id FROM queue")[0]
         check_version(version, "database with --queue")
         self._check_files(id, adopts=adopts)
-        with contextlib.ExitStack() as undo:
-            # Before the transaction, which must not wait for a store.
-            self._id = self._mark_files(id, undo)
-            if version != VERSION:
-                self._make_tables(version, self._id)
-            undo.pop_all()
+        self._id = id or secrets.token_hex(16)
+        # Before the transaction, which must not wait for a store.
+        if self._store.mark() != self._id:
+            self._store.set_mark(self._id)
+        if version != VERSION:
+            self._make_tables(version, self._id)
         self._store.belong_to(self._id)
 
     def _make_tables(self, version: int, id: str) -> None:
@@ -179,39 +181,24 @@ class QueueServer:
         if adopts:
             return
         store = self._store
-        if not id or (store.is_remote and not self._mark()):
-            check_own(self._folder, "", "name the queue that it belongs to")
-        elif self._mark() != id:
-            raise _not_of_queue(f"the data folder {str(self._folder)!r}", "folder")
-        if store.is_remote and store.mark() != id:
-            raise _not_of_queue("the store of --files", "store")
-        if not id and (objects := store.objects()):
+        if id and store.mark() != id:
+            what, kind = f"the data folder {str(self._folder)!r}", "folder"
+            what, kind = ("the store of --files", "store") if store.is_remote else (what, kind)
+            raise RequestError(
+                f"{what} is not that of the queue in --queue",
+                f"name the {kind} that all its servers share, or add --adopt to make this one its "
+                f"{kind}",
+            )
+        if store.is_remote or not id:
+            own = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {MARK}
+            check_own(self._folder, own, "name the queue that it belongs to")
+        # A mark may be of a start that failed.
+        if not id and (objects := store.objects().keys() - {MARK}):
             raise RequestError(
                 f"the store of --files has no queue, but other objects, such as {min(objects)!r}",
                 "name another place in the bucket, or add --adopt to use this one: its objects are "
                 "left alone",
             )
-
-    def _mark_files(self, id: str, undo: contextlib.ExitStack) -> str:
-        store, marked = self._store, id or secrets.token_hex(16)
-        if store.is_remote and (before := store.mark()) != marked:
-            store.set_mark(marked)
-            undo.callback(store.set_mark, before)
-        if (before := self._mark()) != marked:
-            self._set_mark(marked)
-            undo.callback(self._set_mark, before)
-        return marked
-
-    def _set_mark(self, id: str) -> None:
-        if id:
-            output_files.write_text(self._folder / MARK, id)
-        else:
-            (self._folder / MARK).unlink()
-
-    def _mark(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self._folder / MARK).read_text()
-        return ""
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -258,13 +245,6 @@ class QueueServer:
                     "check that PostgreSQL runs there and takes this user",
                 ) from error
             raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
-
-
-def _not_of_queue(what: str, kind: str) -> RequestError:
-    return RequestError(
-        f"{what} is not that of the queue in --queue",
-        f"name the {kind} that all its servers share, or add --adopt to make this one its {kind}",
-    )
 
 
 class Translated:

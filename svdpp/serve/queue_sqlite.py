@@ -59,8 +59,8 @@ class QueueFile:
         # A read need not wait for the disk to finish a write, so it has its own connection.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
-            if not adopts:
-                check_own(folder, _NAME, f"restore its {_NAME}")
+            if not (adopts or self._path.exists()):
+                check_own(folder, set(), f"restore its {_NAME}")
             opened.enter_context(_locked(folder))
             self._keep_reserve()
             self._writer = opened.enter_context(_connected(self._path))

@@ -151,16 +151,20 @@ class FileStore:
         return found
 
     def mark(self) -> str:
-        """The id of the queue that the store belongs to; empty if it has no mark."""
+        """The id of the queue that the files belong to; empty if there is no mark."""
+        if not self.is_remote:
+            with contextlib.suppress(OSError):
+                return (self.folder / MARK).read_text()
+            return ""
         with self._translated(), contextlib.suppress(FileNotFoundError):
             found: bytes = self._system.cat_file(self._at(MARK))
             return found.decode()
         return ""
 
     def set_mark(self, queue_id: str) -> None:
-        """Says of the store that it belongs to a queue; `""`: to none any more."""
-        if not queue_id:
-            self.remove_object(MARK)
+        """Says that the files belong to a queue."""
+        if not self.is_remote:
+            output_files.write_text(self.folder / MARK, queue_id)
             return
         try:
             with self._errors():

@@ -494,19 +494,22 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     with pytest.raises(RequestError, match="other objects, such as 'theirs'"):
         queue()
     queue(adopts=True).close()
-    assert store.mark() == (tmp_path / "data" / "queue.id").read_text()
+    queue().close()
+    (tmp_path / "data" / "queue.id").touch()
+    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
+        queue()
     with pytest.raises(RequestError, match="the store of --files is not that of the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
 
 
-def test_a_start_that_fails_leaves_no_mark(
+def test_a_start_that_fails_can_be_repeated(
     tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is asked outside of transactions, which the database ends after 5 s."""
     import psycopg
 
     folder, set_mark, transactions = tmp_path / "data", FileStore.set_mark, list[Any]()
-    store = FileStore(folder, f"memory://{new_id()}")
+    stores = [FileStore(folder), FileStore(tmp_path / "own", f"memory://{new_id()}")]
 
     def counted(store: FileStore, id: str) -> None:
         with psycopg.connect(database) as other:
@@ -515,13 +518,18 @@ def test_a_start_that_fails_leaves_no_mark(
         set_mark(store, id)
 
     monkeypatch.setattr(FileStore, "set_mark", counted)
-    with monkeypatch.context() as patch:
-        patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
-        with pytest.raises(OutputError, match="WRONG"):
-            JobQueue(folder, url=database, store=store)
-    assert (store.mark(), list(folder.iterdir())) == ("", [])
-    JobQueue(folder, url=database, store=store).close()
-    assert store.mark() == (folder / "queue.id").read_text()
+    for store in stores:
+        with monkeypatch.context() as patch:
+            patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
+            with pytest.raises(OutputError, match="WRONG"):
+                JobQueue(store.folder, url=database, store=store)
+        failed = store.mark()
+        queue = JobQueue(store.folder, url=database, store=store)
+        with queue.database.change() as statements:
+            assert statements.execute("SELECT id FROM queue").fetchall() == [(store.mark(),)]
+            statements.execute("DROP TABLE queue, jobs, owners, servers")
+        assert store.mark() != failed
+        queue.close()
     assert transactions == []
 
 
