@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-import h11
+import httpx2
 from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
@@ -166,35 +166,26 @@ class Webhooks:
         assert job.callback_url is not None
         self.check(job.callback_url)  # an earlier server may have allowed another host
         url = urlsplit(job.callback_url)
-        host, is_https = url.hostname or "", url.scheme == "https"
-        port = url.port or (443 if is_https else 80)
+        host = url.hostname or ""
+        port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
-        reader, writer = await asyncio.open_connection(
-            address,
-            port,
-            ssl=self._tls if is_https else None,
-            server_hostname=host if is_https else None,
-        )
         body = _event(job, self._view(job))
         headers = {
             "host": url.netloc,
             "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
             **signed(event_id(job), int(time.time()), body, self._secrets),
         }
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        try:
-            protocol = h11.Connection(h11.CLIENT)
-            request = h11.Request(method="POST", target=target, headers=list(headers.items()))
-            for part in (request, h11.Data(body), h11.EndOfMessage()):
-                writer.write(protocol.send(part) or b"")
-            while not isinstance(answer := protocol.next_event(), h11.Response):
-                if answer is h11.NEED_DATA:
-                    protocol.receive_data(await reader.read(4096))
+        async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
+            request = client.build_request(
+                "POST",
+                httpx2.URL(job.callback_url).copy_with(host=address),
+                content=body,
+                headers=headers,
+                extensions={"sni_hostname": host},  # the certificate is that of the name
+            )
+            answer = await client.send(request, stream=True)
+            await answer.aclose()
             return answer.status_code
-        finally:
-            writer.transport.abort()
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
         """The address to connect to, another one with each attempt if the host has several.

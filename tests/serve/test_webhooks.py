@@ -439,12 +439,12 @@ def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
         assert host == "hooks.example"
         return [(socket.AF_INET, 1, 6, "", (each, port)) for each in answers.pop(0)]
 
-    async def connect(host: str, *_: Any, **__: Any) -> None:
-        connected.append(host)
+    async def connect(remote_host: str, **_: Any) -> None:
+        connected.append(remote_host)
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr("asyncio.open_connection", connect)
+    monkeypatch.setattr("anyio.connect_tcp", connect)
     with sending(store, "hooks.example") as sender:
         id = made(store, "http://hooks.example/")
         sender.wake()
