@@ -163,12 +163,13 @@ class Service:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
+        if not self.queue.database.is_there:
+            return "the queue was removed or replaced"
         if self.queue.database.is_disk_low:
             return "the disk is nearly full"
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
-            self.queue.database.check_there()
             num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"
