@@ -213,13 +213,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """Those that the path has; Starlette names only those of the first route that has it."""
     routes: Sequence[BaseRoute] = request.app.routes
-    return [
+    methods = [
         method
-        for method in ("DELETE", "GET", "HEAD", "POST")
+        for method in ("DELETE", "GET", "POST")
         if any(
             route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
         )
     ]
+    return sorted([*methods, *(["HEAD"] if "GET" in methods else [])])  # of HEAD: `guard`
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
