@@ -375,8 +375,11 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
         )
         error_of(server.request(), 503, "storage_failed")
         wait(lambda: "was removed or replaced" in server.err, HANG_SECONDS)
+        (tmp_path / "data").rename(tmp_path / "gone")  # the rest, too
+        error_of(server.request(), 503, "storage_failed")
         assert server.stop() == 0
         assert server.err.count("ERROR") == 1, server.err
+    (tmp_path / "gone").rename(tmp_path / "data")
     (tmp_path / "away").rename(path)
     with contextlib.closing(JobQueue(tmp_path / "data")) as store:
         assert [job.id for job in store.recover()] == [running]
