@@ -53,7 +53,7 @@ def open_log(
     """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
 
     Without verbosity stderr gets only remarks, such as that a download begins, and the file has no
-    steps.
+    transfers and steps.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
@@ -141,7 +141,7 @@ class EventLog:
                 arrow = "from" if event.direction == "recv" else "to"
                 # A rank that lags makes its neighbour wait; the time of the link is separate.
                 waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
-                log.info(
+                log.debug(
                     "{} {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
                     *(event.direction, clip, event.next_step, arrow, event.peer),
                     *(event.num_bytes, event.seconds, waited),

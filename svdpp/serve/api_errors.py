@@ -25,7 +25,7 @@ from svdpp.errors import (
     describe_fault,
 )
 from svdpp.redaction import redact, redact_all, without_folders
-from svdpp.serve.database import QueueAwayError
+from svdpp.serve.database import QueueLostError
 from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.store import StoreAwayError
 from svdpp.serve.views import FIELDS
@@ -48,7 +48,7 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (DecoderBusyError, 503, "decoder_busy"),
 )
 #: Answers that are no faults: a client that tries again must not fill the log.
-_REFUSALS = (ClosedError, DecoderBusyError, QueueAwayError, StoreAwayError)
+_REFUSALS = (ClosedError, DecoderBusyError, QueueLostError, StoreAwayError)
 _RETRY_SECONDS = 10
 #: An option of the command line. A limit of the server is named as whoever started it knows it.
 _OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")
@@ -213,13 +213,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """Those that the path has; Starlette names only those of the first route that has it."""
     routes: Sequence[BaseRoute] = request.app.routes
-    return [
+    methods = [
         method
-        for method in ("DELETE", "GET", "HEAD", "POST")
+        for method in ("DELETE", "GET", "POST")
         if any(
             route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
         )
     ]
+    return sorted([*methods, *(["HEAD"] if "GET" in methods else [])])  # of HEAD: `guard`
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

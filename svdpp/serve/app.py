@@ -103,14 +103,12 @@ def list_servers(service: Served) -> ServerList:
     return ServerList(data=service.fleet.servers())
 
 
-@public.head("/health", include_in_schema=False)
 @public.get("/health", responses={503: {"model": Health}})
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
-@public.head("/ready", include_in_schema=False)
 @public.get("/ready", responses={503: {"model": Health}})
 def get_ready(service: Served) -> JSONResponse:
     """Whether the server takes requests that ranks begin at once or after those before.

@@ -93,11 +93,15 @@ ALTER TABLE jobs ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
 }
 
 
-class QueueAwayError(OutputError):
-    """The database does not answer; whether a change in progress was made is not known.
+class QueueLostError(OutputError):
+    """The queue is gone, or out of reach.
 
-    `fleet` logs it once: who tries again, or is answered, need not.
+    `feeder` or `fleet` logs it once: who tries again, or is answered, need not.
     """
+
+
+class QueueAwayError(QueueLostError):
+    """The database does not answer; whether a change in progress was made is not known."""
 
 
 def schema(version: int, serial: str) -> str:

@@ -20,7 +20,7 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import ClipToMake, ToRequest
-from svdpp.serve.database import QueueAwayError
+from svdpp.serve.database import QueueLostError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_lost_clips
@@ -131,7 +131,8 @@ class Feeder:
         self._is_queue_empty = False
         self.has_latents = True
         """Whether there may be latent checkpoints, perhaps of finished clips."""
-        self.is_disk_low = False
+        self.why_waits = ""
+        """Why no clip is begun or taken, such as a full disk."""
         self.num_completed = 0
         """Clips that the ranks have finished."""
 
@@ -227,7 +228,7 @@ class Feeder:
         is_image_ready = self.image is not None and self.image.is_ready
         return (
             (self._is_woken or not self._is_queue_empty or is_image_ready)
-            and not self.is_disk_low
+            and not self.why_waits
             and not self._queue.store.why_away
             and self._seconds_left() == math.inf
             and self.num_free > 0
@@ -245,7 +246,7 @@ class Feeder:
         """Does what there is to do."""
         self.settle_all()
         self._pass_on_cancels()
-        self._check_disk()
+        self._look_at_folder()
         while self._may_take:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
             if (image := self.image) is not None and image.is_ready:
@@ -264,13 +265,19 @@ class Feeder:
                 self._to_request.forget_all()
             self.has_latents = False
 
-    def _check_disk(self) -> None:
-        """Begins no clips on a full disk: each would fail when its file is written."""
-        was_low, self.is_disk_low = self.is_disk_low, self._queue.database.is_disk_low
-        if self.is_disk_low and not was_low:
-            logger.error("the disk of the data folder is nearly full: no clip is begun or taken")
-        if was_low and not self.is_disk_low:
-            logger.warning("the disk of the data folder has space again: clips are made")
+    def _look_at_folder(self) -> None:
+        """Begins no clips without a queue, nor on a full disk, where no file can be written."""
+        database, before = self._queue.database, self.why_waits
+        if not database.is_there:
+            self.why_waits = "the queue in the data folder was removed or replaced"
+        elif database.is_disk_low:
+            self.why_waits = "the disk of the data folder is nearly full"
+        else:
+            self.why_waits = ""
+        if self.why_waits not in ("", before):
+            logger.error("{}: no clip is begun or taken", self.why_waits)
+        elif before and not self.why_waits:
+            logger.warning("the data folder can be used again: clips are made")
 
     def _begin(self, pipeline: Pipeline, job: Job) -> None:
         """Gives a job that was claimed to the ranks, perhaps after they have prepared its image."""
@@ -437,13 +444,16 @@ class Feeder:
 
     def _persist(self, change: Callable[[], _T]) -> _T:
         """Asks or changes the queue, or puts files, however long the disk is full or these away."""
+        said = ""
         while True:
             try:
                 return change()
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                if not isinstance(error, QueueAwayError | StoreAwayError):
+                self._look_at_folder()
+                if not isinstance(error, QueueLostError | StoreAwayError) and said != str(error):
+                    said = str(error)
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, LiteralString, Self
 
 from fastapi import UploadFile
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticKnownError, from_json
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, from_json
 
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
@@ -75,6 +75,12 @@ def _photo_of(value: Any) -> Any:
     return UploadFile(io.BytesIO(content), size=len(content))
 
 
+def _fault(field: str, kind: LiteralString | PydanticCustomError) -> ValidationError:
+    """What a validator of the whole form raises about one field."""
+    fault = InitErrorDetails(type=kind, loc=(field,), input=None)
+    return ValidationError.from_exception_data("VideoRequest", [fault])
+
+
 _NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
 
@@ -95,14 +101,16 @@ class VideoRequest(BaseModel):
         if not isinstance(given, dict):
             return given
         named = {name: value for name, value in given.items() if value != ""}
-        if ("width" in named) != ("height" in named):
-            raise ValueError("width and height belong together")
-        if "width" in named:
+        sides = named.keys() & {"width", "height"}
+        if len(sides) == 1:
+            raise _fault(({"width", "height"} - sides).pop(), "missing")
+        if sides:
             named[_SIDES] = f"{named.pop('width')}x{named.pop('height')}"
         for theirs, ours in _SYNONYMS.items():
             if theirs in named and ours in cls.model_fields:
                 if ours in named:
-                    raise ValueError(f"{theirs} and {ours} are the same, give one")
+                    same = PydanticCustomError("value_error", f"it is the same as {ours}, give one")
+                    raise _fault(theirs, same)
                 named[ours] = named.pop(theirs)
         return named
 

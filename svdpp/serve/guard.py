@@ -1,4 +1,4 @@
-"""What stands before every route: hosts, keys, the size of a body, headers, the access log.
+"""What stands before every route: hosts, keys, the size of a body, HEAD, headers, the access log.
 
 It is the outermost layer, so that it also sees the answers to errors, and refuses a request before
 its body is read.
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from anyio import CancelScope
+from anyio.lowlevel import checkpoint
 from loguru import logger
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
@@ -112,7 +114,10 @@ class Guard:
             except ApiError as error:
                 await error_answer(error)(scope, receive, answer)
             else:
-                await self.app(scope, body, answer)
+                if scope["method"] == "HEAD":
+                    await _serve_head(self.app, scope, body, answer)
+                else:
+                    await self.app(scope, body, answer)
 
     def _count_upload(self, owner: str) -> None:
         places = [(self._uploads.total(), self.limits.uploads, "")]
@@ -186,6 +191,21 @@ class _Answer:
             # The page's files are asked for again each time: page and server are of one version.
             headers.setdefault("cache-control", "no-store" if self._is_api else "no-cache")
         await self._send(message)
+
+
+async def _serve_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers as to GET, and ends where the body would begin; that of events has no end."""
+    as_get = {**scope, "method": "GET"}
+    with CancelScope() as body:
+
+        async def send_start(message: Message) -> None:
+            await send(message)
+            await send({"type": "http.response.body"})
+            body.cancel()
+            await checkpoint()
+
+        await app(as_get, receive, send_start)
+    scope["route"] = as_get.get("route")
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

@@ -65,6 +65,8 @@ class QueueServer:
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
     )
+    is_there = True
+    """Whether it was not removed: each commit says so itself."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._folder, self._store = store.folder, store
@@ -107,9 +109,6 @@ class QueueServer:
         """The rows of a query, by a connection of its own."""
         with self._locks["read"], self._errors("read"):
             return self._first("read", query, values).fetchall()
-
-    def check_there(self) -> None:
-        """Nothing: each commit says so itself."""
 
     @property
     def is_disk_low(self) -> bool:

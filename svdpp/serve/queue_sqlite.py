@@ -24,6 +24,7 @@ from svdpp.serve.database import (
     LOCK,
     RESERVE,
     VERSION,
+    QueueLostError,
     check_own,
     check_version,
     free_and_low,
@@ -90,7 +91,7 @@ class QueueFile:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
-                self.check_there()
+                self._check_there()
                 self._writer.execute("COMMIT")
             finally:
                 if self._writer.in_transaction:
@@ -114,10 +115,14 @@ class QueueFile:
         """Whether so little is free that no clip should be begun or taken."""
         return is_disk_low(self._folder)
 
-    def check_there(self) -> None:
-        """Checks that the file still has its name; SQLite writes also to one without a name."""
-        if self._on_disk() != self._opened_as:
-            raise OutputError(
+    @property
+    def is_there(self) -> bool:
+        """Whether the file still has its name; SQLite writes also to one without a name."""
+        return self._on_disk() == self._opened_as
+
+    def _check_there(self) -> None:
+        if not self.is_there:
+            raise QueueLostError(
                 f"the queue {str(self._path)!r} was removed or replaced while it was in use",
                 "move it back to its place, or end the server and restore it",
             )
@@ -138,9 +143,7 @@ class QueueFile:
 
     def _on_disk(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the queue and of its log; None: there is none."""
-        paths = self._path, Path(f"{self._path}-wal")
-        stats = [path.stat() if path.exists() else None for path in paths]
-        return [stat and (stat.st_dev, stat.st_ino) for stat in stats]
+        return [_identity(path) for path in (self._path, Path(f"{self._path}-wal"))]
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -157,6 +160,13 @@ class QueueFile:
                 if is_damaged
                 else "check that its disk has space and that this user may write to it",
             ) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        about = path.stat()
+        return about.st_dev, about.st_ino
+    return None
 
 
 def _create(database: sqlite3.Connection) -> None:

@@ -74,7 +74,10 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
         uploads = [path.name for path in job.uploads_in(folder)]
         for path in _files(folder, id, uploads, job.token):
             queue.store.remove(path)
-    return queue.remove(id)
+    is_removed = queue.remove(id)
+    if is_removed:
+        logger.info("{} is removed", id)
+    return is_removed
 
 
 def _sizes(queue: JobQueue) -> Counter[str]:

@@ -230,7 +230,6 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
 routes = APIRouter(tags=["videos"])
 
 
-@routes.head("/v1/videos", include_in_schema=False)
 @routes.get("/v1/videos", responses=documented(404, 422))
 def list_videos(
     service: Served,
@@ -251,7 +250,6 @@ def list_videos(
     )
 
 
-@routes.head("/v1/videos/{id}", include_in_schema=False)
 @routes.get("/v1/videos/{id}", responses=documented(404))
 def get_video(id: str, service: Served, owner: Owned) -> Video:
     """A video's state, progress and ETA."""
@@ -302,7 +300,6 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
     return answer
 
 
-@routes.head("/v1/videos/{id}/content", include_in_schema=False)
 @routes.get(
     "/v1/videos/{id}/content",
     response_class=FileResponse,

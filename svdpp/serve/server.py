@@ -30,7 +30,7 @@ from svdpp.media import video
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueAwayError
+from svdpp.serve.database import QueueLostError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -186,8 +186,10 @@ class Server:
             was_ready = is_ready
         self._service.is_closing = True
         try:
-            logger.info("ending: {:g} s for the clips in progress", self._grace)
-            self._service.engine.close(self._grace)
+            # What ranks finish without a queue cannot be recorded.
+            grace = self._grace if self._service.queue.database.is_there else 0.0
+            logger.info("ending: {:g} s for the clips in progress", grace)
+            self._service.engine.close(grace)
             self._service.prover.close()
             self._service.webhooks.close()
             self._service.fleet.close()
@@ -211,7 +213,7 @@ class Server:
             except ClosedError:
                 return
             except OutputError as error:
-                if not isinstance(error, QueueAwayError | StoreAwayError):
+                if not isinstance(error, QueueLostError | StoreAwayError):
                     logger.error("old files cannot be removed: {}", error)
             is_ending = self._ending.wait(_SWEEP_SECONDS)
 

@@ -21,7 +21,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueAwayError
+from svdpp.serve.database import QueueAwayError, QueueLostError
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers
@@ -145,6 +145,8 @@ class Service:
             text = "the server is ending: it takes no more clips"
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
+        if not self.queue.database.is_there:
+            raise QueueLostError("the queue was removed or replaced")
         if self.queue.database.is_disk_low:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
@@ -158,12 +160,13 @@ class Service:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
+        if not self.queue.database.is_there:
+            return "the queue was removed or replaced"
         if self.queue.database.is_disk_low:
             return "the disk is nearly full"
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
-            self.queue.database.check_there()
             num_open = self.queue.num_open()
         except OutputError:
             return "the queue cannot be used"

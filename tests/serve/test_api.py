@@ -90,8 +90,12 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         ({"stepps": 4}, "invalid_request", "stepps", "stepps is unknown"),
         ({"steps": 0}, "invalid_request", "steps", "steps must be 1 or more"),
         ({"motion_bucket_id": "1_0"}, "invalid_request", "motion_bucket_id", ""),
-        ({"steps": 4, "num_inference_steps": 4}, "invalid_request", "", "are the same"),
-        ({"width": 1024}, "invalid_request", "", "width and height belong together"),
+        (
+            {"steps": 4, "num_inference_steps": 4},
+            *("invalid_request", "num_inference_steps", "it is the same as steps, give one"),
+        ),
+        ({"width": 1024}, "invalid_request", "height", "height is missing"),
+        ({"height": 576}, "invalid_request", "width", "width is missing"),
         ({"width": 64, "height": 64}, "wrong_size", "width x height", "1024x576"),
         ({"fit": "tile"}, "invalid_request", "fit", "fit must be"),
         ({"size": "64x64"}, "wrong_size", "size", "1024x576"),
@@ -171,11 +175,21 @@ def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, metho
     assert answer.headers["allow"] == methods
 
 
-@pytest.mark.parametrize("path", ["/v1/videos", "/health", "/ready", "/page/main.js"])
-def test_head_has_the_headers_of_get_and_no_body(server: HttpServer, path: str) -> None:
-    head = server.client.head(path)
-    assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-type"] == server.client.get(path).headers["content-type"]
+def test_head_has_the_headers_of_get_and_no_body(server: HttpServer) -> None:
+    """Every route that has GET, also one whose answer does not end."""
+    paths = server.client.get("/openapi.json").json()["paths"]
+    gets = [path for path, methods in paths.items() if "get" in methods]
+    with long_clip(server) as id:
+        for path in (*gets, "/", "/favicon.ico", "/openapi.json", "/page/main.js"):
+            path = path.replace("{id}", id)
+            head = server.client.head(path)
+            with server.client.stream("GET", path) as get:
+                assert (path, head.status_code, head.content) == (path, get.status_code, b"")
+                assert head.headers.get("content-type") == get.headers.get("content-type")
+    assert server.client.head("/v1/videos/x/verify").status_code == 405
+    assert "HEAD" in server.client.put("/v1/engine").headers["allow"]
+    metrics = server.client.get("/metrics").text
+    assert 'method="HEAD",route="/v1/videos/{id}/events",status="200"' in metrics
 
 
 def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:
@@ -477,6 +491,6 @@ def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
         demo.client.delete(f"/v1/videos/{id}")
     assert demo.client.get("/ready").status_code == 200
     (queue := demo.folder / "queue.sqlite3").rename(demo.folder / "away")
-    assert demo.client.get("/ready").json()["reason"] == "the queue cannot be used"
+    assert demo.client.get("/ready").json()["reason"] == "the queue was removed or replaced"
     (demo.folder / "away").rename(queue)
     wait(lambda: demo.client.get("/ready").status_code == 200, HANG_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,16 +157,25 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     assert list((tmp_path / "latents").iterdir()) == []
 
 
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What is logged as a warning or an error."""
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(line.strip()), format="{message}", level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
 def test_a_full_disk_delays_a_result_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     monkeypatch.setattr("svdpp.serve.feeder._DISK_SECONDS", 0.01)
     with serving(tmp_path, dummy_config(1)) as service:
-        complete, refusals = service.store.complete, iter(range(3))
+        complete, refusals = service.store.complete, iter(["full", "full", "read-only", "full"])
 
         def full(*arguments: Any) -> bool:
-            if next(refusals, None) is not None:
-                raise OutputError("no space left")
+            if (refusal := next(refusals, None)) is not None:
+                raise OutputError(refusal)
             return complete(*arguments)
 
         monkeypatch.setattr(service.store, "complete", full)
@@ -173,6 +183,34 @@ def test_a_full_disk_delays_a_result_and_loses_none(
         assert job.state is JobState.COMPLETED
         assert service.engine.restarts == 0
         assert list(refusals) == []
+    assert [line.rpartition(": ")[2] for line in told] == ["full", "read-only", "full"]
+
+
+def test_a_queue_that_is_moved_away_delays_a_result_and_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    monkeypatch.setattr("svdpp.serve.feeder._DISK_SECONDS", 0.01)
+    path, away = tmp_path / "queue.sqlite3", tmp_path / "away"
+    with serving(tmp_path, dummy_config(1), stop=(0, 0, 1)) as service:
+        complete, tries = service.store.complete, list[str]()
+
+        def count(*arguments: Any) -> bool:
+            tries.append(arguments[0])
+            return complete(*arguments)
+
+        monkeypatch.setattr(service.store, "complete", count)
+        (id,) = service.add(1)
+        service.wait_for_step(id, 1)
+        path.rename(away)
+        service.go_on()
+        service.wait(lambda: len(tries) > 3, "it is not tried again")
+        away.rename(path)
+        assert service.wait_final([id])[0].state is JobState.COMPLETED
+        service.wait(lambda: len(told) > 1, "nothing is said")
+    assert [line.rpartition(": ")[2] for line in told] == [
+        "no clip is begun or taken",
+        "clips are made",
+    ]
 
 
 def test_ranks_that_cannot_start_are_tried_again(

@@ -52,7 +52,7 @@ def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
         with full(disk):
-            own.wait(lambda: own.engine.feeder.is_disk_low, "the disk is not looked at")
+            own.wait(lambda: own.engine.feeder.why_waits, "the disk is not looked at")
             ids = own.add(1, 2)
             own.wait(lambda: own.engine.estimates.all(), "the queue is not read")
             assert own.states(ids) == [JobState.QUEUED] * 2

@@ -362,6 +362,17 @@ def test_what_is_said_of_clips_that_wait_and_run(page: Page) -> None:
     assert said[8] == "", "a first step here tells nothing of a clip for another server"
 
 
+def test_the_header_counts_held_clips_apart(page: Page) -> None:
+    said = page.driver.execute_async_script(
+        "const done = arguments[arguments.length - 1];"
+        "const held = { status: 'queued', held: 'its model is demo' };"
+        "const waits = { status: 'queued' }, runs = { status: 'in_progress' };"
+        "import('/page/top.js').then(({ summaryText }) => done(["
+        "summaryText([held, held]), summaryText([runs, waits, held]), summaryText([])]))"
+    )
+    assert said == ["2 held", "1 running · 1 waiting · 1 held", ""]
+
+
 @pytest.mark.long
 def test_a_narrow_window_has_the_queue_before_the_form_and_the_theme_is_kept(page: Page) -> None:
     order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -357,6 +358,31 @@ def _removes_old_clips_and_ends_at_once_at_the_second_signal(folder: Path, old: 
         wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert server.err.count("\n") == 2, server.err
+
+
+@pytest.mark.processes
+def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "queue.sqlite3"
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
+        server.wait_ready()
+        (running,) = server.add(steps=1000)
+        server.wait_for(running, "in_progress")
+        path.rename(tmp_path / "away")
+        answer = server.client.get("/ready")
+        assert (answer.status_code, answer.json()["reason"]) == (
+            503,
+            "the queue was removed or replaced",
+        )
+        error_of(server.request(), 503, "storage_failed")
+        wait(lambda: "was removed or replaced" in server.err, HANG_SECONDS)
+        (tmp_path / "data").rename(tmp_path / "gone")  # the rest, too
+        error_of(server.request(), 503, "storage_failed")
+        assert server.stop() == 0
+        assert server.err.count("ERROR") == 1, server.err
+    (tmp_path / "gone").rename(tmp_path / "data")
+    (tmp_path / "away").rename(path)
+    with contextlib.closing(JobQueue(tmp_path / "data")) as store:
+        assert [job.id for job in store.recover()] == [running]
 
 
 @pytest.mark.long

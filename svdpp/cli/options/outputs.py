@@ -140,7 +140,7 @@ class LogOptions:
     """Options of the log."""
 
     verbose: int = DIAGNOSTICS.switch(
-        "Log ranks, transfers and clips to stderr; -vv adds every step.",
+        "Log ranks and clips to stderr; -vv adds every transfer and step.",
         "--verbose",
         "-v",
         default=0,
@@ -148,7 +148,7 @@ class LogOptions:
     )
     log_file: Path | None = DIAGNOSTICS.setting(
         "FILE",
-        "Append the log to this file as JSON lines, with -v every step; at 50 MB it "
+        "Append the log to this file as JSON lines, with -v every transfer and step; at 50 MB it "
         "becomes FILE.1, and four old files are kept.",
     )
 

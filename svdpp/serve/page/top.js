@@ -22,16 +22,24 @@ export function renderTop() {
   setAttribute($("state"), "data-state", shown);
   setText($("model"), state.models?.map(({ id }) => (TOYS[id] ? `${id}, a toy` : id)).join(", ") ?? "");
   const open = [...state.videos.values()].filter(isOpen);
-  const running = open.filter((video) => video.status === "in_progress").length;
-  setText($("summary"), open.length ? `${running} running · ${waitingText(open.length, running)} waiting` : "");
+  setText($("summary"), summaryText(open));
   document.title = open.length ? `(${open.length}) svdpp` : "svdpp";
 }
 
+/** How many clips are in which state; held ones do not wait for their turn. */
+export function summaryText(open) {
+  const running = open.filter((video) => video.status === "in_progress").length;
+  const held = open.filter((video) => video.held).length;
+  const waiting = numberWaiting(open.length - running - held, running);
+  return [[running, "running"], [waiting, "waiting"], [held, "held"]]
+    .filter(([number]) => number).map((part) => part.join(" ")).join(" · ");
+}
+
 /** Of more clips than the list has, the server counts those of all keys. */
-function waitingText(number, running) {
-  if (!state.moreWaiting) return `${number - running}`;
+function numberWaiting(listed, running) {
+  if (!state.moreWaiting) return listed;
   const { queued, in_progress: taken } = state.engine.queue;
-  return apiKey() ? `${number - running} or more` : `${queued + taken - running}`;
+  return apiKey() ? `${listed} or more` : queued + taken - running;
 }
 
 export function renderBanner() {
