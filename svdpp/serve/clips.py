@@ -24,8 +24,9 @@ from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
+from svdpp.serve.database import AwayError
 from svdpp.serve.job import LATENTS, Job
-from svdpp.serve.store import FileStore, StoreAwayError
+from svdpp.serve.store import FileStore
 from svdpp.worker import latent_checkpoints
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
@@ -244,7 +245,7 @@ class ToRequest:
 
     def unpublish(self, job: Job) -> None:
         """Removes the job's latent checkpoints from the store, if there may be some."""
-        with self._publishing, contextlib.suppress(StoreAwayError):  # then they are leftovers
+        with self._publishing, contextlib.suppress(AwayError):  # then they are leftovers
             if self._published.pop(job.id, None) is not None or job.token > 1:
                 for name in self._store.objects(f"{LATENTS}/{job.id}"):
                     self._store.remove_object(name)

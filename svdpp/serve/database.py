@@ -93,15 +93,11 @@ ALTER TABLE jobs ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
 }
 
 
-class QueueLostError(OutputError):
-    """The queue is gone, or out of reach.
+class AwayError(OutputError):
+    """The queue or the store is gone, or does not answer; whether a change was made is not known.
 
-    `feeder` or `fleet` logs it once: who tries again, or is answered, need not.
+    It is logged once where that is noticed: who tries again, or is answered, need not.
     """
-
-
-class QueueAwayError(QueueLostError):
-    """The database does not answer; whether a change in progress was made is not known."""
 
 
 def schema(version: int, serial: str) -> str:
@@ -132,15 +128,6 @@ def check_own(folder: Path, own: set[str], restore: str) -> None:
             f"{restore}, name another folder with --data, or add --adopt to use this one: files "
             "of a lost queue go to its lost+found, all others are left alone",
         )
-
-
-def is_disk_low(folder: Path) -> bool:
-    """Whether so little is free that no clip should be begun or taken."""
-    try:
-        free, low = free_and_low(folder)
-    except OSError:  # the folder is gone, or its disk
-        return True
-    return free < low
 
 
 def free_and_low(folder: Path) -> tuple[int, int]:

@@ -20,11 +20,10 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import ClipToMake, ToRequest
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_lost_clips
-from svdpp.serve.store import StoreAwayError
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
@@ -267,10 +266,10 @@ class Feeder:
 
     def _look_at_folder(self) -> None:
         """Begins no clips without a queue, nor on a full disk, where no file can be written."""
-        database, before = self._queue.database, self.why_waits
-        if not database.is_there:
+        before = self.why_waits
+        if not self._queue.database.is_there:
             self.why_waits = "the queue in the data folder was removed or replaced"
-        elif database.is_disk_low:
+        elif self._queue.store.is_disk_low:
             self.why_waits = "the disk of the data folder is nearly full"
         else:
             self.why_waits = ""
@@ -290,7 +289,7 @@ class Feeder:
             return
         try:
             to_make = self._to_request(job)
-        except StoreAwayError:  # another server may reach it
+        except AwayError:  # another server may reach it
             self._put_back(job, counts=False)
             return
         except Exception as error:
@@ -452,7 +451,7 @@ class Feeder:
                 if self._seconds_left() <= 0:
                     raise
                 self._look_at_folder()
-                if not isinstance(error, QueueLostError | StoreAwayError) and said != str(error):
+                if not isinstance(error, AwayError) and said != str(error):
                     said = str(error)
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:

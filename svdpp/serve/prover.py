@@ -29,10 +29,9 @@ from svdpp.launch.process_lifetime import (
     exit_with_signal_code,
 )
 from svdpp.redaction import without_folders
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import StoreAwayError
 
 Verdict = Literal["equal", "different"]
 
@@ -118,7 +117,7 @@ class Prover:
             try:
                 if any(self._verify(id) for id in self._to_verify()):
                     continue
-            except (QueueLostError, StoreAwayError):  # they are logged elsewhere
+            except AwayError:  # they are logged elsewhere
                 pass
             except Exception:
                 logger.exception("the verification of a clip failed")

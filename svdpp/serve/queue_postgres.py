@@ -21,10 +21,9 @@ from svdpp.media import output_files
 from svdpp.redaction import redact
 from svdpp.serve.database import (
     VERSION,
-    QueueAwayError,
+    AwayError,
     check_own,
     check_version,
-    is_disk_low,
     schema,
 )
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
@@ -109,12 +108,6 @@ class QueueServer:
         """The rows of a query, by a connection of its own."""
         with self._locks["read"], self._errors("read"):
             return self._first("read", query, values).fetchall()
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Also whether the folder is not the queue's, because its disk is not mounted."""
-        is_away = not self._store.is_remote and self._store.mark() != self._id
-        return is_away or is_disk_low(self._folder)
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
@@ -239,7 +232,7 @@ class QueueServer:
             place = redact(self._url).partition("?")[0]
             if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
                 self._drop(use)
-                raise QueueAwayError(
+                raise AwayError(
                     f"the queue {place!r} does not answer: {lines[-1]}",
                     "check that PostgreSQL runs there and takes this user",
                 ) from error

@@ -24,11 +24,10 @@ from svdpp.serve.database import (
     LOCK,
     RESERVE,
     VERSION,
-    QueueLostError,
+    AwayError,
     check_own,
     check_version,
     free_and_low,
-    is_disk_low,
     schema,
 )
 
@@ -111,18 +110,13 @@ class QueueFile:
         return []
 
     @property
-    def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
-        return is_disk_low(self._folder)
-
-    @property
     def is_there(self) -> bool:
         """Whether the file still has its name; SQLite writes also to one without a name."""
         return self._on_disk() == self._opened_as
 
     def _check_there(self) -> None:
         if not self.is_there:
-            raise QueueLostError(
+            raise AwayError(
                 f"the queue {str(self._path)!r} was removed or replaced while it was in use",
                 "move it back to its place, or end the server and restore it",
             )

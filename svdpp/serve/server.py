@@ -30,13 +30,13 @@ from svdpp.media import video
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import LOOK_SECONDS, set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.store import FileStore, StoreAwayError
+from svdpp.serve.store import FileStore
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -213,7 +213,7 @@ class Server:
             except ClosedError:
                 return
             except OutputError as error:
-                if not isinstance(error, QueueLostError | StoreAwayError):
+                if not isinstance(error, AwayError):
                     logger.error("old files cannot be removed: {}", error)
             is_ending = self._ending.wait(_SWEEP_SECONDS)
 

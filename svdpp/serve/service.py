@@ -21,7 +21,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueAwayError, QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers
@@ -146,8 +146,8 @@ class Service:
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
         if not self.queue.database.is_there:
-            raise QueueLostError("the queue was removed or replaced")
-        if self.queue.database.is_disk_low:
+            raise AwayError("the queue was removed or replaced")
+        if self.queue.store.is_disk_low:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
@@ -162,7 +162,7 @@ class Service:
             return "the ranks are not ready"
         if not self.queue.database.is_there:
             return "the queue was removed or replaced"
-        if self.queue.database.is_disk_low:
+        if self.queue.store.is_disk_low:
             return "the disk is nearly full"
         if self.queue.store.why_away:
             return "the store of files cannot be used"
@@ -224,7 +224,7 @@ class Service:
             )
         except QueueFullError as error:
             raise self._full(error.details) from error
-        except QueueAwayError:  # the database may have the job nevertheless
+        except AwayError:  # the database may have the job nevertheless
             stored = job
             raise
         finally:

@@ -19,9 +19,10 @@ from typing import Any
 
 from loguru import logger
 
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import RequestError
 from svdpp.media import output_files
 from svdpp.redaction import redact
+from svdpp.serve.database import AwayError, free_and_low
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 
 #: The name of the file, or object, that says which queue the files belong to.
@@ -35,14 +36,10 @@ _CLOSE_SECONDS = 5.0
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
-class StoreAwayError(OutputError):
-    """The store does not answer, or refuses; `FileStore` logs it once."""
-
-
 class FileStore:
     """The files of all servers: in the store of a URL, or without one in the data folder itself.
 
-    Any thread may call any method. After a failure all raise StoreAwayError at once, until a thread
+    Any thread may call any method. After a failure all raise AwayError at once, until a thread
     of this class finds that the store answers again. Without a URL the methods change the folder
     alone.
     """
@@ -108,7 +105,7 @@ class FileStore:
     def discard(self, path: Path) -> None:
         """Removes a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
-        with contextlib.suppress(StoreAwayError):
+        with contextlib.suppress(AwayError):
             self.remove_object(self._name(path))
 
     # --- objects ----------------------------------------------------------------------------------
@@ -172,16 +169,30 @@ class FileStore:
         except FileNotFoundError as error:  # the bucket
             raise self._away(output_files.reason(error)) from error
 
-    # --- whether it answers -----------------------------------------------------------------------
+    # --- whether it can be used -------------------------------------------------------------------
 
     def belong_to(self, queue_id: str) -> None:
         """From now on, a store without the mark of this queue counts as away."""
         self._queue_id = queue_id
 
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken.
+
+        Also if the folder is not the queue's, because its disk is not mounted.
+        """
+        if not self.is_remote and self._queue_id and self.mark() != self._queue_id:
+            return True
+        try:
+            free, low = free_and_low(self.folder)
+        except OSError:  # the folder is gone, or its disk
+            return True
+        return free < low
+
     def check(self) -> None:
-        """Raises StoreAwayError while the store is away."""
+        """Raises AwayError while the store is away."""
         if self.why_away:
-            raise StoreAwayError(self.why_away)
+            raise AwayError(self.why_away)
 
     def start(self, publish: Callable[[], None]) -> None:
         """Starts the thread, which also calls `publish` every second while the store answers."""
@@ -205,7 +216,7 @@ class FileStore:
                     next_look = time.monotonic() + _LOOK_SECONDS
                 publish()
                 is_failing = False
-            except StoreAwayError:
+            except AwayError:
                 pass  # it is logged
             except Exception:
                 if not is_failing:
@@ -231,17 +242,17 @@ class FileStore:
         """Translates what the backend raises; each has exceptions of its own."""
         try:
             yield
-        except (FileNotFoundError, StoreAwayError):
+        except (FileNotFoundError, AwayError):
             raise
         except Exception as error:
             raise self._away(output_files.reason(error)) from error
 
-    def _away(self, reason: str) -> StoreAwayError:
+    def _away(self, reason: str) -> AwayError:
         text = redact(f"the store {self._place!r} cannot be used: {reason}")
         if not self.why_away:
             logger.error("{}: no clip is begun or taken", text)
         self.why_away = text
-        return StoreAwayError(text, "check --files, and the credentials for it")
+        return AwayError(text, "check --files, and the credentials for it")
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -25,7 +25,7 @@ from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -129,7 +129,7 @@ class Webhooks:
         try:
             return self._queue.take_callback(_LEASE_SECONDS)
         except (OutputError, ClosedError) as error:
-            if not isinstance(error, QueueLostError):
+            if not isinstance(error, AwayError):
                 logger.error("webhooks wait: {}", error)
             return None
 

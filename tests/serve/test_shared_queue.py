@@ -401,10 +401,10 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 
 def test_nothing_is_begun_while_the_shared_folder_is_away(opened: Open, tmp_path: Path) -> None:
     queue = opened()
-    assert not queue.database.is_disk_low
+    assert not queue.store.is_disk_low
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.database.is_disk_low
+    assert queue.store.is_disk_low
 
 
 def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import RequestError
+from svdpp.serve.database import AwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_leftovers
-from svdpp.serve.store import FileStore, StoreAwayError
+from svdpp.serve.store import FileStore
 from tests.serve.engines import dummy_job
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, PHOTO, HttpServer, error_of, wait
 from tests.serve.swift import Swift
@@ -160,7 +161,7 @@ def test_what_the_store_lacks_stays_missing(store: FileStore) -> None:
 def test_a_bucket_that_does_not_exist_is_refused(store: FileStore) -> None:
     (store.folder / "queue.id").write_text("id")
     other = FileStore(store.folder, "s3://none/x")
-    with pytest.raises(StoreAwayError, match=r"cannot be used: .*does not exist"):
+    with pytest.raises(AwayError, match=r"cannot be used: .*does not exist"):
         other.put(store.folder / "queue.id")
 
 
@@ -172,9 +173,9 @@ def test_a_store_that_does_not_answer_is_asked_once(
         path = tmp_path / "own" / "file"
         path.write_bytes(b"")
         for _ in range(2):
-            with pytest.raises(StoreAwayError, match="cannot be used"):
+            with pytest.raises(AwayError, match="cannot be used"):
                 store.put(path)
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(AwayError):
             store.check()
     finally:
         swift.start()
