@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 from loguru import logger
 
 from svdpp import __version__
-from svdpp.errors import ClosedError, OutputError
+from svdpp.errors import OutputError
+from svdpp.serve.background import Background
+from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import FleetServer, Job
 from svdpp.serve.queue import JobQueue
@@ -24,7 +25,6 @@ from svdpp.serve.queue import JobQueue
 _RENEWALS = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
-_RETRY_SECONDS = 1.0
 # In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
 # next turn of a free one.
 _MAX_WOKEN = 16
@@ -49,20 +49,20 @@ class Fleet:
         self._queue, self._engine = queue, engine
         self._model, self._weights, self._sizes = model, weights, sizes
         self._others: list[FleetServer] = []
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._renew_at, self._is_away = 0.0, False
+        failure = "the server cannot look after its claims"
+        self._background = Background("fleet", self._turn, 0.0, failure=failure)
 
     def start(self) -> None:
         """Joins the fleet."""
         if self._queue.is_shared:
-            self._thread.start()
+            self._background.start()
 
     def close(self) -> None:
         """Hands back what the ranks have not finished, and leaves the fleet."""
-        self._is_closing.set()
-        if self._thread.ident is None:
+        self._background.close()
+        if not self._queue.is_shared:
             return
-        self._thread.join()
         try:
             self._queue.release()
         except OutputError as error:
@@ -101,30 +101,25 @@ class Fleet:
 
     # --- the fleet's thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        lease = self._queue.lease_seconds or 0.0
-        is_away, next_turn = False, 0.0
-        while not self._is_closing.is_set():
-            try:
-                if time.monotonic() >= next_turn:
-                    self._turn(lease)
-                    next_turn = time.monotonic() + min(_MAX_SECONDS, lease / _RENEWALS)
-                    if is_away:
-                        logger.warning("the queue is back")
-                    is_away = False
-                self._listen(min(_LISTEN_SECONDS, max(0.0, next_turn - time.monotonic())))
-            except ClosedError:
-                return
-            except OutputError as error:
-                if not is_away:
-                    logger.error("{}: the clips in progress go on, and none is taken", error)
-                is_away, next_turn = True, 0.0
-                self._is_closing.wait(_RETRY_SECONDS)
-            except Exception:
-                logger.exception("the server cannot look after its claims")
-                self._is_closing.wait(_RETRY_SECONDS)
+    def _turn(self) -> None:
+        renew_at, self._renew_at = self._renew_at, 0.0  # if it fails, in the next turn
+        try:
+            if time.monotonic() >= renew_at:
+                self._renew()
+                seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS)
+                renew_at = time.monotonic() + seconds
+            self._listen(min(_LISTEN_SECONDS, max(0.0, renew_at - time.monotonic())))
+        except AwayError as error:
+            if not self._is_away:
+                logger.error("{}: the clips in progress go on, and none is taken", error)
+            self._is_away = True
+            raise
+        self._renew_at = renew_at
+        if self._is_away:
+            logger.warning("the queue is back")
+        self._is_away = False
 
-    def _turn(self, lease: float) -> None:
+    def _renew(self) -> None:
         feeder = self._engine.feeder
         lost, to_cancel = self._queue.renew(feeder.steps_done)
         feeder.lose(lost)
@@ -133,16 +128,14 @@ class Fleet:
         own = asdict(self._own())
         self._queue.register(own)
         if random.random() * len(self._others) < _MAX_LOOKING:
-            self._look(own, lease)
+            self._look(own)
         feeder.wake()
 
-    def _look(self, own: dict[str, Any], lease: float) -> None:
-        def is_live(row: dict[str, Any]) -> bool:
-            return bool(row["seen_seconds"] < lease)
-
+    def _look(self, own: dict[str, Any]) -> None:
         self._others = [
-            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live(row)})
+            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live})
             for row in self._queue.servers()
+            for is_live in [row["seen_seconds"] < self._queue.lease_seconds]
             if row["id"] != own["id"] and own.keys() <= row.keys()
         ]
         for job in self._queue.recover():

@@ -195,7 +195,7 @@ class JobQueue:
             self.database = QueueServer(url, self.store, adopts=adopts)
         self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
-        self.lease_seconds = lease_seconds if self.is_shared else None
+        self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.server = secrets.token_hex(8)
         """The id of this server."""
         self.kind: str | None = None
@@ -388,7 +388,7 @@ class JobQueue:
         a job fails whose claims have ended like this too often.
         """
         # After an outage all leases may have ended: those who hold them are to renew them first.
-        if self.database.connected_seconds < (self.lease_seconds or 0):
+        if self.database.connected_seconds < self.lease_seconds:
             return []
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""

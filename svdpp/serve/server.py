@@ -24,13 +24,12 @@ from starlette.types import ASGIApp
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.errors import ClosedError, OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
+from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import AwayError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -44,6 +43,8 @@ _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
+# What they do may not answer, such as a store.
+_END_SECONDS = 10.0
 _MAX_FILES = 16384
 _MAX_SHAPES = 256
 # A request changes threads several times, and each time waits so long for a thread that computes,
@@ -134,6 +135,15 @@ class Server:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._http = _Http(app)
+        self._look_at = 0.0
+        failure = "old files cannot be removed"
+        self._threads = [
+            service.prover.background,
+            Background("retention", self._sweep, _SWEEP_SECONDS, failure=failure),
+        ]
+        if service.queue.store.is_remote:
+            failure = "latent checkpoints are not put into the store"
+            self._threads.append(Background("store", self._publish, 1.0, failure=failure))
 
     def run(self) -> None:
         """Serves until a signal, or until the engine gives up, and raises why."""
@@ -145,10 +155,9 @@ class Server:
         with self._signals():
             self._service.engine.start()
             self._service.fleet.start()
-            self._service.prover.start()
             self._service.webhooks.start()
-            self._service.queue.store.start(self._service.engine.publish_latents)
-            threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
+            for background in self._threads:
+                background.start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
             try:
@@ -190,32 +199,27 @@ class Server:
             grace = self._grace if self._service.queue.database.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
-            self._service.prover.close()
             self._service.webhooks.close()
             self._service.fleet.close()
-            self._service.queue.store.close()
+            for background in self._threads:
+                background.close(_END_SECONDS)
             self._service.followers.close()
         finally:
             self._http.should_exit = True
 
-    def _keep_in_limits(self) -> None:
-        """Removes leftovers, and jobs that are too old or too large, from time to time."""
-        service, next_look = self._service, 0.0
+    def _publish(self) -> None:
+        self._service.queue.store.look()
+        self._service.engine.publish_latents()
+
+    def _sweep(self) -> None:
+        """Removes leftovers, and jobs that are too old or too large."""
+        service = self._service
+        if time.monotonic() >= self._look_at:
+            service.remove_leftovers()
+            self._look_at = time.monotonic() + LOOK_SECONDS
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
-        is_ending = False
-        while not is_ending:
-            try:
-                if time.monotonic() >= next_look:
-                    service.remove_leftovers()
-                    next_look = time.monotonic() + LOOK_SECONDS
-                if limits != (None, None):
-                    sweep(service.queue, service.folder, time.time(), *limits)
-            except ClosedError:
-                return
-            except OutputError as error:
-                if not isinstance(error, AwayError):
-                    logger.error("old files cannot be removed: {}", error)
-            is_ending = self._ending.wait(_SWEEP_SECONDS)
+        if limits != (None, None):
+            sweep(service.queue, service.folder, time.time(), *limits)
 
 
 def _allow_connections() -> None:

@@ -7,13 +7,12 @@ It is put before a row of the queue names it, and no other content gets the same
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,8 @@ from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 #: The name of the file, or object, that says which queue the files belong to.
 MARK = "queue.id"
 
-_TURN_SECONDS = 1.0
-# Of a store that answers; one that does not is asked in each turn.
+# Of a store that answers; one that does not is asked each time.
 _LOOK_SECONDS = 10.0
-_CLOSE_SECONDS = 5.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
@@ -39,8 +36,8 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 class FileStore:
     """The files of all servers: in the store of a URL, or without one in the data folder itself.
 
-    Any thread may call any method. After a failure all raise AwayError at once, until a thread
-    of this class finds that the store answers again. Without a URL the methods change the folder
+    Any thread may call any method. After a failure all raise AwayError at once, until `look`
+    finds that the store answers again. Without a URL the methods change the folder
     alone.
     """
 
@@ -51,8 +48,7 @@ class FileStore:
         """Why the store cannot be used now; empty if it can."""
         self._queue_id = ""
         self._using = threading.Lock()
-        self._is_closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._look_at = 0.0
         if url is not None:
             self._place = redact(url).partition("?")[0]
             self._system, self._root = _open(url)
@@ -194,38 +190,15 @@ class FileStore:
         if self.why_away:
             raise AwayError(self.why_away)
 
-    def start(self, publish: Callable[[], None]) -> None:
-        """Starts the thread, which also calls `publish` every second while the store answers."""
-        if self.is_remote:
-            run = functools.partial(self._run, publish)
-            self._thread = threading.Thread(target=run, name="store", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._is_closing.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)  # what it puts may not answer
-
-    def _run(self, publish: Callable[[], None]) -> None:
-        next_look, is_failing = 0.0, False
-        while not self._is_closing.wait(_TURN_SECONDS):
-            try:
-                if self.why_away or time.monotonic() >= next_look:
-                    self._look()
-                    next_look = time.monotonic() + _LOOK_SECONDS
-                publish()
-                is_failing = False
-            except AwayError:
-                pass  # it is logged
-            except Exception:
-                if not is_failing:
-                    logger.exception("latent checkpoints are not put into the store")
-                is_failing = True
+    def look(self) -> None:
+        """Looks from time to time whether the store answers, and at each call while it does not."""
+        if self.why_away or time.monotonic() >= self._look_at:
+            self._look()
 
     def _look(self) -> None:
         if self.mark() != self._queue_id:
             raise self._away("it has no mark of the queue")
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         if self.why_away:
             self.why_away = ""
             logger.warning("the store is back")

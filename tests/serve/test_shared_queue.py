@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import OutputError, RequestError
@@ -531,26 +530,6 @@ def test_a_start_that_fails_can_be_repeated(
         assert store.mark() != failed
         queue.close()
     assert transactions == []
-
-
-def test_a_checkpoint_that_cannot_be_put_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("svdpp.serve.store._TURN_SECONDS", 0.01)
-    lines: list[str] = []
-    turns: list[None] = []
-    sink = logger.add(lines.append, level="ERROR", format="{message}")
-
-    def publish() -> None:
-        turns.append(None)
-        raise PermissionError("no links here")
-
-    with contextlib.closing(FileStore(tmp_path, f"memory://{new_id()}")) as store:
-        store.start(publish)
-        wait_until(lambda: len(turns) > 2, 30, "no turn")
-    logger.remove(sink)
-    assert len(lines) == 1
-    assert lines[0].startswith("latent checkpoints are not put")
 
 
 @pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])
