@@ -113,7 +113,7 @@ _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
 WHERE jobs.id = claims.id AND jobs.token = claims.token AND state = 'in_progress'
-RETURNING jobs.id, cancel_asked
+RETURNING jobs.id, jobs.token, cancel_asked
 """
 _REGISTER = """
 WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
@@ -202,12 +202,10 @@ class JobQueue:
         """The weights of the jobs that this server takes, or their model; None: of all jobs."""
         self.why_not: Callable[[Job], str | None] = lambda _: None
         """Why this server cannot make a job of its kind, by its parameters; None: it can."""
-        # The tokens of what this server has claimed. They are 0 in a queue that is not shared.
-        self._claims: dict[str, int] = {}
+        # Ids and tokens of what this server has claimed, without what it ends now.
+        self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
         self._passed: set[str] = set()
-        # Claims whose end may have been stored, although the database went away before it said so.
-        self._unanswered: set[tuple[str, int]] = set()
 
     def close(self) -> None:
         """Close the queue; does nothing the second time."""
@@ -279,7 +277,7 @@ class JobQueue:
                 return None
             job = self._to_make(rows[0])
             database.execute(_SPEND_TURN, (job.owner,))
-        self._claims[job.id] = job.token
+        self._claims.add((job.id, job.token))
         return job
 
     def _to_make(self, row: tuple[Any, ...]) -> Job:
@@ -294,16 +292,14 @@ class JobQueue:
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
     # has lost changes nothing, also if it has claimed the job again.
 
-    def put_back(self, id: str, token: int = 0, *, counts: bool) -> bool:
+    def put_back(
+        self, id: str, token: int = 0, *, counts: bool = False, is_lost: bool = False
+    ) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
 
-        It `counts` as an attempt if ranks died during it.
+        It `counts` as an attempt if ranks died during it. A claim that `is_lost` has ended because
+        nobody renewed it; else nothing changes.
         """
-        return self._put_back(id, token, counts=counts)
-
-    def _put_back(
-        self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
-    ) -> bool:
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
         values = _json(error_to_dict(_LOST)), time.time(), int(counts), id, token
@@ -393,24 +389,19 @@ class JobQueue:
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
         ended = map(tuple, self.database.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
-        others = [claim for claim in ended if claim not in self._claims.items()]
+        others = [claim for claim in ended if claim not in self._claims]
         # Its server may have renewed it since.
-        ids = [id for id, token in others if self._put_back(id, token, is_lost=True)]
+        ids = [id for id, token in others if self.put_back(id, token, is_lost=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
-        try:
-            with self._ending(id, token), self.database.change() as database:
-                is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
-            if not is_ended and (id, token) in self._unanswered:
-                job = self.get(id)
-                is_ended = job is not None and (job.state, job.token) == (state, token)
-        except OutputError:
-            self._unanswered.add((id, token))
-            raise
-        self._unanswered.discard((id, token))
+        with self._ending(id, token), self.database.change() as database:
+            is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
+        if self.is_shared and not is_ended:  # an earlier try has, and its answer was lost
+            job = self.get(id)
+            is_ended = job is not None and (job.state, job.token) == (state, token)
         return is_ended
 
     @contextlib.contextmanager
@@ -419,20 +410,13 @@ class JobQueue:
 
         If the block raises, the claim is there again.
         """
-        is_own = self._forget(id, token)
+        claim = self._claims & {(id, token)}
+        self._claims -= claim
         try:
             yield
         except BaseException:
-            if is_own:
-                self._claims.setdefault(id, token)
+            self._claims |= claim
             raise
-
-    def _forget(self, id: str, token: int) -> bool:
-        """Strikes a claim off, unless the job has been claimed again; whether it had it."""
-        is_own = self._claims.get(id) == token
-        if is_own:
-            del self._claims[id]
-        return is_own
 
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
         with self.database.change() as database:
@@ -447,15 +431,15 @@ class JobQueue:
         """
         if len(self._passed) > _MAX_PASSED:
             self._passed = set()
-        claims = dict(self._claims)
+        claims = list(self._claims)
         if not claims:
             return [], []
-        columns = list(claims), list(claims.values()), [step_of(id) for id in claims]
-        renewed = dict(self.database.rows(_RENEW, self.lease_seconds, *columns))
+        columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
+        rows = self.database.rows(_RENEW, self.lease_seconds, *map(list, columns))
         # Only now: if the database goes away before, they are found again.
-        lost = [claim for claim in claims.items() if claim[0] not in renewed]
-        lost = [claim for claim in lost if self._forget(*claim)]
-        return lost, [id for id, is_cancelled in renewed.items() if is_cancelled]
+        lost = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
+        self._claims -= lost
+        return list(lost), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
         """At the end of a server: put back what it has claimed, and strike it off."""
