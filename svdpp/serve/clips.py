@@ -32,8 +32,6 @@ from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
-# Jobs, of which the ranks have far fewer.
-_REMEMBERED = 1000
 
 
 class Admission:
@@ -188,8 +186,6 @@ class ToRequest:
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS
         self._publishing = threading.Lock()
-        # The steps of the latent checkpoints that this server has put into the store, by job.
-        self._published: dict[str, int] = {}
 
     def __call__(self, job: Job) -> ClipToMake:
         """What the ranks get for `job`, which continues from its latest latent checkpoint.
@@ -220,55 +216,44 @@ class ToRequest:
         for key in latent_checkpoints.saved_keys(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
 
-    def publish(self, job: Job, key: str) -> None:
-        """Puts the latest latent checkpoint into the store, for other servers to continue from."""
+    def publish(self, job: Job, key: str, before: int) -> int:
+        """Puts the latest latent checkpoint into the store, for other servers to continue from.
+
+        It takes the place of that of the step `before`; returns its own.
+        """
         step = max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
-        before = self._published.get(job.id, 0)
         if step <= before:
-            return
+            return before
         kept = self.latents_folder / f".published-{job.id}"
         with self._publishing:
             try:
                 # By another name, because a rank may remove the file at any time.
                 kept.unlink(missing_ok=True)  # of a server that was killed
                 os.link(latent_checkpoints.path_of(self.latents_folder, key, step), kept)
-            except FileNotFoundError:
-                return
-            self._note_published(job, before)  # the store may have it also after an error
-            try:
                 self._store.put(kept, _object_of(job, key, step))
+            except FileNotFoundError:
+                return before
             finally:
-                kept.unlink()
-            self._note_published(job, step)
+                kept.unlink(missing_ok=True)
             if before:
                 self._store.remove_object(_object_of(job, key, before))
+        return step
 
     def unpublish(self, job: Job) -> None:
-        """Removes the job's latent checkpoints from the store, if there may be some."""
+        """Removes the job's latent checkpoints from the store."""
         with self._publishing, contextlib.suppress(AwayError):  # then they are leftovers
-            if self._published.pop(job.id, None) is not None or job.token > 1:
-                for name in self._store.objects(f"{LATENTS}/{job.id}"):
-                    self._store.remove_object(name)
-
-    def _note_published(self, job: Job, step: int) -> None:
-        self._published[job.id] = step
-        if len(self._published) > _REMEMBERED:
-            del self._published[next(iter(self._published))]
+            for name in self._store.objects(f"{LATENTS}/{job.id}"):
+                self._store.remove_object(name)
 
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.token > 1):
             return
         names = self._store.objects(f"{LATENTS}/{job.id}")
-        own = latent_checkpoints.saved_steps(self.latents_folder, key)
-        steps = [
-            step
-            for step in range(1, job.sampling.num_inference_steps + 1)
-            if _object_of(job, key, step) in names
-        ]
-        if steps and steps[-1] > max(own, default=0):
-            path = latent_checkpoints.path_of(self.latents_folder, key, steps[-1])
-            self._store.fetch(path, _object_of(job, key, steps[-1]))
-            self._note_published(job, steps[-1])
+        steps = range(1, job.sampling.num_inference_steps + 1)
+        step = max((step for step in steps if _object_of(job, key, step) in names), default=0)
+        if step > max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0):
+            path = latent_checkpoints.path_of(self.latents_folder, key, step)
+            self._store.fetch(path, _object_of(job, key, step))
 
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:

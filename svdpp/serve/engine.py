@@ -155,7 +155,7 @@ class Engine:
         for clip in self.feeder.clips():
             key = clip.to_make.request.latents_key
             if key is not None and not clip.is_lost:
-                self._to_request.publish(clip.job, key)
+                clip.published = self._to_request.publish(clip.job, key, clip.published)
 
     @property
     def is_idle(self) -> bool:

@@ -53,6 +53,8 @@ class RunningClip:
     """Monotonic time of the latest change of its progress."""
     is_lost: bool = False
     """Whether another server may have the job by now."""
+    published: int = 0
+    """The steps of its latent checkpoint in the store."""
 
     @property
     def progress(self) -> ClipProgress:
@@ -316,7 +318,7 @@ class Feeder:
         return self.image is not None
 
     def _submit(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> None:
-        clip = RunningClip(self._next_clip, job, to_make)
+        clip = RunningClip(self._next_clip, job, to_make, published=to_make.request.done_steps)
         with self._changed:
             self._clips[job.id] = clip
             self.job_ids[clip.clip] = job.id
