@@ -7,6 +7,7 @@ It is put before a row of the queue names it, and no other content gets the same
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import stat
@@ -36,9 +37,8 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 class FileStore:
     """The files of all servers: in the store of a URL, or without one in the data folder itself.
 
-    Any thread may call any method. After a failure all raise AwayError at once, until `look`
-    finds that the store answers again. Without a URL the methods change the folder
-    alone.
+    Any thread may call any method. After a failure all raise AwayError at once, until `look` finds
+    that the store answers again. Without a URL the methods change the folder alone.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -59,11 +59,8 @@ class FileStore:
         """Puts a file of the folder, if there is one, completely; `name` is another name for it."""
         if not (self.is_remote and path.exists()):
             return
-        try:
-            with self._errors():
-                self._system.put_file(str(path), self._at(name or self._name(path)))
-        except FileNotFoundError as error:  # the bucket
-            raise self._away(output_files.reason(error)) from error
+        with self._errors(writes=True):
+            self._system.put_file(str(path), self._at(name or self._name(path)))
 
     def fetch(self, path: Path, name: str = "") -> None:
         """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
@@ -77,9 +74,8 @@ class FileStore:
             with self._errors():
                 try:
                     self._system.get_file(self._at(name or self._name(path)), str(temporary))
-                except PermissionError:  # of this object alone, if the mark can be read
-                    self._look()
-                    return
+                except PermissionError as error:  # of this object alone, if the mark can be read
+                    raise FileNotFoundError from error
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
@@ -118,10 +114,8 @@ class FileStore:
             return {}
         with self._errors():
             found = self._system.find(self._at(folder), detail=True)
-            return {
-                name[len(self._at("")) + 1 :]: (about["size"], _time_of(about))
-                for name, about in found.items()
-            }
+        start = len(self._at("")) + 1
+        return {name[start:]: (about["size"], _time_of(about)) for name, about in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
         """The same of all that servers share: the objects, or the files of the folder."""
@@ -149,7 +143,7 @@ class FileStore:
             with contextlib.suppress(OSError):
                 return (self.folder / MARK).read_text()
             return ""
-        with self._translated(), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), self._errors(looks=True):
             found: bytes = self._system.cat_file(self._at(MARK))
             return found.decode()
         return ""
@@ -159,11 +153,8 @@ class FileStore:
         if not self.is_remote:
             output_files.write_text(self.folder / MARK, queue_id)
             return
-        try:
-            with self._errors():
-                self._system.pipe_file(self._at(MARK), queue_id.encode())
-        except FileNotFoundError as error:  # the bucket
-            raise self._away(output_files.reason(error)) from error
+        with self._errors(writes=True):
+            self._system.pipe_file(self._at(MARK), queue_id.encode())
 
     # --- whether it can be used -------------------------------------------------------------------
 
@@ -204,20 +195,19 @@ class FileStore:
             logger.warning("the store is back")
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Around each use: refused while the store is away."""
-        self.check()
-        with self._translated():
-            yield
+    def _errors(self, *, writes: bool = False, looks: bool = False) -> Iterator[None]:
+        """Refuses a use while the store is away, unless it `looks` whether it is.
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Translates what the backend raises; each has exceptions of its own."""
+        Translates what the backend raises, each of which has exceptions of its own. What a write
+        does not find is the bucket.
+        """
+        if not looks:
+            self.check()
         try:
             yield
-        except (FileNotFoundError, AwayError):
-            raise
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and not writes:
+                raise
             raise self._away(output_files.reason(error)) from error
 
     def _away(self, reason: str) -> AwayError:
@@ -248,8 +238,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _time_of(about: Mapping[str, Any]) -> float:
-    """When an object was put; now, if the backend does not say."""
-    for name in ("LastModified", "last_modified", "mtime"):
-        if (found := about.get(name)) is not None:
-            return float(getattr(found, "timestamp", lambda found=found: found)())
-    return time.time()
+    """When an object was put; never, if the backend does not say so as that of S3 does."""
+    put_at = about.get("LastModified")
+    return float(put_at.timestamp()) if put_at else math.inf
