@@ -15,7 +15,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Background:
-    """Calls `turn` in a thread, and again `seconds` after each end of it.
+    """Calls `turn` in a thread, again `seconds` after each end of it, or at once after `wake`.
 
     The first of several turns that fail is logged as `failure`; not if queue or store are away,
     which is logged where it is noticed. The thread also ends if the queue is closed.
@@ -26,22 +26,29 @@ class Background:
     ) -> None:
         self._turn, self._seconds, self._failure = turn, seconds, failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.closing = threading.Event()
-        """Set when the turn should end."""
+        self._is_woken = threading.Event()
+        self.is_closing = False
+        """Whether the turn should end."""
 
     def start(self) -> None:
         """Begins the first turn."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """Has the next turn begin at once."""
+        self._is_woken.set()
+
     def close(self, timeout: float | None = None) -> None:
         """Ends the thread, if it was started, and waits for the end of its turn."""
-        self.closing.set()
+        self.is_closing = True
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
     def _run(self) -> None:
         seconds, is_failing = 0.0, False
-        while not self.closing.wait(seconds):
+        while not (self._is_woken.wait(seconds) and self.is_closing):
+            self._is_woken.clear()
             seconds = max(self._seconds, _RETRY_SECONDS)
             try:
                 self._turn()

@@ -89,9 +89,11 @@ class Prover:
             return False
         with self._changed:
             known = self._queue.to_prove()
-            return id in known or (
+            is_taken = id in known or (
                 len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
             )
+        self.background.wake()
+        return is_taken
 
     def stop(self, id: str) -> None:
         """Drops the request to verify a clip, and waits until nothing reads its files."""
@@ -103,7 +105,7 @@ class Prover:
     # --- the prover's thread ----------------------------------------------------------------------
 
     def _turn(self) -> None:
-        while not self.background.closing.is_set() and any(map(self._verify, self._to_verify())):
+        while not self.background.is_closing and any(map(self._verify, self._to_verify())):
             pass
 
     def _to_verify(self) -> list[str]:
@@ -175,7 +177,7 @@ class Prover:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
                     return _parsed(output, process.returncode)
-                if self.background.closing.is_set() or self._is_dropped or not self._is_idle():
+                if self.background.is_closing or self._is_dropped or not self._is_idle():
                     return None
 
     @contextlib.contextmanager

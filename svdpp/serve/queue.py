@@ -33,9 +33,9 @@ from svdpp.serve.store import FileStore
 if TYPE_CHECKING:
     import sqlite3
 
-    from svdpp.serve.queue_postgres import QueueServer, Translated
+    from svdpp.serve.queue_postgres import Connection, QueueServer
 
-    Statements = sqlite3.Connection | Translated
+    Statements = sqlite3.Connection | Connection
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import psycopg
 
@@ -29,7 +29,8 @@ from svdpp.serve.database import (
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore
 
-_CHANNEL = "svdpp"
+Connection: TypeAlias = psycopg.Connection[Any]
+
 _QUEUE = "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
 _CONNECT_SECONDS = 5
@@ -72,7 +73,7 @@ class QueueServer:
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
-        self._open: dict[str, psycopg.Connection[Any]] = {}
+        self._open: dict[str, Connection] = {}
         self._retry_at, self._why_away = 0.0, ""
         self._connected_at = time.monotonic()
         self._id = ""
@@ -89,20 +90,19 @@ class QueueServer:
                 self._drop(use)
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Translated]:
+    def change(self, alone: str = "") -> Iterator[Connection]:
         """A transaction; `alone` is the name of a lock that it holds."""
         with self._locks["write"], self._errors("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
             self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
+            connection = self._open["write"]
             try:
-                statements = Translated(self._open["write"])
-                yield statements
-                statements.execute("COMMIT")
-            finally:
-                connection = self._open["write"]
-                if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-                    with contextlib.suppress(psycopg.Error):
-                        connection.execute("ROLLBACK")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(psycopg.Error):
+                    connection.execute("ROLLBACK")
+                raise
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         """The rows of a query, by a connection of its own."""
@@ -129,7 +129,7 @@ class QueueServer:
             connection = self._open.get("listen")
             if connection is None:
                 connection = self._connect("listen")
-                connection.execute(f"LISTEN {_CHANNEL}")
+                connection.execute("LISTEN svdpp")
             notes = connection.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
@@ -198,15 +198,17 @@ class QueueServer:
         """Runs a statement that can be repeated, because the connection may have ended before."""
         if use in self._open:
             with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                return Translated(self._open[use]).execute(query, values)
+                return self._open[use].execute(query, values)
             self._drop(use)
-        return Translated(self._connect(use)).execute(query, values)
+        return self._connect(use).execute(query, values)
 
-    def _connect(self, use: str) -> psycopg.Connection[Any]:
+    def _connect(self, use: str) -> Connection:
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._why_away)
         try:
-            connection = psycopg.connect(self._url, autocommit=True, **_NETWORK)
+            connection = psycopg.connect(
+                self._url, autocommit=True, cursor_factory=_Cursor, **_NETWORK
+            )
             connection.execute(_SETTINGS)
         except psycopg.Error as error:
             self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
@@ -239,15 +241,10 @@ class QueueServer:
             raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
 
 
-class Translated:
-    """A connection that takes the statements of the queue."""
-
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
-        self._connection = connection
-
-    def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """Runs a statement."""
-        return self._connection.execute(_translated(query), values or None)
+class _Cursor(psycopg.Cursor[Any]):
+    def execute(self, query: Any, values: Any = None, **settings: Any) -> Self:  # type: ignore[override]
+        """Runs a statement of the queue."""
+        return super().execute(_translated(query), values or None, **settings)
 
 
 @functools.lru_cache(maxsize=256)

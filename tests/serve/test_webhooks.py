@@ -143,6 +143,7 @@ def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries soon."""
+    monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(webhooks, "_FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(webhooks, "_MAX_RETRY_SECONDS", 0.05)
 
