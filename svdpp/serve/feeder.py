@@ -23,7 +23,6 @@ from svdpp.serve.clips import ClipToMake, ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_lost_clips
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
@@ -418,12 +417,11 @@ class Feeder:
             self._changed.notify_all()
 
     def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
-        clip, store = job.clip_in(self._to_request.folder), self._queue.store
+        clip = job.clip_in(self._to_request.folder)
         for path in (clip, Path(f"{clip}.json")):
-            self._persist(functools.partial(store.put, path))
-        is_completed = self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
-        remove_lost_clips(store, job, is_lost=not is_completed)
-        if is_completed:
+            self._persist(functools.partial(self._queue.store.put, path))
+        # If another server has the job, what is written here is a leftover.
+        if self._persist(lambda: self._queue.complete(job.id, metadata, job.token)):
             self._to_request.unpublish(job)
         self._tell(job.id)
 
@@ -434,9 +432,7 @@ class Feeder:
         return is_failed
 
     def _put_back(self, job: Job, *, counts: bool) -> None:
-        if self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts)):
-            # Ranks that died may have written the clip, and not said so.
-            remove_lost_clips(self._queue.store, job, is_lost=True)
+        self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts))
         self._tell(job.id)
         self._is_queue_empty = False
 

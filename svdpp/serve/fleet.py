@@ -18,8 +18,10 @@ from svdpp.errors import OutputError
 from svdpp.serve.background import Background
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import FleetServer, Job
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.views import size_of
 
 # Two renewals can be late before a claim ends.
 _RENEWALS = 3
@@ -33,21 +35,10 @@ _MAX_LOOKING = 64
 
 
 class Fleet:
-    """This server among those that share its queue; alone if nobody shares it.
+    """This server among those that share its queue; alone if nobody shares it."""
 
-    Args:
-        queue: of all servers.
-        engine: of this one.
-        model: that it runs, by the name that clients know.
-        weights: as in `FleetServer`.
-        sizes: as in `FleetServer`.
-    """
-
-    def __init__(
-        self, queue: JobQueue, engine: Engine, *, model: str, weights: str, sizes: list[str]
-    ) -> None:
-        self._queue, self._engine = queue, engine
-        self._model, self._weights, self._sizes = model, weights, sizes
+    def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
+        self._queue, self._engine, self._capabilities = queue, engine, capabilities
         self._others: list[FleetServer] = []
         self._renew_at, self._is_away = 0.0, False
         failure = "the server cannot look after its claims"
@@ -89,9 +80,9 @@ class Fleet:
             id=self._queue.server,
             host=socket.gethostname(),
             version=__version__,
-            model=self._model,
-            weights=self._weights,
-            sizes=self._sizes,
+            model=self._capabilities.model,
+            weights=self._capabilities.weights,
+            sizes=[size_of(*size) for size in self._capabilities.sizes],
             ranks=self._engine.config.world_size,
             state=self._engine.state,
             free=feeder.num_free if self._engine.state == "ready" else 0,

@@ -19,9 +19,8 @@ from loguru import logger
 
 from svdpp.media import output_files
 from svdpp.serve.database import LOST
-from svdpp.serve.job import PHOTOS, Job, clip_file
+from svdpp.serve.job import PHOTOS, clip_file
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import FileStore
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 #: The names that servers and ranks give to files; others are left alone.
@@ -86,14 +85,6 @@ def _sizes(queue: JobQueue) -> Counter[str]:
         if (found := _ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
     return sizes
-
-
-def remove_lost_clips(store: FileStore, job: Job, *, is_lost: bool) -> None:
-    """Remove what the claims of a job before this one have written; with `is_lost`, also this."""
-    for number in range(1, job.token + is_lost):
-        clip = clip_file(store.folder, job.id, number)
-        for path in (clip, Path(f"{clip}.json")):
-            store.discard(path)
 
 
 def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Path]:

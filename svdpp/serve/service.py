@@ -34,7 +34,7 @@ from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import LOOK_SECONDS, Seen, remove_job, remove_leftovers
-from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, size_of, video_of
+from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
@@ -119,13 +119,7 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
-        self.fleet = Fleet(
-            queue,
-            self.engine,
-            model=self.capabilities.model,
-            weights=self.capabilities.weights,
-            sizes=[size_of(*size) for size in settings.sizes],
-        )
+        self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.engine.estimates.num_servers = self.fleet.num_like_this
         self.metrics.servers = self.fleet.servers
 
