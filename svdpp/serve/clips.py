@@ -6,8 +6,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
-from svdpp.serve.database import AwayError
 from svdpp.serve.job import LATENTS, Job
 from svdpp.serve.store import FileStore
 from svdpp.worker import latent_checkpoints
@@ -185,7 +182,8 @@ class ToRequest:
         self._store = store
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS
-        self._publishing = threading.Lock()
+        # Latent checkpoints in the store, by key and step, that are of this server's clips.
+        self._published: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> ClipToMake:
         """What the ranks get for `job`, which continues from its latest latent checkpoint.
@@ -200,7 +198,7 @@ class ToRequest:
             self._made_from(job).request(job.seed),
             output=None if self._checkpoint is None else self._output(job),
             latents_key=key,
-            done_steps=max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0),
+            done_steps=self._steps_done(key),
             sampling=job.sampling,
         )
         return ClipToMake(request, metadata)
@@ -209,51 +207,36 @@ class ToRequest:
         """Removes the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
             latent_checkpoints.prune(self.latents_folder, self._metadata_and_key(job)[1])
-        self.unpublish(job)
 
     def forget_all(self) -> None:
         """Removes all latent checkpoints; only if no job is unfinished."""
-        for key in latent_checkpoints.saved_keys(self.latents_folder):
+        for key, _ in latent_checkpoints.saved(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
 
-    def publish(self, job: Job, key: str, before: int) -> int:
-        """Puts the latest latent checkpoint into the store, for other servers to continue from.
-
-        It takes the place of that of the step `before`; returns its own.
-        """
-        step = max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
-        if step <= before:
-            return before
-        kept = self.latents_folder / f".published-{job.id}"
-        with self._publishing:
-            try:
-                # By another name, because a rank may remove the file at any time.
-                kept.unlink(missing_ok=True)  # of a server that was killed
-                os.link(latent_checkpoints.path_of(self.latents_folder, key, step), kept)
-                self._store.put(kept, _object_of(job, key, step))
-            except FileNotFoundError:
-                return before
-            finally:
-                kept.unlink(missing_ok=True)
-            if before:
-                self._store.remove_object(_object_of(job, key, before))
-        return step
-
-    def unpublish(self, job: Job) -> None:
-        """Removes the job's latent checkpoints from the store."""
-        with self._publishing, contextlib.suppress(AwayError):  # then they are leftovers
-            for name in self._store.objects(f"{LATENTS}/{job.id}"):
-                self._store.remove_object(name)
+    def publish(self) -> None:
+        """Makes the latent checkpoints of the store those of the folder, which ranks write."""
+        saved = latent_checkpoints.saved(self.latents_folder)
+        for key, step in saved - self._published:
+            path = latent_checkpoints.path_of(self.latents_folder, key, step)
+            self._store.put(path, _object_of(key, step))
+            self._published.add((key, step))
+        for key, step in self._published - saved:
+            self._store.remove_object(_object_of(key, step))
+            self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.token > 1):
             return
-        names = self._store.objects(f"{LATENTS}/{job.id}")
-        steps = range(1, job.sampling.num_inference_steps + 1)
-        step = max((step for step in steps if _object_of(job, key, step) in names), default=0)
-        if step > max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0):
-            path = latent_checkpoints.path_of(self.latents_folder, key, step)
-            self._store.fetch(path, _object_of(job, key, step))
+        names = self._store.objects(f"{LATENTS}/{key}")
+        all_steps = range(1, job.sampling.num_inference_steps + 1)
+        steps = [step for step in all_steps if _object_of(key, step) in names]
+        self._published |= {(key, step) for step in steps}
+        if steps and steps[-1] > self._steps_done(key):
+            path = latent_checkpoints.path_of(self.latents_folder, key, steps[-1])
+            self._store.fetch(path, _object_of(key, steps[-1]))
+
+    def _steps_done(self, key: str) -> int:
+        return max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
 
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
@@ -283,6 +266,6 @@ class ToRequest:
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()
 
 
-def _object_of(job: Job, key: str, step: int) -> str:
-    """The name of a latent checkpoint in the store, by the job, of which other servers know."""
-    return f"{LATENTS}/{job.id}/{latent_checkpoints.path_of(Path(), key, step)}"
+def _object_of(key: str, step: int) -> str:
+    """The name of a latent checkpoint in the store."""
+    return f"{LATENTS}/{key}/{latent_checkpoints.path_of(Path(), key, step)}"

@@ -52,8 +52,6 @@ class RunningClip:
     """Monotonic time of the latest change of its progress."""
     is_lost: bool = False
     """Whether another server may have the job by now."""
-    published: int = 0
-    """The steps of its latent checkpoint in the store."""
 
     @property
     def progress(self) -> ClipProgress:
@@ -317,7 +315,7 @@ class Feeder:
         return self.image is not None
 
     def _submit(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> None:
-        clip = RunningClip(self._next_clip, job, to_make, published=to_make.request.done_steps)
+        clip = RunningClip(self._next_clip, job, to_make)
         with self._changed:
             self._clips[job.id] = clip
             self.job_ids[clip.clip] = job.id
@@ -421,8 +419,7 @@ class Feeder:
         for path in (clip, Path(f"{clip}.json")):
             self._persist(functools.partial(self._queue.store.put, path))
         # If another server has the job, what is written here is a leftover.
-        if self._persist(lambda: self._queue.complete(job.id, metadata, job.token)):
-            self._to_request.unpublish(job)
+        self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
         self._tell(job.id)
 
     def _fail(self, job: Job, error: BaseException) -> bool:

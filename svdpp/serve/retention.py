@@ -27,9 +27,9 @@ _ID = re.compile(r"video_[0-9a-f]{32}")
 _OWN = re.compile(
     rf"photos/(?P<photo>{_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
     rf"|clips/(?P<clip>{_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
-    rf"|latents/({_ID.pattern}/)?[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
+    rf"|latents/([0-9a-f]{{64}}/)?[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
     rf"|[a-z]+/\.(upload-{_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
-    rf"|fetched-[0-9a-f]{{16}}|published-{_ID.pattern})"
+    rf"|fetched-[0-9a-f]{{16}})"
 )
 _LATENT = re.compile(r"latents/[^.]")
 #: Between two looks for leftovers. A request that takes longer is refused.

@@ -209,7 +209,7 @@ class Server:
 
     def _publish(self) -> None:
         self._service.queue.store.look()
-        self._service.engine.publish_latents()
+        self._service.engine.to_request.publish()
 
     def _sweep(self) -> None:
         """Removes leftovers, and jobs that are too old or too large."""

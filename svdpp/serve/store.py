@@ -59,8 +59,12 @@ class FileStore:
         """Puts a file of the folder, if there is one, completely; `name` is another name for it."""
         if not (self.is_remote and path.exists()):
             return
-        with self._errors(writes=True):
-            self._system.put_file(str(path), self._at(name or self._name(path)))
+        try:
+            with self._errors():
+                self._system.put_file(str(path), self._at(name or self._name(path)))
+        except FileNotFoundError as error:
+            if path.exists():  # else it was removed meanwhile
+                raise self._away(output_files.reason(error)) from error
 
     def fetch(self, path: Path, name: str = "") -> None:
         """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
