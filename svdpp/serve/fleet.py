@@ -20,7 +20,7 @@ from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import FleetServer, Job
-from svdpp.serve.queue import JobQueue
+from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.views import size_of
 
 # Two renewals can be late before a claim ends.
@@ -65,12 +65,11 @@ class Fleet:
 
     def num_like_this(self) -> int:
         """How many live servers make the same clips as this one, itself among them."""
-        return 1 + len(self._others_like_this())
+        return 1 + len(self._others_of(self._own().kind))
 
     def why_waits(self, job: Job) -> str | None:
-        """Why no server takes a queued job; None if one does."""
-        kind = job.weights or job.model
-        if any(server.kind == kind and server.is_live for server in self.servers()):
+        """Why no server takes a queued job that this one cannot make; None if another does."""
+        if self._others_of(job.weights or job.model):
             return None
         return f"its model is {job.model}, and no server runs these weights of it now"
 
@@ -133,16 +132,14 @@ class Fleet:
             logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
-        is_queued, cancelled = self._queue.listen(seconds)
         feeder = self._engine.feeder
-        if is_queued and (not feeder.num_free or random.random() * self._num_free() < _MAX_WOKEN):
-            feeder.wake()
-        for id in cancelled:
-            feeder.ask_to_cancel(id)
+        for said in self._queue.database.listen(seconds):
+            if said != QUEUED:
+                feeder.ask_to_cancel(said)
+                continue
+            num_free = sum(other.free > 0 for other in self._others_of(self._own().kind))
+            if not feeder.num_free or random.random() * num_free < _MAX_WOKEN:
+                feeder.wake()
 
-    def _num_free(self) -> int:
-        return sum(other.free > 0 for other in self._others_like_this())
-
-    def _others_like_this(self) -> list[FleetServer]:
-        kind = self._own().kind
+    def _others_of(self, kind: str) -> list[FleetServer]:
         return [other for other in self._others if other.kind == kind and other.is_live]

@@ -48,8 +48,8 @@ MAX_LOST = 5
 _MAX_TRIES, _MAX_PASSED = 20, 1000
 # Of the claims that have ended, which other servers look at, too: so renewals are not late.
 _MAX_RECOVERED = 100
-#: What a server says when there is a new job.
-_QUEUED = "queued"
+#: What a server says when there is a new job; the id of one is to be cancelled.
+QUEUED = "queued"
 # Until then the list has a server that says nothing.
 _FORGET_SECONDS = 86400
 
@@ -213,16 +213,11 @@ class JobQueue:
 
     @property
     def _own(self) -> tuple[str, list[str]]:
-        """The condition of the jobs of this server's kind, and its values."""
-        return ("true", []) if self.kind is None else (f"{_KIND} = ?", [self.kind])
-
-    @property
-    def _makeable(self) -> tuple[str, list[str]]:
-        """The same without what its ranks cannot make."""
-        (own, values), passed = self._own, list(self._passed)
-        if passed:
-            own += f" AND sampling NOT IN ({_marks(passed)})"
-        return own, [*values, *passed]
+        """The condition of the jobs that this server can make, and its values."""
+        passed = list(self._passed)
+        own = "true" if self.kind is None else f"{_KIND} = ?"
+        own += f" AND sampling NOT IN ({_marks(passed)})" if passed else ""
+        return own, [*([] if self.kind is None else [self.kind]), *passed]
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -248,7 +243,7 @@ class JobQueue:
             if time.time() > until:
                 raise OutputError("the server was stopped for too long during a request")
             _insert(database, job)
-            self._tell(database, _QUEUED)
+            self._tell(database, QUEUED)
         return job
 
     def take_next(self, *, large: bool = True) -> Job | None:
@@ -257,8 +252,8 @@ class JobQueue:
         Without `large`, jobs with large images are passed over.
         """
         for _ in range(_MAX_TRIES):
-            makeable, known = self._makeable
-            following = _NEXT.format(makeable if large else f"{makeable} AND NOT {_LARGE}")
+            own, known = self._own
+            following = _NEXT.format(own if large else f"{own} AND NOT {_LARGE}")
             if not self.database.rows(following, *known):
                 return None
             try:
@@ -308,7 +303,7 @@ class JobQueue:
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
-                    self._tell(database, _QUEUED)
+                    self._tell(database, QUEUED)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -458,14 +453,6 @@ class JobQueue:
             {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
             for id, about, seen, claims in self.database.rows(_SERVERS)
         ]
-
-    def listen(self, seconds: float) -> tuple[bool, list[str]]:
-        """Whether jobs were queued, and ids of jobs to be cancelled, as soon as a server says so.
-
-        Nothing after so many seconds.
-        """
-        said = self.database.listen(seconds)
-        return _QUEUED in said, [id for id in said if id != _QUEUED]
 
     def _tell(self, database: Statements, what: str) -> None:
         """Says something to all servers, if the transaction succeeds."""

@@ -174,12 +174,9 @@ class QueueServer:
             return
         store = self._store
         if id and store.mark() != id:
-            what, kind = f"the data folder {str(self._folder)!r}", "folder"
-            what, kind = ("the store of --files", "store") if store.is_remote else (what, kind)
             raise RequestError(
-                f"{what} is not that of the queue in --queue",
-                f"name the {kind} that all its servers share, or add --adopt to make this one its "
-                f"{kind}",
+                f"{store.name} is not that of the queue in --queue",
+                "name the one that all its servers share, or add --adopt to make this one theirs",
             )
         if store.is_remote or not id:
             own = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {MARK}
@@ -187,7 +184,7 @@ class QueueServer:
         # A mark may be of a start that failed.
         if not id and (objects := store.objects().keys() - {MARK}):
             raise RequestError(
-                f"the store of --files has no queue, but other objects, such as {min(objects)!r}",
+                f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
                 "name another place in the bucket, or add --adopt to use this one: its objects are "
                 "left alone",
             )
@@ -230,15 +227,15 @@ class QueueServer:
                 raise ClosedError("the queue is closed") from error
             # Indented lines guess at the reason.
             lines = [line for line in str(error).splitlines() if line[:1].strip()]
-            lines = lines or [type(error).__name__]
+            reason = error.diag.message_primary or (lines or [type(error).__name__])[-1]
             place = redact(self._url).partition("?")[0]
             if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
                 self._drop(use)
                 raise AwayError(
-                    f"the queue {place!r} does not answer: {lines[-1]}",
+                    f"the queue {place!r} does not answer: {reason}",
                     "check that PostgreSQL runs there and takes this user",
                 ) from error
-            raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
+            raise OutputError(f"the queue {place!r} cannot be used: {reason}") from error
 
 
 class _Cursor(psycopg.Cursor[Any]):

@@ -49,8 +49,10 @@ class FileStore:
         self._queue_id = ""
         self._using = threading.Lock()
         self._look_at = 0.0
+        place = str(self.folder) if url is None else redact(url).partition("?")[0]
+        self.name = f"the {'data folder' if url is None else 'store'} {place!r}"
+        """In messages."""
         if url is not None:
-            self._place = redact(url).partition("?")[0]
             self._system, self._root = _open(url)
 
     # --- files of the folder ----------------------------------------------------------------------
@@ -215,7 +217,7 @@ class FileStore:
             raise self._away(output_files.reason(error)) from error
 
     def _away(self, reason: str) -> AwayError:
-        text = redact(f"the store {self._place!r} cannot be used: {reason}")
+        text = redact(f"{self.name} cannot be used: {reason}")
         if not self.why_away:
             logger.error("{}: no clip is begun or taken", text)
         self.why_away = text

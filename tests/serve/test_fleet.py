@@ -239,8 +239,8 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(
         own.engine.feeder.wake = lambda: woken.append(wake())  # type: ignore[func-returns-value]
         random.seed(0)
         with closing(JobQueue(tmp_path, url=database)) as other:
-            other.listen(0.0)
-            own.store.listen(0.0)
+            other.database.listen(0.0)
+            own.store.database.listen(0.0)
             for seed in range(200):
                 other.add(replace(demo_job(tmp_path, seed), model="away"), max_open=None)
                 fleet._listen(HANG_SECONDS)

@@ -422,12 +422,12 @@ def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
 
 def test_servers_say_what_is_new(opened: Open) -> None:
     speaker, listener = opened(), opened()
-    assert listener.listen(0.0) == (False, [])
+    assert listener.database.listen(0.0) == []
     id = add(speaker)
-    assert listener.listen(30.0) == (True, [])
+    assert listener.database.listen(30.0) == ["queued"]
     taken(listener)
     speaker.ask_to_cancel(id)
-    assert listener.listen(30.0) == (False, [id])
+    assert listener.database.listen(30.0) == [id]
 
 
 def test_a_queue_goes_on_once_its_database_is_back(opened: Open, postgres: Postgres) -> None:
@@ -435,7 +435,7 @@ def test_a_queue_goes_on_once_its_database_is_back(opened: Open, postgres: Postg
     id = add(queue)
     postgres.stop()
     try:
-        for change in (queue.take_next, lambda: queue.get(id), lambda: queue.listen(0.1)):
+        for change in (queue.take_next, lambda: queue.get(id), lambda: queue.database.listen(0.1)):
             with pytest.raises(OutputError, match=r"postgresql://.* does not answer"):
                 change()
     finally:
@@ -498,7 +498,7 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     (tmp_path / "data" / "queue.id").touch()
     with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
         queue()
-    with pytest.raises(RequestError, match="the store of --files is not that of the queue"):
+    with pytest.raises(RequestError, match=r"the store .* is not that of the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
 
 
