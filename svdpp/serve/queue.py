@@ -373,10 +373,9 @@ class JobQueue:
         return [reason for _, reason in held if reason is not None]
 
     def recover(self) -> list[Job]:
-        """Put back and return every job in progress that no server has claimed, as it is now.
+        """Put back and return the jobs in progress whose claims have ended, as they are now.
 
-        In a queue that is not shared, those are what an earlier server has left. In a shared one,
-        a job fails whose claims have ended like this too often.
+        In a queue that is not shared, those are what an earlier server has left.
         """
         # After an outage all leases may have ended: those who hold them are to renew them first.
         if self.database.connected_seconds < self.lease_seconds:
@@ -401,10 +400,7 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _ending(self, id: str, token: int) -> Iterator[None]:
-        """Strikes a claim off that ends in the block, so that a renewal does not take it for lost.
-
-        If the block raises, the claim is there again.
-        """
+        """Strikes off a claim that ends in the block: a renewal must not take it for lost."""
         claim = self._claims & {(id, token)}
         self._claims -= claim
         try:
@@ -420,9 +416,9 @@ class JobQueue:
     # --- a queue that servers share ---------------------------------------------------------------
 
     def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
-        """Renew this server's claims; id and token of the lost ones, and ids of those to cancel.
+        """Renew this server's claims, and store the steps that are done of each.
 
-        `step_of` says how many steps of a job are done, for other servers to tell.
+        Returns id and token of the lost ones, and the ids of those to cancel.
         """
         if len(self._passed) > _MAX_PASSED:
             self._passed = set()

@@ -165,10 +165,7 @@ class Webhooks:
             return answer.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """The address to connect to, another one with each attempt if the host has several.
-
-        All are checked, and none is looked up again: its owner could change it in between.
-        """
+        """The address to connect to, another one with each attempt; all are checked."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(address[0]) for *_, address in found]
