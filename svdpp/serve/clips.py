@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -60,28 +59,15 @@ class Admission:
             return error.message
         return None
 
-    def check_inputs(
-        self,
-        sampling: SamplingConfig,
-        *,
-        image: bool,
-        prompt: str | None,
-        negative_prompt: str | None,
-        videos: Collection[str] = (),
-    ) -> None:
+    def check_inputs(self, sampling: SamplingConfig, **inputs: Any) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
 
-        Arguments as for `Checkpoint.check_inputs`.
+        `inputs` as for `Checkpoint.check_inputs`.
         """
-        ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
+        names = ("prompt", "negative_prompt")
+        ClipRequest(seed=0, **{name: inputs[name] for name in names})  # checks them
         if self._checkpoint is not None:
-            self._checkpoint.check_inputs(
-                sampling,
-                image=image,
-                prompt=prompt,
-                negative_prompt=negative_prompt,
-                videos=videos,
-            )
+            self._checkpoint.check_inputs(sampling, **inputs)
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         work = ClipWork(self._config, self._checkpoint)

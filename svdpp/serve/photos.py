@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -26,6 +25,19 @@ from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
+
+# Of the process that decodes an image. The largest images that `media.image` takes, 50 million
+# pixels, need up to 1.1 GB and 3 seconds.
+#: Of address space.
+MAX_BYTES = 2 * 2**30
+#: Of CPU time, whole seconds.
+CPU_SECONDS = 20
+#: From its start to its answer.
+SECONDS = 30.0
+#: How many images are decoded at the same time.
+AT_ONCE = 2
+# For one of these places.
+_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
@@ -40,38 +52,15 @@ class DecoderBusyError(SvdppError):
     """Too many images are being decoded: the same request can succeed later."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeLimits:
-    """Limits of the process that decodes an image.
-
-    Args:
-        max_pixels: of an image.
-        max_bytes: of address space. The largest images that `media.image` takes, 50 million
-            pixels, need up to 1.1 GB.
-        cpu_seconds: of CPU time, whole seconds. Those images need up to 3.
-        seconds: from its start to its answer.
-        wait_seconds: for one of `at_once` places.
-        at_once: how many images are decoded at the same time.
-    """
-
-    max_pixels: int = MAX_PIXELS
-    max_bytes: int = 2 * 2**30
-    cpu_seconds: int = 20
-    seconds: float = 30.0
-    wait_seconds: float = 30.0
-    at_once: int = 2
-
-
 class PhotoFolder:
     """The images of all jobs, named by the jobs' ids; any thread may call any method.
 
     The folder is created if it does not exist. Names that clients give are never used as paths.
     """
 
-    def __init__(self, folder: Path, limits: DecodeLimits | None = None) -> None:
-        self._folder = folder.absolute()
-        self.limits = limits or DecodeLimits()
-        self._places = threading.BoundedSemaphore(self.limits.at_once)
+    def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
+        self._folder, self._max_pixels = folder.absolute(), max_pixels
+        self._places = threading.BoundedSemaphore(AT_ONCE)
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -91,7 +80,7 @@ class PhotoFolder:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
                 with self._place():
-                    decoded = _decode(upload, name, video_frames, self.limits)
+                    decoded = _decode(upload, name, video_frames, self._max_pixels)
                 final = self._folder / f"{id}{f'.{video}' if video else decoded.suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
@@ -104,7 +93,7 @@ class PhotoFolder:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        if not self._places.acquire(timeout=self.limits.wait_seconds):
+        if not self._places.acquire(timeout=_WAIT_SECONDS):
             raise DecoderBusyError("too many images are being checked", "try again later")
         try:
             yield
@@ -126,9 +115,8 @@ def shown_name(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-def _decode(upload: Path, name: str, video_frames: int, limits: DecodeLimits) -> _Decoded:
-    bounds = limits.max_pixels, limits.max_bytes, limits.cpu_seconds
-    numbers = os.getpid(), video_frames, *bounds
+def _decode(upload: Path, name: str, video_frames: int, max_pixels: int) -> _Decoded:
+    numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
             helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
@@ -143,14 +131,14 @@ def _decode(upload: Path, name: str, video_frames: int, limits: DecodeLimits) ->
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     with process:
         try:
-            text = _read(process, limits.seconds)
+            text = _read(process, SECONDS)
         finally:
             process.kill()
     if text is None or process.returncode == -signal.SIGXCPU:
         raise InputError(
             f"{name!r} takes too long to decode",
             "save it again as PNG or JPEG",
-            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
+            details={"seconds": SECONDS, "cpu_seconds": CPU_SECONDS},
         )
     return _parsed(text, process.returncode, upload, name)
 

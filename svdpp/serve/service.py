@@ -30,7 +30,7 @@ from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
+from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.retention import LOOK_SECONDS, Seen, remove_job, remove_leftovers
@@ -92,9 +92,7 @@ class Service:
         for name in (PHOTOS, CLIPS, LATENTS):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.photos = PhotoFolder(
-            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels)
-        )
+        self.photos = PhotoFolder(self.folder / PHOTOS, settings.max_pixels)
         self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
