@@ -33,7 +33,6 @@ Connection: TypeAlias = psycopg.Connection[Any]
 
 _QUEUE = "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
-_CONNECT_SECONDS = 5
 # After a failure the database is left alone for so long.
 _RETRY_SECONDS = 1.0
 # A server that is stopped in a transaction must not stop the others; a network that is cut is
@@ -44,7 +43,7 @@ SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
 _NETWORK: dict[str, Any] = {
-    "connect_timeout": _CONNECT_SECONDS,
+    "connect_timeout": 5,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "tcp_user_timeout": 10_000,
@@ -140,14 +139,8 @@ class QueueServer:
 
     def _open_or_create(self, *, adopts: bool) -> None:
         """Opens the queue, or makes the tables of a new one, which its store is marked for."""
-        known = "SELECT to_regclass('queue')::text, to_regclass('jobs')::text"
-        ((queue, jobs),) = self.rows(known)
-        if queue is None and jobs is not None:
-            raise RequestError(
-                "the tables of the database of --queue are of another program",
-                "name another database, or another schema by ?options=-csearch_path%3Dsvdpp",
-            )
-        version, id = (0, "") if queue is None else self.rows("SELECT version, id FROM queue")[0]
+        ((is_there,),) = self.rows("SELECT to_regclass('queue') IS NOT NULL")
+        version, id = self.rows("SELECT version, id FROM queue")[0] if is_there else (0, "")
         check_version(version, "database with --queue")
         self._check_files(id, adopts=adopts)
         self._id = id or secrets.token_hex(16)

@@ -106,7 +106,7 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     """
     store = queue.store
     # Listed before the queue is asked: what is begun meanwhile is not among them.
-    files, copies = store.files(), store.copies()
+    files, copies = store.files(), store.local_files() if store.is_remote else {}
     clips = queue.clips()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
     oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf

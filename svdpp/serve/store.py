@@ -78,10 +78,7 @@ class FileStore:
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
-                try:
-                    self._system.get_file(self._at(name or self._name(path)), str(temporary))
-                except PermissionError as error:  # of this object alone, if the mark can be read
-                    raise FileNotFoundError from error
+                self._system.get_file(self._at(name or self._name(path)), str(temporary))
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
@@ -125,13 +122,10 @@ class FileStore:
 
     def files(self) -> dict[str, tuple[int, float]]:
         """The same of all that servers share: the objects, or the files of the folder."""
-        return self.objects() if self.is_remote else self._local()
+        return self.objects() if self.is_remote else self.local_files()
 
-    def copies(self) -> dict[str, tuple[int, float]]:
-        """The same of the files of the folder, if these are copies."""
-        return self._local() if self.is_remote else {}
-
-    def _local(self) -> dict[str, tuple[int, float]]:
+    def local_files(self) -> dict[str, tuple[int, float]]:
+        """The same of the files of the folder."""
         found = {}
         with output_files.disk_errors(f"cannot read the files in {str(self.folder)!r}"):
             for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):

@@ -477,7 +477,7 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(RequestError, match="version 99"):
         opened()
     postgres.execute("DROP TABLE queue", name)
-    with pytest.raises(RequestError, match="another program"):
+    with pytest.raises(OutputError, match='"jobs" already exists'):
         opened()
     postgres.execute("DROP TABLE jobs, owners, servers", name)
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
