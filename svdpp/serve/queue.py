@@ -120,12 +120,6 @@ WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
 INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
 """
-_SERVERS = """
-SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
-    (SELECT server, count(*) AS number FROM jobs WHERE state = 'in_progress' GROUP BY server)
-    AS claims ON server = id
-ORDER BY id
-"""
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
 _IN_TURN = f"""
@@ -444,11 +438,9 @@ class JobQueue:
         self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
-        """What each server has said, with `id`, `seen_seconds` and `claims`."""
-        return [
-            {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
-            for id, about, seen, claims in self.database.rows(_SERVERS)
-        ]
+        """What each server has said, with its `id` and `seen_seconds`."""
+        rows = self.database.rows("SELECT id, about, clock() - seen_at FROM servers ORDER BY id")
+        return [{**json.loads(about), "id": id, "seen_seconds": seen} for id, about, seen in rows]
 
     def _tell(self, database: Statements, what: str) -> None:
         """Says something to all servers, if the transaction succeeds."""

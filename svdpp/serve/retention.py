@@ -37,8 +37,8 @@ LOOK_SECONDS = 3600.0
 # Clips that wait or run for longer may have to begin again.
 _LATENTS_SECONDS = 7 * 86400.0
 
-#: Files of one look for leftovers: whose they are, name, bytes and unix time.
-Seen = set[tuple[str, str, tuple[int, float]]]
+#: Files of one look for leftovers: name, bytes and unix time.
+Seen = set[tuple[str, tuple[int, float]]]
 
 
 def sweep(
@@ -111,21 +111,21 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
     oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: Seen = {
-        ("all servers", name, about)
+        (name, about)
         for name, about in files.items()
         if _is_leftover(name, clips) and (about[1] < oldest or not _LATENT.match(name))
     }
     # A file that the store lacks is no copy: the folder may have had it before there was a store.
     unused: Seen = {
-        ("this server", name, about)
+        (name, about)
         for name, about in copies.items()
         if (_is_leftover(name, clips, is_copy=True) or (_OWN.fullmatch(name) and name in files))
         and not any(part in name for part in in_use)
     }
     with _errors(store.folder):
-        for _, name, _ in left & before:
+        for name, _ in left & before:
             store.remove(store.folder / name)
-        for _, name, (_, used_at) in unused & before:
+        for name, (_, used_at) in unused & before:
             store.evict(store.folder / name, used_at)
     return left | unused
 
