@@ -18,6 +18,7 @@ import json
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -199,7 +200,7 @@ class JobQueue:
         # Ids and tokens of what this server has claimed, without what it ends now.
         self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
-        self._passed: set[str] = set()
+        self._passed = deque[str](maxlen=_MAX_PASSED)
 
     def close(self) -> None:
         """Close the queue; does nothing the second time."""
@@ -208,7 +209,7 @@ class JobQueue:
     @property
     def _own(self) -> tuple[str, list[str]]:
         """The condition of the jobs that this server can make, and its values."""
-        passed = list(self._passed)
+        passed = set(self._passed.copy())
         own = "true" if self.kind is None else f"{_KIND} = ?"
         own += f" AND sampling NOT IN ({_marks(passed)})" if passed else ""
         return own, [*([] if self.kind is None else [self.kind]), *passed]
@@ -255,7 +256,7 @@ class JobQueue:
                     if job := self._take(f"{following} {lock}", known, alone):
                         return job
             except _CannotMakeError as passed_job:
-                self._passed.add(passed_job.args[0])
+                self._passed.append(passed_job.args[0])
         return None
 
     def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
@@ -414,8 +415,6 @@ class JobQueue:
 
         Returns id and token of the lost ones, and the ids of those to cancel.
         """
-        if len(self._passed) > _MAX_PASSED:
-            self._passed = set()
         claims = list(self._claims)
         if not claims:
             return [], []
