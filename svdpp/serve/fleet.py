@@ -38,6 +38,8 @@ class Fleet:
         self._queue, self._engine, self._capabilities = queue, engine, capabilities
         self._others: list[FleetServer] = []
         self._renew_at, self._is_away = 0.0, False
+        # After an outage all leases may have ended: those who hold them are to renew them first.
+        self._recover_at = time.monotonic() + queue.lease_seconds
         failure = "the server cannot look after its claims"
         self._background = Background("fleet", self._turn, 0.0, failure=failure)
 
@@ -100,6 +102,7 @@ class Fleet:
             if not self._is_away:
                 logger.error("{}: the clips in progress go on, and none is taken", error)
             self._is_away = True
+            self._recover_at = time.monotonic() + self._queue.lease_seconds
             raise
         self._renew_at = renew_at
         if self._is_away:
@@ -120,7 +123,7 @@ class Fleet:
             for is_live in [row["seen_seconds"] < self._queue.lease_seconds]
             if row["id"] != own["id"] and own.keys() <= row.keys()
         ]
-        for job in self._queue.recover():
+        for job in self._queue.recover() if time.monotonic() >= self._recover_at else ():
             logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
         feeder.wake()
 

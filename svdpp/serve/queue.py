@@ -372,9 +372,6 @@ class JobQueue:
 
         In a queue that is not shared, those are what an earlier server has left.
         """
-        # After an outage all leases may have ended: those who hold them are to renew them first.
-        if self.database.connected_seconds < self.lease_seconds:
-            return []
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
         ended = map(tuple, self.database.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))

@@ -74,8 +74,6 @@ class QueueServer:
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
         self._open: dict[str, Connection] = {}
         self._retry_at, self._why_away = 0.0, ""
-        self._connected_at = time.monotonic()
-        self._id = ""
         with output_files.disk_errors(f"cannot use the data folder {str(self._folder)!r}"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.lock("tables", waits=True):
@@ -132,24 +130,19 @@ class QueueServer:
             notes = connection.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
-    @property
-    def connected_seconds(self) -> float:
-        """Since the latest connection was made."""
-        return time.monotonic() - self._connected_at
-
     def _open_or_create(self, *, adopts: bool) -> None:
         """Opens the queue, or makes the tables of a new one, which its store is marked for."""
         ((is_there,),) = self.rows("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.rows("SELECT version, id FROM queue")[0] if is_there else (0, "")
         check_version(version, "database with --queue")
         self._check_files(id, adopts=adopts)
-        self._id = id or secrets.token_hex(16)
+        id = id or secrets.token_hex(16)
         # Before the transaction, which must not wait for a store.
-        if self._store.mark() != self._id:
-            self._store.set_mark(self._id)
+        if self._store.mark() != id:
+            self._store.set_mark(id)
         if version != VERSION:
-            self._make_tables(version, self._id)
-        self._store.belong_to(self._id)
+            self._make_tables(version, id)
+        self._store.belong_to(id)
 
     def _make_tables(self, version: int, id: str) -> None:
         serial = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
@@ -204,7 +197,6 @@ class QueueServer:
             self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
             raise
         self._open[use] = connection
-        self._connected_at = time.monotonic()
         return connection
 
     def _drop(self, use: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import sqlite3
 import threading
@@ -49,8 +48,6 @@ class QueueFile:
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
     """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
-    connected_seconds = math.inf
-    """For how long nothing has come between this server and the database."""
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._folder = folder

@@ -78,7 +78,8 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     )
     try:
         service = Service(settings, queue)
-        queue.recover()
+        if not queue.is_shared:
+            queue.recover()
         set_strangers_aside(queue, service.folder)
         hold(queue, service.capabilities, service.admission)
     except BaseException:

@@ -12,11 +12,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.errors import OutputError, RequestError
+from svdpp.serve.database import AwayError
+from svdpp.serve.fleet import Fleet
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
@@ -249,16 +253,28 @@ def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
 
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     """After an outage all leases have ended, and those who hold them renew them first."""
-    holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=30.0)
+    holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=2.0)
     add(holder)
     taken(holder)
-    wait_until(
-        lambda: holder.database.rows("SELECT lease_until < clock() FROM jobs") == [(True,)],
-        30,
-        lambda: "no lease ends",
-    )
-    assert other.recover() == []
-    assert holder.renew(lambda _: 0) == ([], [])
+    ended = "SELECT lease_until < clock() FROM jobs"
+    wait_until(lambda: holder.database.rows(ended) == [(True,)], 30, lambda: "no lease ends")
+    feeder = Mock(num_free=0, clips=list)
+    engine = Mock(feeder=feeder, state="ready", config=Mock(world_size=2))
+    fleet = Fleet(other, engine, Capabilities(model="svd", sampling=SAMPLING, sizes=()))
+    rows = other.database.rows
+    fleet._recover_at = 0.0  # as after some time
+    other.database.rows = Mock(side_effect=AwayError("away"))  # type: ignore[method-assign]
+    with pytest.raises(AwayError):
+        fleet._turn()
+    other.database.rows = rows  # type: ignore[method-assign]
+    fleet._turn()
+    assert len(holder.running()) == 1
+
+    def is_recovered() -> bool:
+        fleet._renew()
+        return not holder.running()
+
+    wait_until(is_recovered, 30, lambda: "it is never recovered")
 
 
 def test_what_a_server_hands_back_is_taken_at_once(opened: Open) -> None:
