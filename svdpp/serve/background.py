@@ -18,13 +18,20 @@ class Background:
     """Calls `turn` in a thread, again `seconds` after each end of it, or at once after `wake`.
 
     The first of several turns that fail is logged as `failure`; not if queue or store are away,
-    which is logged where it is noticed. The thread also ends if the queue is closed.
+    which is logged where it is noticed. When it is closed, it calls `last` instead, once. The
+    thread also ends if the queue is closed.
     """
 
     def __init__(
-        self, name: str, turn: Callable[[], object], seconds: float, *, failure: str
+        self,
+        name: str,
+        turn: Callable[[], object],
+        seconds: float,
+        *,
+        failure: str,
+        last: Callable[[], object] = lambda: None,
     ) -> None:
-        self._turn, self._seconds, self._failure = turn, seconds, failure
+        self._turn, self._last, self._seconds, self._failure = turn, last, seconds, failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_woken = threading.Event()
         self.is_closing = False
@@ -46,12 +53,13 @@ class Background:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        seconds, is_failing = 0.0, False
-        while not (self._is_woken.wait(seconds) and self.is_closing):
+        seconds, is_failing, is_over = 0.0, False, False
+        while not is_over:
+            is_over = self._is_woken.wait(seconds) and self.is_closing
             self._is_woken.clear()
             seconds = max(self._seconds, _RETRY_SECONDS)
             try:
-                self._turn()
+                (self._last if is_over else self._turn)()
                 seconds, is_failing = self._seconds, False
             except ClosedError:
                 return

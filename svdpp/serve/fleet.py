@@ -13,7 +13,6 @@ from dataclasses import asdict
 from loguru import logger
 
 from svdpp import __version__
-from svdpp.errors import OutputError
 from svdpp.serve.background import Background
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
@@ -41,22 +40,8 @@ class Fleet:
         # After an outage all leases may have ended: those who hold them are to renew them first.
         self._recover_at = time.monotonic() + queue.lease_seconds
         failure = "the server cannot look after its claims"
-        self._background = Background("fleet", self._turn, 0.0, failure=failure)
-
-    def start(self) -> None:
-        """Joins the fleet."""
-        if self._queue.is_shared:
-            self._background.start()
-
-    def close(self) -> None:
-        """Hands back what the ranks have not finished, and leaves the fleet."""
-        self._background.close()
-        if not self._queue.is_shared:
-            return
-        try:
-            self._queue.release()
-        except OutputError as error:
-            logger.error("what is left goes on once its lease has ended: {}", error)
+        self.background = Background("fleet", self._turn, 0.0, failure=failure, last=queue.release)
+        """The thread, which at its end hands back what the ranks have not finished."""
 
     def servers(self) -> list[FleetServer]:
         """This server, then the others as they were seen last."""

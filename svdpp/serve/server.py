@@ -43,8 +43,8 @@ _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
-# What they do may not answer, such as a store.
-_END_SECONDS = 10.0
+# For each thread; what it does may not answer, such as a store.
+_END_SECONDS = 30.0
 _MAX_FILES = 16384
 _MAX_SHAPES = 256
 # A request changes threads several times, and each time waits so long for a thread that computes,
@@ -137,14 +137,17 @@ class Server:
         self._on_ready = on_ready
         self._http = _Http(app)
         self._look_at = 0.0
-        failure = "old files cannot be removed"
-        self._threads = [
-            service.prover.background,
-            Background("retention", self._sweep, _SWEEP_SECONDS, failure=failure),
-        ]
-        if service.queue.store.is_remote:
-            failure = "latent checkpoints are not put into the store"
-            self._threads.append(Background("store", self._publish, 1.0, failure=failure))
+        files = "latent checkpoints are not put into the store"
+        threads = {
+            service.webhooks.background: bool(service.settings.callback_hosts),
+            service.fleet.background: service.queue.is_shared,
+            service.prover.background: True,
+            Background(
+                "retention", self._sweep, _SWEEP_SECONDS, failure="old files cannot be removed"
+            ): True,
+            Background("store", self._publish, 1.0, failure=files): service.queue.store.is_remote,
+        }
+        self._threads = [background for background, is_needed in threads.items() if is_needed]
 
     def run(self) -> None:
         """Serves until a signal, or until the engine gives up, and raises why."""
@@ -155,8 +158,6 @@ class Server:
         gc.freeze()
         with self._signals():
             self._service.engine.start()
-            self._service.fleet.start()
-            self._service.webhooks.start()
             for background in self._threads:
                 background.start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -200,8 +201,6 @@ class Server:
             grace = self._grace if self._service.queue.database.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
-            self._service.webhooks.close()
-            self._service.fleet.close()
             for background in self._threads:
                 background.close(_END_SECONDS)
             self._service.followers.close()

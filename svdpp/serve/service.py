@@ -124,7 +124,7 @@ class Service:
     def _on_changed(self, job: Job) -> None:
         if job.state.is_final:
             self.metrics.ended(job)
-            self.webhooks.wake()
+            self.webhooks.background.wake()
 
     # --- requests -------------------------------------------------------------------------------
 

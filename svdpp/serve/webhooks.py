@@ -72,9 +72,14 @@ class Webhooks:
         self._secrets = secrets
         self._view = view
         self._tls = ssl.create_default_context()
-        self._background = Background(
-            "webhooks", self._send_due, _POLL_SECONDS, failure="webhooks wait"
+        self.background = Background(
+            "webhooks",
+            self._send_due,
+            _POLL_SECONDS,
+            failure="webhooks wait",
+            last=self._send_due,
         )
+        """The thread, which at its end sends what is due, each once."""
 
     def check(self, url: str) -> None:
         """Refuses a URL of a host that is not allowed; one with a user name has no such host."""
@@ -84,22 +89,6 @@ class Webhooks:
         text = f"this server sends no webhooks to {url.partition('?')[0][:100]!r}"
         hint = "whoever starts the server can allow its host"
         raise ApiError(422, "callback_refused", text, hint, field="callback_url")
-
-    def start(self) -> None:
-        """Begins with what is due, if webhooks may go anywhere."""
-        if self._hosts:
-            self._background.start()
-
-    def wake(self) -> None:
-        """Says that a webhook may be due."""
-        self._background.wake()
-
-    def close(self) -> None:
-        """Sends what is due, each once, and ends."""
-        self._background.close(_LEASE_SECONDS)
-        if self._hosts:
-            with suppress(OutputError, ClosedError):
-                self._send_due()
 
     # --- the thread -------------------------------------------------------------------------------
 

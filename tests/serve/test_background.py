@@ -12,6 +12,7 @@ from svdpp.serve import background
 from svdpp.serve.background import Background
 from svdpp.serve.database import AwayError
 from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
 
 NO_LINKS, FULL, AWAY = PermissionError("no links here"), OutputError("full"), AwayError("away")
 
@@ -44,5 +45,17 @@ def test_a_failure_is_logged_once_until_there_is_none(
     assert next(left, "none") == "none"
 
 
-def test_one_that_was_not_started_can_be_closed() -> None:
-    Background("test", print, 0.0, failure="").close()
+def test_the_last_turn_is_another_one() -> None:
+    turns: list[str] = []
+    thread = Background(
+        "test", lambda: turns.append("a"), 1000.0, failure="", last=lambda: turns.append("b")
+    )
+    thread.close()  # it was not started
+    assert turns == []
+    thread = Background(
+        "test", lambda: turns.append("a"), 1000.0, failure="", last=lambda: turns.append("b")
+    )
+    thread.start()
+    wait_until(lambda: turns, HANG_SECONDS, "no turn")
+    thread.close()
+    assert turns == ["a", "b"]

@@ -195,7 +195,7 @@ def test_the_removal_ends_quietly_with_the_queue(tmp_path: Path) -> None:
     app, service = build(replace(_settings(tmp_path), keep_seconds=1.0), None)
     service.queue.close()
     with socket.socket() as bound:
-        *_, retention = Server(app, service, bound, grace_seconds=0.0)._threads
+        (_, retention) = Server(app, service, bound, grace_seconds=0.0)._threads
         retention.start()
         retention._thread.join()
 

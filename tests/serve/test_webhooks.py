@@ -151,11 +151,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
     sender = Webhooks(store, hosts, SECRETS, video_of)
-    sender.start()
+    sender.background.start()
     try:
         yield sender
     finally:
-        sender.close()
+        sender.background.close()
 
 
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
@@ -213,7 +213,7 @@ def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
         id = made(store, receiver.url, state)
         job = store.get(id)
         assert job is not None
-        sender.wake()
+        sender.background.wake()
         shown = after_tries(store, id)
     assert shown == {"url": receiver.url, "status": "delivered", "attempts": 1, "error": None}
     (request,) = receiver.requests
@@ -241,7 +241,7 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         assert job is not None
         store.complete(job.id, {}, job.token)
         last = made(store, receiver.url)
-        sender.wake()
+        sender.background.wake()
         after_tries(store, last)
         assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
     for id in (cancelled, job.id):
@@ -261,7 +261,7 @@ def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(
     answers = (refuse, refuse, status(200))
     with receiving(*answers) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
-        sender.wake()
+        sender.background.wake()
         wait(lambda: callback(store, id)["status"] == "delivered", HANG_SECONDS)
     assert callback(store, id) | {"url": ""} == {
         **{"url": "", "status": "delivered", "attempts": 3, "error": None}
@@ -279,7 +279,7 @@ def test_a_webhook_that_is_given_up_is_shown_and_logged(
     sink = logger.add(lines.append, level="ERROR", format="{message}")
     with receiving(status(500)) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
-        sender.wake()
+        sender.background.wake()
         wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
         wait(lambda: lines, HANG_SECONDS)
     logger.remove(sink)
@@ -362,7 +362,7 @@ def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
         sending(store, slow.host, other.host) as sender,
     ):
         ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
-        sender.wake()
+        sender.background.wake()
         assert after_tries(store, ids[-1])["status"] == "delivered"
         assert callback(store, ids[0])["status"] == "pending"
         go_on.set()
@@ -379,7 +379,7 @@ def test_an_answer_is_read_up_to_its_headers_and_its_deadline(
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 0.5)
     with receiving(answer) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
-        sender.wake()
+        sender.background.wake()
         assert after_tries(store, id)["error"] == outcome
 
 
@@ -448,7 +448,7 @@ def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
     monkeypatch.setattr("anyio.connect_tcp", connect)
     with sending(store, "hooks.example") as sender:
         id = made(store, "http://hooks.example/")
-        sender.wake()
+        sender.background.wake()
         error = after_tries(store, id)["error"]
     assert len(answers) == 9
     refused = "hooks.example has an address that is not public"
@@ -461,7 +461,7 @@ def test_a_redirect_is_not_followed(store: JobQueue) -> None:
         receiver.answers.append(status(307, location=other.url))
         with sending(store, receiver.host, other.host) as sender:
             id = made(store, receiver.url)
-            sender.wake()
+            sender.background.wake()
             assert after_tries(store, id)["error"] == "the answer was 307"
     assert len(receiver.requests) == 1
     assert other.requests == []
@@ -489,7 +489,7 @@ def test_the_certificate_is_checked(
         sending(store, receiver.host) as sender,
     ):
         id = made(store, receiver.url.replace("http:", "https:"))
-        sender.wake()
+        sender.background.wake()
         shown = after_tries(store, id)
     assert shown["status"] == ("delivered" if is_trusted else "pending"), shown
     assert is_trusted or "CERTIFICATE_VERIFY_FAILED" in shown["error"]
