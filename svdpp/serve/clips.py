@@ -200,7 +200,8 @@ class ToRequest:
             latent_checkpoints.prune(self.latents_folder, key)
 
     def publish(self) -> None:
-        """Makes the latent checkpoints of the store those of the folder, which ranks write."""
+        """Makes the latent checkpoints of the store those of the folder, while it answers."""
+        self._store.look()
         saved = latent_checkpoints.saved(self.latents_folder)
         for key, step in saved - self._published:
             path = latent_checkpoints.path_of(self.latents_folder, key, step)

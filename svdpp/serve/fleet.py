@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from dataclasses import asdict
+from typing import Any
 
 from loguru import logger
 
@@ -28,6 +29,8 @@ _LISTEN_SECONDS = 0.5
 # In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
 # next turn of a free one.
 _MAX_WOKEN = 16
+# And so many look in each turn at the other servers and their claims.
+_MAX_LOOKING = 64
 
 
 class Fleet:
@@ -102,6 +105,11 @@ class Fleet:
             feeder.ask_to_cancel(id)
         own = asdict(self._own())
         self._queue.register(own)
+        if random.random() * len(self._others) < _MAX_LOOKING:
+            self._look(own)
+        feeder.wake()
+
+    def _look(self, own: dict[str, Any]) -> None:
         self._others = [
             FleetServer(**{name: row[name] for name in own} | {"is_live": is_live})
             for row in self._queue.servers()
@@ -110,7 +118,6 @@ class Fleet:
         ]
         for job in self._queue.recover() if time.monotonic() >= self._recover_at else ():
             logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
-        feeder.wake()
 
     def _listen(self, seconds: float) -> None:
         feeder = self._engine.feeder

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any
 
 import psycopg
 
@@ -28,8 +28,6 @@ from svdpp.serve.database import (
 )
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore
-
-Connection: TypeAlias = psycopg.Connection[Any]
 
 _QUEUE = "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
@@ -127,7 +125,7 @@ class QueueServer:
             if connection is None:
                 connection = self._connect("listen")
                 connection.execute("LISTEN svdpp")
-            notes = connection.notifies(timeout=seconds, stop_after=1)
+            notes = connection.raw.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
@@ -189,10 +187,7 @@ class QueueServer:
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._why_away)
         try:
-            connection = psycopg.connect(
-                self._url, autocommit=True, cursor_factory=_Cursor, **_NETWORK
-            )
-            connection.execute(_SETTINGS)
+            connection = Connection(self._url)
         except psycopg.Error as error:
             self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
             raise
@@ -201,7 +196,7 @@ class QueueServer:
 
     def _drop(self, use: str) -> None:
         if (connection := self._open.pop(use, None)) is not None:
-            connection.close()
+            connection.raw.close()
 
     @contextlib.contextmanager
     def _errors(self, use: str) -> Iterator[None]:
@@ -223,10 +218,16 @@ class QueueServer:
             raise OutputError(f"the queue {place!r} cannot be used: {reason}") from error
 
 
-class _Cursor(psycopg.Cursor[Any]):
-    def execute(self, query: Any, values: Any = None, **settings: Any) -> Self:  # type: ignore[override]
-        """Runs a statement of the queue."""
-        return super().execute(_translated(query), values or None, **settings)
+class Connection:
+    """A connection that takes the statements of the queue."""
+
+    def __init__(self, url: str) -> None:
+        self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
+        self.raw.execute(_SETTINGS)
+
+    def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        """Runs a statement."""
+        return self.raw.execute(_translated(query), values or None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -137,7 +137,8 @@ class Server:
         self._on_ready = on_ready
         self._http = _Http(app)
         self._look_at = 0.0
-        files = "latent checkpoints are not put into the store"
+        store, publish = service.queue.store, service.engine.to_request.publish
+        why = "latent checkpoints are not put into the store"
         threads = {
             service.webhooks.background: bool(service.settings.callback_hosts),
             service.fleet.background: service.queue.is_shared,
@@ -145,7 +146,7 @@ class Server:
             Background(
                 "retention", self._sweep, _SWEEP_SECONDS, failure="old files cannot be removed"
             ): True,
-            Background("store", self._publish, 1.0, failure=files): service.queue.store.is_remote,
+            Background("store", publish, 1.0, failure=why): store.is_remote,
         }
         self._threads = [background for background, is_needed in threads.items() if is_needed]
 
@@ -206,10 +207,6 @@ class Server:
             self._service.followers.close()
         finally:
             self._http.should_exit = True
-
-    def _publish(self) -> None:
-        self._service.queue.store.look()
-        self._service.engine.to_request.publish()
 
     def _sweep(self) -> None:
         """Removes leftovers, and jobs that are too old or too large."""
