@@ -150,11 +150,10 @@ class FileStore:
 
     def set_mark(self, queue_id: str) -> None:
         """Says that the files belong to a queue."""
-        if not self.is_remote:
-            output_files.write_text(self.folder / MARK, queue_id)
-            return
-        with self._errors(writes=True):
-            self._system.pipe_file(self._at(MARK), queue_id.encode())
+        output_files.write_text(self.folder / MARK, queue_id)
+        if self.is_remote:
+            self.put(self.folder / MARK)
+            (self.folder / MARK).unlink()
 
     # --- whether it can be used -------------------------------------------------------------------
 
@@ -195,19 +194,18 @@ class FileStore:
             logger.warning("the store is back")
 
     @contextlib.contextmanager
-    def _errors(self, *, writes: bool = False, looks: bool = False) -> Iterator[None]:
+    def _errors(self, *, looks: bool = False) -> Iterator[None]:
         """Refuses a use while the store is away, unless it `looks` whether it is.
 
-        Translates what the backend raises, each of which has exceptions of its own. What a write
-        does not find is the bucket.
+        Translates what the backend raises, each of which has exceptions of its own.
         """
         if not looks:
             self.check()
         try:
             yield
+        except FileNotFoundError:
+            raise
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and not writes:
-                raise
             raise self._away(output_files.reason(error)) from error
 
     def _away(self, reason: str) -> AwayError:
