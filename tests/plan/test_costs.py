@@ -67,14 +67,6 @@ def test_peak_is_all_weights_and_the_largest_work() -> None:
     assert partly.peak_gib(Roles(denoise=True, decode=True)) is None
 
 
-def test_costs_of_another_world() -> None:
-    MEASURED.check_world(2)
-    Costs().check_world(7)
-    with pytest.raises(RequestError) as caught:
-        MEASURED.check_world(3)
-    assert caught.value.message == "step_seconds has values for 2 ranks, but the run has 3"
-
-
 # --- the file -----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import choose_layout, compare_layouts
+from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
@@ -182,21 +182,3 @@ def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
     assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
     assert "; 1 of 4 ranks hold both experts; " in choice.reason
     assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
-
-
-def test_auto_says_how_many_ranks_share_experts() -> None:
-    """Ranks of unequal speed are faster in one replica, whose second rank crosses the boundary."""
-    costs = Costs(step_seconds=(1.0, 1.0, 2.0))
-    choice = choose_layout(
-        **{**WAN, "costs": costs}, world_size=3, num_clips=50, share_experts=True
-    )
-    assert str(choice.layout) == "1 replica of 3 ranks, balanced, shared experts"
-    assert "; 1 of 3 ranks hold both experts" in choice.reason
-
-
-def test_layouts_of_two_experts_can_be_compared() -> None:
-    rows = compare_layouts(**WAN, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
-    found = {row.name: row for row in rows}
-    assert found["alternating"].layout is not None
-    assert max(peak or 99 for peak in found["alternating"].layout.peak_gib) == 47
-    assert found["data parallel"].note == "rank 0 needs 74.5 GiB and has 48"

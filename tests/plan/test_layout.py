@@ -20,8 +20,7 @@ from svdpp.plan.layout import Layout, Roles
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import StepRange
 from tests.plan.plans import WAN, layouts, memory
-from tests.plan.schedule_check import check_schedule
-from tests.plan.test_schedule import check_receives
+from tests.plan.schedule_check import check_receives, check_schedule
 
 num_clips = st.integers(1, 20)
 
