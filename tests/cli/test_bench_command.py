@@ -82,14 +82,15 @@ def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
 def test_targets_of_a_real_bench(tmp_path: Path) -> None:
     asked = ("bench", "smoke", *TINY, "--pipeline.replicas=2", "-q", "--measure.repeats=4")
     targets = ("--targets.step_seconds.p95=< 100", "--targets.makespan_seconds=< 0.000000001")
-    answer = svdpp_alone(*asked, *targets, "--json", cwd=tmp_path)
+    answer = svdpp_alone(*asked, *targets, "--profile=true", "--json", cwd=tmp_path)
     assert answer.code == 10, answer
     assert "missed 1 target: makespan_seconds" in answer.err
     (found,) = json.loads(answer.out)
     verdicts = [each["verdict"] for each in found["targets"].values()]
     assert verdicts == ["met", "missed"]
-    written = json.loads((tmp_path / found["folder"] / "summary.json").read_text())
-    assert written["targets"] == found["targets"]
+    folder = tmp_path / found["folder"]
+    assert json.loads((folder / "summary.json").read_text())["targets"] == found["targets"]
+    assert json.loads((folder / "profile.json").read_text())["traceEvents"]
 
 
 @pytest.mark.processes
@@ -127,17 +128,3 @@ def test_a_bench_of_the_dummy_and_its_comparison_with_itself(
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
     assert answer.out.endswith("verdict: equal: every difference is within noise\n")
     assert max(map(len, answer.out.splitlines()[3:])) <= 80
-
-
-@pytest.mark.long
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_bench_profiles_one_clip_at_its_end(tmp_path: Path) -> None:
-    answer = svdpp_alone(
-        "bench", "smoke", *TINY, "--profile=true", "--results", "here", cwd=tmp_path
-    )
-    assert answer.code == 0, answer
-    (folder,) = (tmp_path / "here/smoke").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["cases"]["pipeline"]["layout"] == "1 replica of 2 ranks, uniform"
-    assert json.loads((folder / "profile.json").read_text())["traceEvents"]

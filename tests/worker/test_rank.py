@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from svdpp.config import (
     SAMPLING_CLASSES,
     ClipRequest,
-    ModelConfig,
-    PipelineConfig,
-    SvdSampling,
     own_params,
 )
 from svdpp.launch.group import Channel, RankContext
@@ -37,6 +34,7 @@ from svdpp.worker.messages import (
     parse,
 )
 from svdpp.worker.rank import ActionQueue, Inbox
+from tests.driver.dummies import config
 from tests.plan.plans import layouts
 from tests.plan.schedule_check import check_receives, check_schedule
 
@@ -154,16 +152,11 @@ class Parent:
 
 def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "take_device", lambda *_: torch.device("cpu"))
-    config = PipelineConfig(
-        world_size=1,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=1),
-    )
     parent = Parent()
     left: list[int] = []
     monkeypatch.setattr(module.process_group, "destroy", lambda: left.append(len(parent.commands)))
     world = World(rank=0, local_rank=0, size=1, local_size=1, launcher="torchrun")
     context = RankContext(world, "gloo", parent, join=lambda: None)
-    module.rank_main(context, module.RankSetup(config=config, checkpoint=None))
+    module.rank_main(context, module.RankSetup(config=config(1, steps=1), checkpoint=None))
     assert left == [0]
     assert not any(isinstance(event, Failed) for event in parent.said)
