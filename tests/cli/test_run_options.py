@@ -12,7 +12,7 @@ import pytest
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
 from svdpp.plan.large_forecast import forecast_layout
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_and_modules, svdpp_here
 from tests.cli.test_help import parsed
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "without_memory")
@@ -135,19 +135,11 @@ def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None
     assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err
 
 
-MODULES = """
-import sys
-from svdpp.cli.app import run_command_line
-code = run_command_line(sys.argv[1:])
-print(code, *sorted({"torch", "diffusers"} & set(sys.modules)))
-"""
-
-
 def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
-    answer = python("-c", MODULES, "run", "roket.jpg", *DEMO)
+    answer, loaded = svdpp_and_modules("run", "roket.jpg", *DEMO)
 
-    assert answer.out == "7\n", answer
-    assert "'roket.jpg' does not exist" in answer.err
+    assert_error(answer, 7, "'roket.jpg' does not exist")
+    assert not loaded & {"torch", "diffusers"}
 
 
 # --- outputs ------------------------------------------------------------------------------------

@@ -117,15 +117,6 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
         stuck.close()
 
 
-def test_closing_at_once_tells_of_a_failure_once() -> None:
-    with Pipeline(config(), fault=Damage("raise", 0, 0)) as pipeline:
-        handle = pipeline.submit(ClipRequest(seed=0))
-        assert isinstance(handle.exception(HANG_SECONDS), RankError)
-        with pytest.raises(RankError, match="rank 0"):
-            pipeline.close(drain=False)
-        pipeline.close(drain=False)
-
-
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
     """The handler runs in the interrupted thread, which may be in a submit or a close."""
     with stuck._submitting, stuck._session._cleaning:  # type: ignore[union-attr]

@@ -128,18 +128,6 @@ def test_wan(options: dict[str, Any], cuts: tuple[int, ...]) -> None:
     assert layout.cuts(0) == cuts
 
 
-def test_memory_counts_the_experts_of_each_rank() -> None:
-    separate = Layout(**WAN, world_size=4, split="balanced")
-    assert [role.experts for role in separate.roles] == [HIGH, LOW, LOW, LOW]
-    assert separate.peak_gib == (47, 36, 36, 36.5)
-
-    shared = Layout(**WAN, world_size=4, split="balanced", share_experts=True)
-    assert [role.experts for role in shared.roles] == [HIGH, HIGH | LOW, LOW, LOW]
-    assert shared.peak_gib == (47, 63, 36, 36.5)
-
-    assert Layout(**WAN, world_size=4, replicas=4).peak_gib == (74.5,) * 4
-
-
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = Costs(decode_seconds=9)
     layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
