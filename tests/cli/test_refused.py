@@ -104,7 +104,6 @@ RUN_DEMO = f"run {shlex.quote(PHOTO)} {_DEMO}"
     ("line", "env", "words"),
     [
         (f"{RUN_DEMO} --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
-        ("simulate", {**TORCHRUN, "WORLD_SIZE": "3"}, "28 steps cannot be split evenly over 3"),
         ("verify --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
