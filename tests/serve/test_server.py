@@ -23,8 +23,8 @@ from svdpp.serve.auth import add_key
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from tests.cli.shell import DEMO as ON_CPU
-from tests.cli.shell import Answer, assert_error, python, svdpp_here
-from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
+from tests.cli.shell import Answer, assert_error, svdpp_and_modules, svdpp_here
+from tests.cli.test_cli_alone import HEAVY
 from tests.serve.http_server import (
     DUMMY,
     HANG_SECONDS,
@@ -166,8 +166,7 @@ def test_wrong_options(
 
 
 def test_its_help_imports_nothing_heavy() -> None:
-    answer = python("-c", LIST_MODULES, "serve", "--help")
-    loaded = set(answer.err.partition("MODULES ")[2].split())
+    answer, loaded = svdpp_and_modules("serve", "--help")
 
     assert answer.code == 0
     assert {name.partition(".")[0] for name in loaded} & {*HEAVY, "fastapi", "uvicorn"} == set()
