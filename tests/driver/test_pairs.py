@@ -78,10 +78,20 @@ def requests_of(config: PipelineConfig) -> list[ClipRequest]:
         *(
             pytest.param(*case, marks=MORE)
             for case in [
-                ("t2v-two-experts", "bf16", {"world_size": 4, "share_experts": True}),
+                ("t2v-two-experts", "fp32", {}),
+                ("t2v-two-experts", "bf16", {}),
+                ("t2v-two-experts", "bf16", {"world_size": 4, "split": "balanced"}),
+                ("t2v-two-experts", "fp32", {"world_size": 4, "share_experts": True}),
                 ("t2v-two-experts", "fp32", {"world_size": 6, "split": "balanced"}),
+                ("i2v", "fp32", {}),
+                ("i2v", "bf16", {}),
+                ("i2v", "fp32", {"world_size": 4, "split": "uniform"}),
+                ("i2v", "bf16", {"world_size": 4, "split": "balanced"}),
                 ("i2v", "fp32", {"world_size": 4, "split": "alternating"}),
+                ("5b", "bf16", {}),
                 ("5b", "bf16", {"world_size": 4, "split": "uniform"}),
+                ("5b", "fp32", {"world_size": 4, "split": "balanced"}),
+                ("5b", "bf16", {"world_size": 4, "split": "alternating"}),
                 ("5b", "fp32", {"world_size": 6, "decoders": 2, "split": "balanced"}),
             ]
         ),
