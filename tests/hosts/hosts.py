@@ -29,8 +29,6 @@ class NoHosts(Exception):
 
 @dataclass
 class Job:
-    """A command that runs on one host."""
-
     process: subprocess.Popen[bytes]
     files: dict[str, Path]
 
@@ -144,11 +142,9 @@ class Hosts:
         return host.jobs[-1]
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, unordered."""
         return [pid for pid in marked(self.mark) if _variable(pid, "RANK") is not None]
 
     def rank(self, number: int) -> int:
-        """The process id of one rank."""
         return next(pid for pid in self.ranks() if _variable(pid, "RANK") == str(number))
 
     def end_all(self) -> None:

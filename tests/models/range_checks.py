@@ -27,7 +27,6 @@ def request_of(
     seed: int = 3,
     negative_prompt: str | None = None,
 ) -> ClipRequest:
-    """A clip's request."""
     return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)
 
 

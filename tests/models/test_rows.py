@@ -56,11 +56,9 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of the checkpoint's weights, and of the ranks."""
         return "bf16" if "dtype" in self.changes else "fp32"
 
     def config(self, **changes: Any) -> SamplingConfig:
-        """The clip's sampling parameters."""
         kind: Any = SAMPLING_CLASSES[self.family]
         values = {**SIZES, **self.sampling, **changes}
         if self.family == "svd":

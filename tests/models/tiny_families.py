@@ -125,7 +125,6 @@ def tokenizer() -> transformers.T5TokenizerFast:
 
 
 def t5_sizes(width: int) -> dict[str, Any]:
-    """The sizes of a text encoder."""
     return {
         "vocab_size": 64,
         "d_model": _TEXT_DIM * width,
@@ -137,7 +136,6 @@ def t5_sizes(width: int) -> dict[str, Any]:
 
 
 def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> diffusers.AutoencoderKLWan:
-    """A VAE; `width` multiplies its channels."""
     sizes: dict[str, Any] = {
         "latents_mean": [0.1 * index for index in range(z_dim)],
         "latents_std": [1.0 + 0.1 * index for index in range(z_dim)],
@@ -156,7 +154,6 @@ def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> diffusers.Aut
 
 
 def wan_sizes(width: int) -> dict[str, Any]:
-    """The sizes of a denoiser; `width` multiplies its heads."""
     return {
         **{"num_attention_heads": 2 * width, "attention_head_dim": 12, "ffn_dim": 24 * width},
         **{"text_dim": _TEXT_DIM * width, "freq_dim": 16, "rope_max_seq_len": 32},
@@ -170,7 +167,6 @@ def _image_encoder() -> transformers.CLIPVisionModel:
 
 
 def ltx_vae(timestep_conditioning: bool, width: int) -> diffusers.AutoencoderKLLTXVideo:
-    """A VAE; `width` multiplies its channels."""
     halves: dict[str, Any] = {
         f"{half}{name}": sizes
         for half in ("", "decoder_")
@@ -188,7 +184,6 @@ def ltx_vae(timestep_conditioning: bool, width: int) -> diffusers.AutoencoderKLL
 
 
 def ltx_transformer(width: int) -> diffusers.LTXVideoTransformer3DModel:
-    """A denoiser; `width` multiplies its heads."""
     return diffusers.LTXVideoTransformer3DModel(
         **{"in_channels": 8, "out_channels": 8, "num_layers": 1},
         **{"num_attention_heads": 2 * width, "attention_head_dim": 12},
