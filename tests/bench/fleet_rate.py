@@ -39,13 +39,15 @@ def main() -> None:
             jobs = int(asked.seconds * 20)
             for seed in range(jobs):
                 _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))
-        options = (*DUMMY, "--time-scale", _SCALE, "--queue", database.url)
-        options += ("--max-queue", str(jobs + 1))  # else they are not ready
+        server_options = (*DUMMY, "--time-scale", _SCALE, "--queue", database.url)
+        server_options += ("--max-queue", str(jobs + 1))  # else they are not ready
         servers: list[HttpServer] = []
         rates = {}
         for number in (1, _SERVERS):
             while len(servers) < number:
-                servers.append(opened.enter_context(HttpServer(folder, *options, "--grace", "0")))
+                servers.append(
+                    opened.enter_context(HttpServer(folder, *server_options, "--grace", "0"))
+                )
             for server in servers:
                 server.wait_ready()
             rates[number] = _rate(queue, number, asked.seconds)
