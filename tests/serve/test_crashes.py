@@ -23,7 +23,7 @@ from svdpp.serve.database import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
-from tests.serve.http_server import DUMMY, HANG_SECONDS, HttpServer, wait
+from tests.serve.http_server import DUMMY, HttpServer, wait
 from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv(MARK, str(tmp_path))
     yield data
-    wait(lambda: not belonging(str(tmp_path), data), HANG_SECONDS, lambda: "processes are left")
+    wait(lambda: not belonging(str(tmp_path), data), lambda: "processes are left")
     assert list(temporary.iterdir()) == []
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
     assert found == {
@@ -64,7 +64,7 @@ def _begin(server: HttpServer, request: str = "request") -> list[str]:
     """The ids of clips, the first of which is begun."""
     server.wait_ready()
     ids = [_id(server, seed, request) for seed in _SEEDS]
-    wait(lambda: server.video(ids[0])["step"] > 0, HANG_SECONDS)
+    wait(lambda: server.video(ids[0])["step"] > 0)
     return ids
 
 
@@ -135,7 +135,6 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
 @pytest.mark.full
 def test_a_short_soak(tmp_path: Path) -> None:
     summary = soak(
-        tmp_path,
-        argparse.Namespace(jobs=20, minutes=4.0, clients=10, seconds_between=3.0, seed=1),
+        tmp_path, argparse.Namespace(jobs=20, minutes=4.0, clients=10, seconds_between=3.0, seed=1)
     )
     assert summary["passed"], summary

@@ -80,7 +80,7 @@ def _wait_made(server: HttpServer, ids: dict[str, int]) -> None:
 def _begun(server: HttpServer, seed: int, step: int = 1) -> str:
     """A clip that a server has begun."""
     id = _request(server, seed)
-    wait(lambda: server.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{server.video(id)}")
+    wait(lambda: server.video(id)["step"] >= step, lambda: f"{server.video(id)}")
     return id
 
 
@@ -89,10 +89,10 @@ def _begun_by(
 ) -> tuple[HttpServer, HttpServer, str]:
     """Which server makes a new clip, the other one, and the clip after some steps."""
     id = _request(first, seed)
-    wait(lambda: any(_servers(server)[0]["claims"] for server in (first, second)), HANG_SECONDS)
+    wait(lambda: any(_servers(server)[0]["claims"] for server in (first, second)))
     if not _servers(first)[0]["claims"]:
         first, second = second, first
-    wait(lambda: first.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{first.video(id)}")
+    wait(lambda: first.video(id)["step"] >= step, lambda: f"{first.video(id)}")
     return first, second, id
 
 
@@ -104,7 +104,7 @@ def test_servers_share_the_work(start: Start) -> None:
     _wait_made(second, {**ids, again: 90})
     listed = first.client.get("/v1/videos?limit=100").json()["data"]
     assert {video["id"] for video in listed} == {*ids, again}
-    wait(lambda: len(_servers(first)) == 2 == len(_servers(second)), HANG_SECONDS)
+    wait(lambda: len(_servers(first)) == 2 == len(_servers(second)))
     own, other = _servers(first)
     assert own["id"] == _servers(second)[1]["id"] != other["id"]
     assert (own["model"], own["ranks"], own["is_live"]) == ("dummy", 2, True)
@@ -132,7 +132,7 @@ def test_a_leaving_server_hands_back_what_it_has_not_finished(start: Start) -> N
     first, second, id = _begun_by(*servers, 6)
     assert first.stop() == 0
     _wait_made(second, {id: 6})
-    wait(lambda: len(_servers(second)) == 1, HANG_SECONDS)
+    wait(lambda: len(_servers(second)) == 1)
 
 
 def test_a_clip_is_cancelled_at_any_server(start: Start) -> None:
@@ -147,7 +147,7 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> Non
     options = (*DEMO, "--steps", "12", *_SHORT)
     first = start(*options)
     (id,) = first.add(seed=1)
-    wait(lambda: first.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{first.video(id)}")
+    wait(lambda: first.video(id)["step"] >= 1, lambda: f"{first.video(id)}")
     os.kill(first.process.pid, signal.SIGSTOP)
     try:
         second = start(*options)
@@ -155,7 +155,7 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> Non
     finally:
         os.kill(first.process.pid, signal.SIGCONT)
     made = second.client.get(f"/v1/videos/{id}/content").content
-    wait(lambda: not _servers(first)[0]["claims"], HANG_SECONDS)
+    wait(lambda: not _servers(first)[0]["claims"])
     clips = {path.name for path in (tmp_path / "data" / "clips").iterdir()}
     assert clips == {f"{id}-2.mp4", f"{id}-2.mp4.json"}
     assert first.client.get(f"/v1/videos/{id}/content").content == made
@@ -179,10 +179,9 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
     ):
         job = demo_job(tmp_path, 1)
         own.store.lease_seconds = 0.1  # nobody renews it
-        own.store.add(job, max_open=None)
-        own.engine.feeder.wake()
+        own.store_jobs(job)
         own.wait_for_step(job.id, 2)
-        wait(lambda: other.recover(), HANG_SECONDS)
+        wait(lambda: other.recover())
         taken = other.take_next()
         assert taken is not None
         if is_noticed:
@@ -203,11 +202,10 @@ def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: s
     ):
         job = demo_job(tmp_path, 1)
         own.store.lease_seconds = 0.1  # nobody renews it
-        own.store.add(job, max_open=None)
-        own.engine.feeder.wake()
+        own.store_jobs(job)
         own.wait_for_step(job.id, 2)
         own.store.lease_seconds = 3000.0
-        wait(lambda: other.recover(), HANG_SECONDS)
+        wait(lambda: other.recover())
         own.engine.feeder.wake()
         own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
         own.go_on()
@@ -224,8 +222,7 @@ def test_a_clip_that_is_written_when_its_ranks_die_is_not_left(
     """Another claim writes another file."""
     with serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own:
         job = demo_job(tmp_path, 1)
-        own.store.add(job, max_open=None)
-        own.engine.feeder.wake()
+        own.store_jobs(job)
         own.wait_for_step(job.id, 2)
         clip = own.job(job.id).clip_in(tmp_path)
         clip.parent.mkdir(exist_ok=True)
@@ -272,13 +269,13 @@ def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
                 assert int(answer.headers["Retry-After"]) > 0
             assert server.client.get("/ready").status_code == 503
             assert server.client.get("/health").status_code == 200
-            wait(lambda: "does not answer" in server.err, HANG_SECONDS)
+            wait(lambda: "does not answer" in server.err)
         finally:
             postgres.start()
         assert [event["status"] for event in events][-1] == "completed"
     server.wait_ready()
     _wait_made(server, {**ids, _request(server, 10): 10})
-    wait(lambda: "the queue is back" in server.err, HANG_SECONDS)
+    wait(lambda: "the queue is back" in server.err)
     assert server.err.count("does not answer") == 1
     assert "Traceback" not in server.err
 
@@ -299,7 +296,7 @@ def test_an_upload_that_the_database_interrupts_is_answered(
         try:
             for _ in range(3):
                 made = len(answers) + 8
-                wait(lambda made=made: len(answers) > made, HANG_SECONDS)  # type: ignore[misc]
+                wait(lambda made=made: len(answers) > made)  # type: ignore[misc]
                 postgres.stop()
                 postgres.start()
         finally:
@@ -310,7 +307,7 @@ def test_an_upload_that_the_database_interrupts_is_answered(
     for answer in answers:
         assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
     photos = tmp_path / "data" / "photos"
-    wait(lambda: {path.stem for path in photos.iterdir()} <= _all_ids(server), HANG_SECONDS)
+    wait(lambda: {path.stem for path in photos.iterdir()} <= _all_ids(server))
 
 
 def test_a_short_soak(tmp_path: Path) -> None:

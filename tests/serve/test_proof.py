@@ -38,12 +38,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A data folder with three finished clips, and their ids, the oldest first."""
     folder = tmp_path_factory.mktemp("data")
     with serving(folder, demo_config()) as service:
-        jobs = [demo_job(folder, seed) for seed in range(3)]
-        for job in jobs:
-            service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
-        finished = service.wait_final([job.id for job in jobs])
-    assert {job.state for job in finished} == {JobState.COMPLETED}
+        jobs = service.made(*(demo_job(folder, seed) for seed in range(3)))
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
     return folder, [job.id for job in jobs]
 
 
@@ -67,12 +63,7 @@ class Proving:
 
 
 @contextmanager
-def _proving(
-    made: tuple[Path, list[str]],
-    folder: Path,
-    *,
-    when_idle: bool,
-) -> Iterator[Proving]:
+def _proving(made: tuple[Path, list[str]], folder: Path, *, when_idle: bool) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
     before = _temporary_files()
@@ -205,10 +196,7 @@ def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Pa
 def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) -> None:
     """Each goes on with another one meanwhile, and does not verify again what is verified."""
     with serving(tmp_path, demo_config(), url=database) as service:
-        jobs = [demo_job(tmp_path, seed) for seed in range(2)]
-        ids = [service.store.add(job, max_open=None).id for job in jobs]
-        service.engine.feeder.wake()
-        service.wait_final(ids)
+        ids = [job.id for job in service.made(*(demo_job(tmp_path, seed) for seed in range(2)))]
     with (
         closing(JobQueue(tmp_path, url=database)) as own,
         closing(JobQueue(tmp_path, url=database)) as other,

@@ -15,7 +15,7 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_leftovers
 from svdpp.serve.store import FileStore, StoreAwayError
 from tests.serve.engines import dummy_job
-from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import DEMO, DUMMY, PHOTO, HttpServer, error_of, wait
 from tests.serve.swift import Swift
 from tests.serve.test_crashes import expected_latents
 
@@ -69,7 +69,7 @@ def test_any_server_makes_and_serves_a_clip(start: Start, store: FileStore) -> N
     metadata = [second.client.get(f"/v1/videos/{id}/metadata").json() for id in ids]
     assert all(metadata)
     assert second.client.post(f"/v1/videos/{ids[0]}/verify").status_code == 202
-    wait(lambda: second.video(ids[0])["proof"] == "equal", HANG_SECONDS)
+    wait(lambda: second.video(ids[0])["proof"] == "equal")
     for server, id in zip([first, second] * 3, ids, strict=True):
         assert server.client.delete(f"/v1/videos/{id}").json()["deleted"]
     assert set(store.objects()) == {"queue.id"}
@@ -80,7 +80,7 @@ def test_another_server_goes_on_with_the_clip_of_a_killed_one(
 ) -> None:
     servers = [start(name, *_SLOW) for name in ("first", "second")]
     (id,) = servers[0].add(seed=5, steps=_STEPS)
-    wait(lambda: store.objects("latents"), HANG_SECONDS, lambda: f"{servers[0].video(id)}")
+    wait(lambda: store.objects("latents"), lambda: f"{servers[0].video(id)}")
     claims = [server.client.get("/v1/servers").json()["data"][0]["claims"] for server in servers]
     killed, other = servers if claims[0] else reversed(servers)
     killed.stop(signal.SIGKILL)
@@ -96,15 +96,15 @@ def test_clips_survive_the_store(start: Start, swift: Swift) -> None:
     """What is in progress is finished and published later; new requests are told to come back."""
     server = start("first", *DEMO, "--steps", "60")
     (id,) = server.add(seed=1)
-    wait(lambda: server.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{server.video(id)}")
+    wait(lambda: server.video(id)["step"] >= 1, lambda: f"{server.video(id)}")
     swift.stop()
     try:
-        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+        wait(lambda: server.client.get("/ready").status_code == 503)
         answer = server.request(seed=2)
         error_of(answer, 503, "storage_failed")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 60, HANG_SECONDS)
+        wait(lambda: server.video(id)["step"] == 60)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()

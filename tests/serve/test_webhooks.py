@@ -187,7 +187,7 @@ def after_tries(store: JobQueue, id: str, number: int = 1) -> dict[str, Any]:
         is_noted = shown["error"] is not None or shown["status"] == "delivered"
         return shown["attempts"] >= number and is_noted
 
-    wait(is_there, HANG_SECONDS, lambda: str(callback(store, id)))
+    wait(is_there, lambda: str(callback(store, id)))
     return callback(store, id)
 
 
@@ -261,7 +261,7 @@ def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(
     with receiving(*answers) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
         sender.wake()
-        wait(lambda: callback(store, id)["status"] == "delivered", HANG_SECONDS)
+        wait(lambda: callback(store, id)["status"] == "delivered")
     assert callback(store, id) | {"url": ""} == {
         **{"url": "", "status": "delivered", "attempts": 3, "error": None}
     }
@@ -279,8 +279,8 @@ def test_a_webhook_that_is_given_up_is_shown_and_logged(
     with receiving(status(500)) as receiver, sending(store, receiver.host) as sender:
         id = made(store, receiver.url)
         sender.wake()
-        wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
-        wait(lambda: lines, HANG_SECONDS)
+        wait(lambda: callback(store, id)["status"] == "failed")
+        wait(lambda: lines)
     logger.remove(sink)
     shown = {"url": receiver.url, "status": "failed", "attempts": 3, "error": "the answer was 500"}
     assert callback(store, id) == shown
@@ -316,20 +316,18 @@ def test_the_retries_take_twenty_hours(
     before = clock()
     with sending(store, "127.0.0.1:1"):
         for seconds in expected:
-            wait(due, HANG_SECONDS, lambda: str(callback(store, id)))
+            wait(due, lambda: str(callback(store, id)))
             assert before + seconds <= due()[0] <= clock() + seconds
             assert "sends no webhooks to" in callback(store, id)["error"]
             before = clock()
             with store.database.change() as database:
                 database.execute("UPDATE jobs SET callback_due = 0, callback_error = NULL")
-        wait(lambda: callback(store, id)["status"] == "failed", HANG_SECONDS)
+        wait(lambda: callback(store, id)["status"] == "failed")
     assert len(expected) == webhooks.MAX_ATTEMPTS - 1
     assert round(sum(expected) / 3600) == 20
 
 
-def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(
-    each_store: JobQueue,
-) -> None:
+def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(each_store: JobQueue) -> None:
     store = each_store
     add(store, callback_url="http://a/")
     assert store.take_callback(60) is None, "it waits"
@@ -341,7 +339,7 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(
     assert taken is not None
     assert (taken.id, taken.callback_attempts) == (job.id, 1)
     again: list[Any] = []
-    wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None, HANG_SECONDS)
+    wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None)
     assert again[-1].callback_attempts == 2
     assert store.take_callback(60) is None
     assert not store.set_callback(taken, None, None), "its second try has begun"
@@ -555,13 +553,13 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
             error_of(server.request(callback_url="http://a.example/"), 422, "callback_refused")
             (id,) = server.add(callback_url=receiver.url)
             assert server.video(id)["callback"]["status"] == "pending"
-            wait(lambda: receiver.requests, HANG_SECONDS, lambda: server.err)
+            wait(lambda: receiver.requests, lambda: server.err)
             assert server.video(id)["status"] == "completed"
             server.stop(signal.SIGKILL)
         go_on.set()
         with HttpServer(tmp_path / "data", *options) as server:
-            wait(lambda: len(receiver.requests) == 2, HANG_SECONDS, lambda: server.err)
-            wait(lambda: server.video(id)["callback"]["status"] == "delivered", HANG_SECONDS)
+            wait(lambda: len(receiver.requests) == 2, lambda: server.err)
+            wait(lambda: server.video(id)["callback"]["status"] == "delivered")
             shown = server.video(id)
         first, second = (request.verified(NEW) for request in receiver.requests)
         assert first["id"] == second["id"]
