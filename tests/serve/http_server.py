@@ -135,6 +135,17 @@ class HttpServer:
         found: dict[str, Any] = answer.json()
         return found
 
+    def all_ids(self) -> list[str]:
+        """Of all clips that the client sees, the oldest first, page by page."""
+        ids: list[str] = []
+        after = ""
+        while True:
+            page = self.client.get(f"/v1/videos?limit=7&order=asc{after}").json()
+            ids += [video["id"] for video in page["data"]]
+            if not page["has_more"]:
+                return ids
+            after = f"&after={page['last_id']}"
+
     def wait_for(self, id: str, status: str) -> dict[str, Any]:
         """The clip, once it has that status."""
 

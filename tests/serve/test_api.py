@@ -209,23 +209,12 @@ def test_a_repeated_request_makes_one_clip(server: HttpServer) -> None:
     assert "key" in error["message"]
     server.wait_for(first["id"], "completed")
     assert len(list((server.folder / "photos").glob(f"{first['id']}.*"))) == 1
-    assert len(list((server.folder / "photos").iterdir())) == len(all_ids(server))
-
-
-def all_ids(server: HttpServer) -> list[str]:
-    found: list[str] = []
-    after = ""
-    while True:
-        page = server.client.get(f"/v1/videos?limit=7&order=asc{after}").json()
-        found += [video["id"] for video in page["data"]]
-        if not page["has_more"]:
-            return found
-        after = f"&after={page['last_id']}"
+    assert len(list((server.folder / "photos").iterdir())) == len(server.all_ids())
 
 
 def test_pages_cover_all_clips_once(server: HttpServer) -> None:
     ids = server.add(9)
-    found = all_ids(server)
+    found = server.all_ids()
 
     assert found[-9:] == ids
     assert len(set(found)) == len(found)
@@ -438,7 +427,7 @@ def test_spans_and_metrics_follow_a_clip(server: HttpServer) -> None:
     mine = [span for span in spans if span["video"] == id]
     assert {span["kind"] for span in mine} >= {"denoise"}
     assert all(time.time() - 120 < span["start"] <= span["end"] for span in mine)
-    assert value_of(server, "svdpp_jobs") == len(all_ids(server))
+    assert value_of(server, "svdpp_jobs") == len(server.all_ids())
     assert value_of(server, "svdpp_eta_error_ratio_count") > 0
     assert server.client.get("/metrics").headers["content-type"].startswith("text/plain")
 

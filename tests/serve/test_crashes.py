@@ -69,25 +69,24 @@ def _begin(server: HttpServer, request: str = "request") -> list[str]:
 
 
 def _id(server: HttpServer, seed: int, request: str = "request") -> str:
-    answer = server.request(seed=seed, steps=_STEPS, key=f"{request}-{seed}")
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
+    return server.add(seed=seed, steps=_STEPS, key=f"{request}-{seed}")[0]
 
 
 def _assert_all_made(server: HttpServer, ids: list[str], *, before: Sequence[str] = ()) -> None:
-    """Waits for the clips, each of which has the latents of a plain loop.
+    """There are no other clips but those made `before`."""
+    wait_made(server, dict(zip(ids, _SEEDS, strict=True)))
+    assert sorted(server.all_ids()) == sorted([*ids, *before])
 
-    There are no others but those made `before`.
-    """
-    for id, seed in zip(ids, _SEEDS, strict=True):
+
+def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
+    """Waits for clips, each of which has the latents of a plain loop from its seed."""
+    for id, seed in ids.items():
         server.wait_for(id, "completed")
         metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-        assert metadata["latents_sha256"] == expected_latents(seed)
-    listed = server.client.get("/v1/videos").json()["data"]
-    assert sorted(video["id"] for video in listed) == sorted([*ids, *before])
+        assert metadata["latents_sha256"] == _expected_latents(seed, server.video(id)["steps"])
 
 
-def expected_latents(seed: int, steps: int = _STEPS) -> str:
+def _expected_latents(seed: int, steps: int) -> str:
     spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
     model = DummyModel(spec, steps, torch.device("cpu"))
     latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]

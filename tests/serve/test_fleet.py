@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from svdpp.serve.queue import JobQueue
 from tests.serve.engines import demo_config, demo_job, serving
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres
-from tests.serve.test_crashes import expected_latents
+from tests.serve.test_crashes import wait_made
 from tests.soak.fleet_soak import soak
 
 pytest.importorskip("fastapi")
@@ -35,46 +35,13 @@ _SLOW = (*DUMMY, "--time-scale", "0.4")
 _SHORT = ("--lease", "3")
 
 
-@pytest.fixture
-def start(tmp_path: Path, database: str) -> Iterator[Start]:
-    """Starts one more server of the fleet; returns it once its ranks are ready."""
-    with ExitStack() as servers:
-
-        def started(*options: str) -> HttpServer:
-            options = (*(options or _SLEEPING), "--queue", database)
-            server = servers.enter_context(HttpServer(tmp_path / "data", *options))
-            server.wait_ready()
-            return server
-
-        yield started
-
-
 def _request(server: HttpServer, seed: int, **form: Any) -> str:
-    answer = server.request(seed=seed, steps=_STEPS, **form)
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
+    return server.add(seed=seed, steps=_STEPS, **form)[0]
 
 
 def _servers(server: HttpServer) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = server.client.get("/v1/servers").json()["data"]
     return listed
-
-
-def _all_ids(server: HttpServer) -> set[str]:
-    ids: list[str] = []
-    after = ""
-    while page := server.client.get(f"/v1/videos?limit=100{after}").json()["data"]:
-        ids += [video["id"] for video in page]
-        after = f"&after={ids[-1]}"
-    return set(ids)
-
-
-def _wait_made(server: HttpServer, ids: dict[str, int]) -> None:
-    """Each is completed, with the latents of a plain loop."""
-    for id, seed in ids.items():
-        server.wait_for(id, "completed")
-        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-        assert metadata["latents_sha256"] == expected_latents(seed, _STEPS)
 
 
 def _begun(server: HttpServer, seed: int, step: int = 1) -> str:
@@ -97,13 +64,12 @@ def _begun_by(
 
 
 def test_servers_share_the_work(start: Start) -> None:
-    first, second = start(), start()
+    first, second = start(*_SLEEPING), start(*_SLEEPING)
     ids = {_request((first, second)[seed % 2], seed): seed for seed in range(12)}
     again = _request(first, 90, key="k")
     assert _request(second, 90, key="k") == again
-    _wait_made(second, {**ids, again: 90})
-    listed = first.client.get("/v1/videos?limit=100").json()["data"]
-    assert {video["id"] for video in listed} == {*ids, again}
+    wait_made(second, {**ids, again: 90})
+    assert set(first.all_ids()) == {*ids, again}
     wait(lambda: len(_servers(first)) == 2 == len(_servers(second)))
     own, other = _servers(first)
     assert own["id"] == _servers(second)[1]["id"] != other["id"]
@@ -121,7 +87,7 @@ def test_another_server_goes_on_with_the_clip_of_a_killed_one(start: Start) -> N
     servers = [start(*_SLOW, *_SHORT) for _ in range(2)]
     first, second, id = _begun_by(*servers, 5, step=_STEPS - 10)
     first.stop(signal.SIGKILL)
-    _wait_made(second, {id: 5})
+    wait_made(second, {id: 5})
     metadata = second.client.get(f"/v1/videos/{id}/metadata").json()
     assert metadata["resumed_from_step"] > 0  # it had a latent checkpoint
 
@@ -131,7 +97,7 @@ def test_a_leaving_server_hands_back_what_it_has_not_finished(start: Start) -> N
     servers = [start(*_SLOW, "--grace", "0", "--lease", "3000") for _ in range(2)]
     first, second, id = _begun_by(*servers, 6)
     assert first.stop() == 0
-    _wait_made(second, {id: 6})
+    wait_made(second, {id: 6})
     wait(lambda: len(_servers(second)) == 1)
 
 
@@ -257,7 +223,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(
 
 def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
     """What is in progress is finished; new requests are told to come back."""
-    server = start()
+    server = start(*_SLEEPING)
     ids = {(begun := _begun(server, 8)): 8, _request(server, 9): 9}
     with stream(server, begun) as events:
         next(events)
@@ -274,7 +240,7 @@ def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
             postgres.start()
         assert [event["status"] for event in events][-1] == "completed"
     server.wait_ready()
-    _wait_made(server, {**ids, _request(server, 10): 10})
+    wait_made(server, {**ids, _request(server, 10): 10})
     wait(lambda: "the queue is back" in server.err)
     assert server.err.count("does not answer") == 1
     assert "Traceback" not in server.err
@@ -307,7 +273,7 @@ def test_an_upload_that_the_database_interrupts_is_answered(
     for answer in answers:
         assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
     photos = tmp_path / "data" / "photos"
-    wait(lambda: {path.stem for path in photos.iterdir()} <= _all_ids(server))
+    wait(lambda: {path.stem for path in photos.iterdir()} <= set(server.all_ids()))
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
