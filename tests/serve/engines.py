@@ -25,6 +25,7 @@ from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
+from tests.serve.store_jobs import new_job
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
@@ -45,17 +46,8 @@ def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any)
 
 
 def dummy_job(seed: int, **values: Any) -> Job:
-    about = {
-        "id": new_id(),
-        "seed": seed,
-        "sampling": SAMPLING,
-        "photo": "none.png",
-        "photo_name": "none.png",
-        "photo_sha256": "0" * 64,
-        "created_at": time.time(),
-        **values,
-    }
-    return Job(**about)
+    about = {"sampling": SAMPLING, "photo": "none.png", "created_at": time.time(), **values}
+    return new_job(seed=seed, **about)
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from svdpp.serve.fleet import Fleet
-from svdpp.serve.job import JobState
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
-from tests.serve.engines import demo_config, demo_job, serving
+from tests.serve.engines import Serving, demo_config, demo_job, serving
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres
 from tests.serve.test_crashes import wait_made
@@ -134,6 +134,15 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path) -> Non
     assert frames[0] == frames[1]
 
 
+def _lapsed(own: Serving) -> Job:
+    """A clip at its second step, whose claim nobody renews."""
+    job = demo_job(own.folder, 1)
+    own.store.lease_seconds = 0.1
+    own.store_jobs(job)
+    own.wait_for_step(job.id, 2)
+    return job
+
+
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_a_clip_that_another_server_has_taken_is_not_published(
     tmp_path: Path, database: str, is_noticed: bool
@@ -143,10 +152,7 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
         closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
     ):
-        job = demo_job(tmp_path, 1)
-        own.store.lease_seconds = 0.1  # nobody renews it
-        own.store_jobs(job)
-        own.wait_for_step(job.id, 2)
+        job = _lapsed(own)
         wait(lambda: other.recover())
         taken = other.take_next()
         assert taken is not None
@@ -166,10 +172,7 @@ def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: s
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
         closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
     ):
-        job = demo_job(tmp_path, 1)
-        own.store.lease_seconds = 0.1  # nobody renews it
-        own.store_jobs(job)
-        own.wait_for_step(job.id, 2)
+        job = _lapsed(own)
         own.store.lease_seconds = 3000.0
         wait(lambda: other.recover())
         own.engine.feeder.wake()

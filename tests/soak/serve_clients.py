@@ -116,12 +116,10 @@ class Clients:
 
     @property
     def num_done(self) -> int:
-        """Requests whose clients are done."""
         return sum(future.done() for future in self._futures)
 
     @property
     def are_done(self) -> bool:
-        """Whether all clients are done."""
         return self.num_done == len(self._futures)
 
     def close(self) -> None:
