@@ -39,6 +39,7 @@ def pipeline(**given: Any) -> PipelineConfig:
     return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
 
 
+DEVICES_REFUSED = ("tpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0")
 REFUSED = [
     (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": (1, 14, 4, 0, 8)}, "latent shape 1 14 4 0 8 needs 5 positive sizes"),
@@ -75,18 +76,7 @@ REFUSED = [
     (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
     *[
         (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
-        for device in (
-            "",
-            "tpu",
-            "CPU",
-            "cuda:",
-            "cuda:x",
-            "cuda:-1",
-            "cuda:0:1",
-            "cpu:0",
-            "cuda0",
-            "cuda:1024",
-        )
+        for device in ("", *DEVICES_REFUSED, "cuda:1024")
     ],
     *[
         (pipeline, {name: value}, f"{option} must be above 0 and at most 604800 s, got {value!r}")

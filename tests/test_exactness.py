@@ -142,18 +142,3 @@ def test_frames_become_bytes_as_diffusers_makes_them() -> None:
     pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
     theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))
     assert np.array_equal(to_bytes(pixels).numpy(), theirs)
-
-
-@pytest.mark.parametrize("size", [(131, 97), (224, 224), (640, 427)])
-def test_the_resize_on_the_cpu_has_the_same_bits_with_any_number_of_threads(
-    tiny: Path, size: tuple[int, int]
-) -> None:
-    """So on CUDA threads do not matter: the rest of a clip is computed on the device."""
-    rank = _load(ModelConfig(name=str(tiny)), SMALL, encode=True)
-    image = read_photo(PHOTO)[0].resize(size)
-    prepared = []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        prepared.append(rank.prepare(image))
-    for name, tensor in prepared[0].items():
-        assert all(torch.equal(each[name], tensor) for each in prepared[1:]), name

@@ -9,7 +9,6 @@ ratio.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -21,13 +20,13 @@ from pathlib import Path
 import svdpp
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
+from tests.bench.options import options
 
 _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
 _SCRIPT = Path(__file__).with_name("accelerate_script.py")
 
 
 def ours(photos: list[str], num_seeds: int, out: Path) -> list[str]:
-    """The command line of svdpp."""
     return [
         *(sys.executable, "-m", "svdpp", "run", *photos, "--model", "demo", "--device", "cpu"),
         *("--world", "2", "--threads", "1", "--layout", "auto", "--seeds", f"0-{num_seeds - 1}"),
@@ -64,11 +63,7 @@ def seconds(command: list[str], out: Path, num_clips: int) -> float:
 
 
 def main() -> None:
-    """Times both commands in turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=4)
-    asked = parser.parse_args()
+    asked = options(__doc__, repeats=3, seeds=4)
     photos = [str(photo) for photo in example_photos()]
     num_clips = len(photos) * asked.seeds
     ratios = []

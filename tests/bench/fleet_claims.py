@@ -8,45 +8,49 @@ they do so `--rate` times a second.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from svdpp.serve.queue import JobQueue, _insert
+from tests.bench.options import options
 from tests.serve.postgres import postgres_server
 from tests.serve.store_jobs import new_job
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--queued", type=int, default=10_000)
-    parser.add_argument("--servers", type=int, default=50)
-    parser.add_argument("--owners", type=int, default=20)
-    parser.add_argument("--rate", type=float, default=120.0)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    asked = parser.parse_args()
-    with postgres_server(fsync=True) as server, ExitStack() as opened:
+@contextmanager
+def fleet_queues(
+    number: int, queued: int, owners: int, *, connections: int = 300, **job: Any
+) -> Iterator[tuple[str, list[JobQueue]]]:
+    """A new database's URL, and servers' connections to it; so many jobs are queued in it."""
+    with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
-        queues = [
-            opened.enter_context(closing(JobQueue(folder, url=server.url)))
-            for _ in range(asked.servers)
-        ]
+        open_one = partial(JobQueue, folder, url=server.url)
+        queues = [opened.enter_context(closing(open_one())) for _ in range(number)]
         for queue in queues:
             queue.kind = "svd"
         with queues[0].database.change() as database:
-            for number in range(asked.queued):
-                _insert(database, new_job(model="svd", owner=f"owner{number % asked.owners}"))
+            for index in range(queued):
+                _insert(database, new_job(model="svd", owner=f"owner{index % owners}", **job))
         server.execute("ANALYZE")
+        yield server.url, queues
+
+
+def main() -> None:
+    asked = options(__doc__, queued=10_000, servers=50, owners=20, rate=120.0, seconds=30.0)
+    with fleet_queues(asked.servers, asked.queued, asked.owners) as (_, queues):
         claims, completions = _measure(queues, asked.rate, asked.seconds)
         left = len(queues[0].waiting())
     print(f"{asked.servers} servers, {asked.queued} queued, {left} at the end")
     for name, seconds in (("claim", claims), ("complete", completions)):
-        print(f"{name}: {len(seconds) / asked.seconds:.0f} a second, {_shown(seconds)}")
+        print(f"{name}: {len(seconds) / asked.seconds:.0f} a second, {shown(seconds)}")
 
 
 def _measure(
@@ -81,7 +85,7 @@ def _measure(
     return claims, completions
 
 
-def _shown(seconds: list[float]) -> str:
+def shown(seconds: list[float]) -> str:
     cuts = statistics.quantiles(seconds, n=100)
     return ", ".join(f"p{percent} {1000 * cuts[percent - 1]:.1f} ms" for percent in (50, 90, 99))
 

@@ -11,30 +11,27 @@ wait for notices, as one of each server does.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import heapq
 import random
 import secrets
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import psycopg
 
 from svdpp.serve import fleet
 from svdpp.serve.job import Job
-from svdpp.serve.queue import JobQueue, _insert
-from tests.bench.fleet_claims import _shown
-from tests.serve.postgres import postgres_server
-from tests.serve.store_jobs import add, new_job
+from svdpp.serve.queue import JobQueue
+from tests.bench.fleet_claims import fleet_queues, shown
+from tests.bench.options import options
+from tests.serve.store_jobs import add
 
 _OWNERS = 20
-_JOB: dict[str, Any] = {"model": "svd", "prompt": "a sentence of eighty letters " * 3}
+_JOB = {"prompt": "a sentence of eighty letters " * 3}
 # As large as a real one.
 _METADATA = {"file_sha256": "0" * 64, "conditions": "x" * 1500}
 _ABOUT = {"ranks": 8, "free": 0, "claims": 1, "sizes": ["1024x576"], "weights": "0" * 64}
@@ -54,7 +51,6 @@ class Simulation:
     """Servers that share the connections of one thread, and the seconds that each answer took."""
 
     def __init__(self, queue: JobQueue, number: int, all_servers: int, hold: float) -> None:
-        queue.kind = "svd"
         self._queues = [_server(queue) for _ in range(number)]
         self._all, self._hold = all_servers, hold
         self._jobs: list[Job | None] = [None] * number
@@ -78,7 +74,10 @@ class Simulation:
         if (job := self._jobs[number]) is not None:
             self._timed("complete", lambda: queue.complete(job.id, _METADATA, job.token))
             owner = f"owner{random.randrange(_OWNERS)}"
-            self._timed("request", lambda: add(queue, owner=owner, created_at=time.time(), **_JOB))
+            self._timed(
+                "request",
+                lambda: add(queue, owner=owner, created_at=time.time(), model="svd", **_JOB),
+            )
         self._jobs[number] = self._timed("claim", queue.take_next)
 
     def _turn(self, number: int) -> None:
@@ -104,28 +103,18 @@ def _server(queue: JobQueue) -> JobQueue:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--servers", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=116.0)
-    parser.add_argument("--queued", type=int, default=10_000)
-    parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--listeners", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    asked = parser.parse_args()
+    asked = options(
+        __doc__, servers=1000, rate=116.0, queued=10_000, threads=16, listeners=0, seconds=60.0
+    )
     psycopg.connect = Counted.connect  # type: ignore[assignment]
     connections = asked.listeners + 2 * asked.threads + 10
-    with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
-        queues = [
-            opened.enter_context(closing(JobQueue(folder, url=server.url)))
-            for _ in range(asked.threads)
-        ]
-        with queues[0].database.change() as database:
-            for number in range(asked.queued):
-                _insert(database, new_job(owner=f"owner{number % _OWNERS}", **_JOB))
-        server.execute("ANALYZE")
+    sizes = asked.threads, asked.queued, _OWNERS
+    with (
+        fleet_queues(*sizes, connections=connections, **_JOB) as (url, queues),
+        ExitStack() as opened,
+    ):
         for _ in range(asked.listeners):
-            listener = opened.enter_context(psycopg.connect(server.url, autocommit=True))
+            listener = opened.enter_context(psycopg.connect(url, autocommit=True))
             listener.execute("LISTEN svdpp")
         _measure(queues, asked.servers, asked.servers / asked.rate, asked.seconds)
 
@@ -158,7 +147,7 @@ def _measure(queues: list[JobQueue], servers: int, hold: float, seconds: float) 
         f"a clip: {wal / clips:.0f} bytes of WAL, {table / max(1, rows):.0f} of tables and indexes"
     )
     for name, each in found.items():
-        print(f"{name}: {len(each) / seconds:.1f} a second, {_shown(each)}")
+        print(f"{name}: {len(each) / seconds:.1f} a second, {shown(each)}")
 
 
 def _size(queue: JobQueue) -> list[int]:

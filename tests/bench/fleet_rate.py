@@ -8,7 +8,6 @@ steps sleep for 100 ms. First one server works on a long queue, then three do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, _insert
+from tests.bench.options import options
 from tests.serve.engines import SAMPLING, dummy_job
 from tests.serve.http_server import DUMMY, HttpServer
 from tests.serve.postgres import postgres_server
@@ -30,11 +30,7 @@ _WARM_CLIPS = 6
 
 
 def main() -> None:
-    """Prints the figures of one run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each of both parts")
-    parser.add_argument("--steps", type=int, default=20)
-    asked = parser.parse_args()
+    asked = options(__doc__, seconds=60.0, steps=20)
     sampling = replace(SAMPLING, num_inference_steps=asked.steps)
     with postgres_server(fsync=True) as database, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
@@ -43,13 +39,15 @@ def main() -> None:
             jobs = int(asked.seconds * 20)
             for seed in range(jobs):
                 _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))
-        options = (*DUMMY, "--time-scale", _SCALE, "--queue", database.url)
-        options += ("--max-queue", str(jobs + 1))  # else they are not ready
+        server_options = (*DUMMY, "--time-scale", _SCALE, "--queue", database.url)
+        server_options += ("--max-queue", str(jobs + 1))  # else they are not ready
         servers: list[HttpServer] = []
         rates = {}
         for number in (1, _SERVERS):
             while len(servers) < number:
-                servers.append(opened.enter_context(HttpServer(folder, *options, "--grace", "0")))
+                servers.append(
+                    opened.enter_context(HttpServer(folder, *server_options, "--grace", "0"))
+                )
             for server in servers:
                 server.wait_ready()
             rates[number] = _rate(queue, number, asked.seconds)

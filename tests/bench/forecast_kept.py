@@ -11,7 +11,6 @@ the ratio of their throughputs should be 0.98 or more.
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import replay, summarise
+from tests.bench.options import options
 
 _SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {"split": "uniform"},
@@ -39,7 +39,6 @@ def run(config: PipelineConfig, requests: list[ClipRequest]) -> Pipeline:
 
 
 def forecast_seconds(pipeline: Pipeline, requests: list[ClipRequest], costs: Costs) -> float:
-    """The makespan of the plan at `costs`."""
     schedule = pipeline.schedule(requests)
     return summarise(replay(schedule, costs), pipeline.config.world_size).makespan
 
@@ -115,12 +114,7 @@ def one_at_a_time(num_clips: int, time_scale: float) -> None:
 
 
 def main() -> None:
-    """Prints all tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clips", type=int, default=28)
-    parser.add_argument("--time-scale", type=float, default=0.05)
-    parser.add_argument("--demo-clips", type=int, default=6)
-    asked = parser.parse_args()
+    asked = options(__doc__, clips=28, time_scale=0.05, demo_clips=6)
     sleeping_ranks(asked.clips, asked.time_scale)
     one_at_a_time(asked.clips, 2 * asked.time_scale)
     if asked.demo_clips:

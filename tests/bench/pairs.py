@@ -36,8 +36,6 @@ _IN_TIME = "0.95 to 1.05"
 
 
 class Run(NamedTuple):
-    """What some clips measured."""
-
     times: Forecast
     steps: float
     """Seconds from the first to the last step of the first clip."""
@@ -89,7 +87,6 @@ def run(config: PipelineConfig, num_clips: int) -> Run:
 
 
 def say(name: str, value: float, target: str) -> None:
-    """Prints one figure and its target."""
     print(f"{name}: {value:.3f} (target: {target})", flush=True)
 
 

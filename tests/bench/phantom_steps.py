@@ -36,7 +36,6 @@ class _FirstStep(Exception):
 
 
 def main() -> None:
-    """Prints a line for each model and size."""
     torch.set_num_threads(1)
     print(f"CPU time of one thread{'latents':>16}{'49 phantom steps':>20}{'each':>12}")
     for name, published in SIZES.items():

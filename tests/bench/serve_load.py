@@ -23,8 +23,9 @@ from typing import Any
 
 import httpx
 
+from tests.bench.options import options
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.soak.serve_clients import arguments, photos
+from tests.soak.serve_clients import photos
 from tests.soak.serve_processes import cpu_seconds
 
 _SUBMITTERS = 8
@@ -51,7 +52,6 @@ class Load:
         return len(self.done) >= self.num_jobs or bool(self.wrong)
 
     async def submit(self) -> None:
-        """Requests clips until none is left to request."""
         file = ("a.png", photos()[0], "image/png")
         while self.to_request:
             self.to_request.pop()
@@ -62,7 +62,6 @@ class Load:
                 self.wrong.append(f"request: {answer.status_code} {answer.text[:200]}")
 
     async def poll(self) -> None:
-        """Asks for the status of clips."""
         await asyncio.sleep(self.chance.uniform(0, self.interval))
         while not self.is_over:
             begun = time.perf_counter()
@@ -73,7 +72,6 @@ class Load:
             await asyncio.sleep(max(0.0, self.interval - (time.perf_counter() - begun)))
 
     async def follow(self) -> None:
-        """Follows one clip after the other to its end."""
         while not self.is_over:
             if not (id := self._pick()):
                 await asyncio.sleep(0.2)
@@ -112,11 +110,8 @@ async def load(url: str, asked: argparse.Namespace) -> Load:
 
 
 def main() -> None:
-    """Prints the figures of one run."""
-    parser = arguments(__doc__, jobs=500, clients=200, minutes=15.0)
-    parser.add_argument("--interval", type=float, default=1.0)
-    parser.add_argument("--time-scale", type=float, default=0.1)
-    asked = parser.parse_args()
+    clients = {"jobs": 500, "clients": 200, "minutes": 15.0, "interval": 1.0}
+    asked = options(__doc__, **clients, time_scale=0.1)
     scale = ("--time-scale", str(asked.time_scale))
     with (
         tempfile.TemporaryDirectory(prefix="serve-load-") as folder,

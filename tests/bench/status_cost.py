@@ -9,7 +9,6 @@ microseconds for each call: of a running, a waiting and an unknown clip, and of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.bench.options import options
 from tests.serve.http_server import DUMMY, HttpServer
 from tests.soak.serve_processes import cpu_seconds
 
@@ -33,11 +33,7 @@ def _cost(client: httpx.Client, pid: int, path: str, calls: int) -> float:
 
 
 def main() -> None:
-    """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--waiting", type=int, default=20)
-    asked = parser.parse_args()
+    asked = options(__doc__, calls=2000, waiting=20)
     with (
         tempfile.TemporaryDirectory(prefix="status-cost-") as folder,
         HttpServer(Path(folder) / "data", *DUMMY, "--time-scale", "2000", "--grace", "0") as server,

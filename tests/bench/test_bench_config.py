@@ -96,17 +96,12 @@ def test_the_last_override_holds_and_the_file_is_beneath_all(tmp_path: Path) -> 
     assert point.pipeline.timeout == 10.0
 
 
-def test_fields_are_those_of_a_run() -> None:
-    plain = read_config("smoke", [])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_fields_are_those_of_a_run(is_on: bool) -> None:
     fields = ("model.channels_last", "pipeline.deterministic", "pipeline.allow_mixed_devices")
-    point = read_config("smoke", [f"{field}=true" for field in fields])
-
-    config = pipeline_config(point)
-    assert (config.model.channels_last, config.deterministic) == (True, True)
-    assert config.allow_mixed_devices
-    config = pipeline_config(plain)
-    assert (config.model.channels_last, config.deterministic) == (False, False)
-    assert not config.allow_mixed_devices
+    config = pipeline_config(read_config("smoke", [f"{field}=true" for field in fields if is_on]))
+    found = config.model.channels_last, config.deterministic, config.allow_mixed_devices
+    assert found == (is_on,) * 3
 
 
 def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The costs that a bench computes from its rounds."""
+"""The costs that a profile computes from its measurements, and a bench from its rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -22,31 +23,70 @@ from tests.bench.test_bench_runner import round_of
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
 
-def _bench(world_size: int) -> Bench:
-    point = read_config("smoke", ["model.name=dummy"])
+def _bench(world_size: int, device: str = "cpu") -> Bench:
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="dummy"),
         sampling=SvdSampling(num_inference_steps=world_size),
+        device=device,
     )
-    return Bench(point, config)
+    return Bench(read_config("smoke", ["model.name=dummy"]), config)
+
+
+def _note(
+    trace: Trace,
+    step_seconds: Mapping[int, float],
+    transfers: Mapping[tuple[int, int], float],
+    *,
+    clip: int = 0,
+    encode_seconds: float = 0.25,
+) -> Trace:
+    """Adds a clip in which each rank does one step."""
+    encode = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=encode_seconds, waited=0.0)
+    trace(0, encode)
+    for rank, seconds in step_seconds.items():
+        trace(rank, StepDone(clip=clip, step=rank, seconds=seconds))
+        action = f"DENOISE c{clip} {rank}:{rank + 1}"
+        trace(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
+    for (source, target), seconds in transfers.items():
+        about = {"clip": clip, "next_step": 1, "num_bytes": 77, "end": 9.0}
+        trace(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
+    return trace
 
 
 def _round(
-    case: str, step_seconds: dict[int, float], transfers: dict[tuple[int, int], float]
+    case: str, step_seconds: Mapping[int, float], transfers: Mapping[tuple[int, int], float]
 ) -> Round:
-    """A clip in which each rank does one step."""
-    trace = Trace(4)
-    trace(0, ActionDone(action="ENCODE c0 @0", start=0.0, end=0.25, waited=0.0))
-    for rank, seconds in step_seconds.items():
-        trace(rank, StepDone(clip=0, step=rank, seconds=seconds))
-        action = f"DENOISE c0 {rank}:{rank + 1}"
-        trace(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
-    for (source, target), seconds in transfers.items():
-        about = {"clip": 0, "next_step": 1, "num_bytes": 77, "end": 9.0}
-        trace(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
-        trace(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
-    return replace(round_of(case, 0), trace=trace)
+    return replace(round_of(case, 0), trace=_note(Trace(4), step_seconds, transfers))
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "costs"),
+    [
+        ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
+        ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: noise
+    ],
+)
+def test_ranks_are_told_apart_where_gpus_differ(
+    device: str, steps: tuple[float, ...], costs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    trace = _note(Trace(3), dict(enumerate(steps)), {})
+    found = median_costs(_bench(3, device).config, None, [trace], source="")
+    assert found.step_seconds == pytest.approx(costs)
+
+
+def test_the_first_clip_warms_up_and_does_not_count() -> None:
+    trace = Trace(2, first_clip=1)
+    for clip, transfer in enumerate((1.0, 0.1, 0.1)):
+        took = 10.0 - clip
+        _note(trace, {1: took}, {(0, 1): transfer}, clip=clip, encode_seconds=took)
+    costs = median_costs(_bench(2).config, None, [trace], source="a test")
+    assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
+    assert (costs.packet_bytes, costs.transfer_seconds) == (77, pytest.approx(0.1))
+    assert (costs.name, costs.source) == ("dummy 1x4x14x64x64 fp32", "a test")
 
 
 def test_a_rank_has_its_median_and_a_hop_the_receivers() -> None:
@@ -80,8 +120,7 @@ def test_a_rank_that_only_decodes_is_as_fast_as_elsewhere(
     elsewhere: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", list)
-    one = _bench(4)
-    one.config = replace(one.config, device="cuda")
+    one = _bench(4, "cuda")
     one.rounds = [_round(PIPELINE, {0: 1.0, 1: 2.0, 2: 3.0}, {})]
     if elsewhere:
         one.rounds.append(_round(DATA_PARALLEL, elsewhere, {}))

@@ -135,15 +135,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert kept.folder != other.folder
     assert kept.folder.parent == tmp_path / "smoke"
     assert kept.run_id.endswith(f"-{one.asked.sha256[:8]}")
-    assert {path.name for path in kept.folder.iterdir()} == {
-        *(
-            "config.yaml",
-            "env.json",
-            "summary.json",
-            "costs.json",
-            "rounds.jsonl",
-        ),
-    }
+    names = "config.yaml env.json summary.json costs.json rounds.jsonl"
+    assert {path.name for path in kept.folder.iterdir()} == set(names.split())
     source = f"measured by: svdpp bench, smoke/{kept.run_id}"
     assert read_costs(kept.folder / "costs.json").source == source
     assert json.loads((kept.folder / "summary.json").read_text()) == found

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -56,6 +56,23 @@ def svdpp_alone(
 ) -> Answer:
     """Runs `python -m svdpp` in a new process, as a user would."""
     return python("-m", "svdpp", *arguments, env=env, cwd=cwd)
+
+
+_LIST_MODULES = """
+import sys
+from svdpp.__main__ import main
+try:
+    main()
+finally:
+    print("MODULES", *sys.modules, file=sys.stderr)
+"""
+
+
+def svdpp_and_modules(*arguments: str) -> tuple[Answer, set[str]]:
+    """The answer of `python -m svdpp` in a new process, and the modules that it has imported."""
+    answer = python("-c", _LIST_MODULES, *arguments)
+    err, _, modules = answer.err.rpartition("MODULES ")
+    return replace(answer, err=err), set(modules.split())
 
 
 def python(

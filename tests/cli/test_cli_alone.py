@@ -19,6 +19,7 @@ from tests.cli.shell import (
     assert_error,
     python,
     svdpp_alone,
+    svdpp_and_modules,
     svdpp_here,
 )
 
@@ -30,15 +31,6 @@ HEAVY = {
 }
 #: Modules of svdpp that one command imports and others must not.
 COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
-
-LIST_MODULES = """
-import sys
-from svdpp.__main__ import main
-try:
-    main()
-finally:
-    print("MODULES", *sys.modules, file=sys.stderr)
-"""
 
 
 @pytest.mark.parametrize(
@@ -55,8 +47,7 @@ finally:
     ids=str,
 )
 def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...], word: str) -> None:
-    answer = python("-c", LIST_MODULES, *arguments)
-    loaded = set(answer.err.partition("MODULES ")[2].split())
+    answer, loaded = svdpp_and_modules(*arguments)
 
     assert answer.code == 0
     assert word in answer.out

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
     ("names", "words"),
     [
         ("nope.png", ["error: 'nope.png' does not exist"]),
-        ("text.png", ["'text.png' is not an image in PNG"]),
-        ("one.png two.png", ["'one.png' does not exist", "'two.png' does not exist"]),
-        ("text.png empty.png", ["'text.png' is not an image", "'empty.png' is empty"]),
+        ("text.png empty.png", ["'text.png' is not an image in PNG", "'empty.png' is empty"]),
         ("text.png nope.png", ["'text.png' is not an image", "'nope.png' does not exist"]),
     ],
 )
@@ -155,13 +153,10 @@ def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
     [
         (None, "cpu", "wan", "fp32"),
         (None, "cuda", "svd", "fp16"),
-        (None, "cuda:1", "svd", "fp16"),
-        (None, "cuda", "wan", "bf16"),
         (None, "cuda:0", "ltx", "bf16"),
         (None, "cuda", None, "fp16"),
         ("fp32", "cuda", "wan", "fp32"),
         ("bf16", "cpu", "svd", "bf16"),
-        ("fp16", "cuda", "wan", "fp16"),
     ],
 )
 def test_dtypes(text: Dtype | None, device: str, family: str | None, dtype: str) -> None:

@@ -13,19 +13,10 @@ from pathlib import Path
 import pytest
 
 from svdpp.media.video import read_frames
-from tests.cli.shell import DEMO, PHOTO, PYTHONPATH, TINY, Answer, assert_error, python
+from tests.cli.shell import DEMO, PHOTO, PYTHONPATH, TINY, Answer, assert_error, svdpp_and_modules
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
-
-IMPORTED = """
-import sys
-from svdpp.__main__ import main
-try:
-    main()
-finally:
-    open(sys.argv[-1], "w").write(" ".join(sys.modules))
-"""
 
 
 @pytest.fixture(params=["/proc", "mounted read-only", "without permission"])
@@ -45,16 +36,14 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long
 def test_a_closed_folder_is_found_before_anything_is_loaded(closed: Path, tmp_path: Path) -> None:
-    log, modules = tmp_path / "run.jsonl", tmp_path / "modules"
-    # The last argument is for the script; svdpp reads it as another photograph.
-    modules.write_bytes(Path(PHOTO).read_bytes())
-    run = ("run", PHOTO, *DEMO, *TINY, "--out", str(closed), "--log-file", str(log), str(modules))
-    answer = python("-c", IMPORTED, *run)
+    log = tmp_path / "run.jsonl"
+    run = ("run", PHOTO, *DEMO, *TINY, "--out", str(closed), "--log-file", str(log))
+    answer, loaded = svdpp_and_modules(*run)
 
     assert_error(answer, 8, repr(str(closed)))
     assert log.read_text() == ""  # a rank reports there that it is ready
-    assert "svdpp.media.output_files" in modules.read_text().split()
-    assert "diffusers" not in modules.read_text().split()
+    assert "svdpp.media.output_files" in loaded
+    assert "diffusers" not in loaded
 
 
 @pytest.mark.processes

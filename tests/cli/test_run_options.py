@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from svdpp.cli.request import PipelineOptions, PipelineRequest, default_world
 from svdpp.cli.run_request import RunRequest
 from svdpp.config import PipelineConfig
+from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RequestError
 from svdpp.plan.large_forecast import forecast_layout
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, python, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_and_modules, svdpp_here
 from tests.cli.test_help import parsed
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "without_memory")
@@ -48,12 +52,9 @@ def config_of(options: str, num_clips: int) -> PipelineConfig:
 
 SHAPES = [
     "--gpus 7",
-    "--gpus 7 --split balanced",
-    "--gpus 7 --split alternating",
     "--gpus 8 --split alternating --decoders 2",
     "--gpus 8 --replicas 2",
     "--gpus 4 --layout pipeline",
-    "--gpus 8 --layout data-parallel",
     "--gpus 8 --layout auto",
     "--gpus 8 --layout data-parallel --cfg-parallel auto",
     "--gpus 8 --layout auto --cfg-parallel 2",
@@ -75,6 +76,45 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
     forecast = forecast_layout(layout, 20)
     assert printed["forecast"]["makespan_seconds"] == forecast.makespan
     assert printed["forecast"]["latency_seconds"] == forecast.latency._asdict()
+
+
+# --- how many ranks, and which layout -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["layout", "cfg_parallel"])
+def test_auto_needs_the_number_of_clips(option: str) -> None:
+    layout: dict[str, Any] = {option: "auto"}
+    options = PipelineOptions(model="demo", world=4, threads=1, steps=25, **layout)
+    with pytest.raises(RequestError, match=r"auto needs .* only rank 0 knows it"):
+        PipelineRequest(options=options, num_clips=None, device="cpu").resolve()
+
+
+def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
+    def world(**given: Any) -> int:
+        return default_world("cpu", 25, divide=PipelineOptions(**given).must_divide)
+
+    assert world() == world(layout="pipeline") == 1
+    assert world(split="alternating") == world(layout="auto") == world(layout="data-parallel") == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "steps", "world_size"),
+    [("cuda", 3, 6, 3), ("cuda", 8, 28, 7), ("cuda", 1, 6, 1), ("cpu", 3, 8, 4), ("cpu", 3, 6, 3)],
+)
+def test_simulate_starts_as_many_ranks_as_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, steps: int, world_size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started: list[int] = []
+
+    def start(self: Pipeline) -> None:
+        started.append(self.config.world_size)
+        raise RequestError("this test starts no ranks")
+
+    monkeypatch.setattr(Pipeline, "__enter__", start)
+    answer = svdpp_here("simulate", "--device", device, "--steps", str(steps))
+    assert_error(answer, 2, "this test starts no ranks")
+    assert started == [world_size]
 
 
 # --- what is said before a run ------------------------------------------------------------------
@@ -135,19 +175,11 @@ def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None
     assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err
 
 
-MODULES = """
-import sys
-from svdpp.cli.app import run_command_line
-code = run_command_line(sys.argv[1:])
-print(code, *sorted({"torch", "diffusers"} & set(sys.modules)))
-"""
-
-
 def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
-    answer = python("-c", MODULES, "run", "roket.jpg", *DEMO)
+    answer, loaded = svdpp_and_modules("run", "roket.jpg", *DEMO)
 
-    assert answer.out == "7\n", answer
-    assert "'roket.jpg' does not exist" in answer.err
+    assert_error(answer, 7, "'roket.jpg' does not exist")
+    assert not loaded & {"torch", "diffusers"}
 
 
 # --- outputs ------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, VideoFormat
+from svdpp.config import ClipRequest, VideoFormat
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch import fork_server
 from svdpp.worker.device import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+from tests.driver.dummies import clips, config
 
 run = import_module("svdpp.cli.run")  # the package also has a command of this name
 
@@ -54,11 +55,8 @@ def test_clips_of_divided_batches_are_not_called_exact() -> None:
 @pytest.mark.processes
 def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_AT_ONCE", 2)
-    dummy = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
-    config = PipelineConfig(world_size=2, model=dummy, sampling=SvdSampling(num_inference_steps=2))
-    requests = [ClipRequest(seed=seed) for seed in range(7)]
-    parts = []
-    with Pipeline(config) as pipeline:
+    requests, parts = clips(*range(7)), []
+    with Pipeline(config(steps=2)) as pipeline:
         submit = pipeline.submit
 
         def count(asked: list[ClipRequest], about: list[dict[str, Any]]) -> list[ClipHandle]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from svdpp.cli.options.outputs import TraceOptions
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.driver.dummies import clips, config
 from tests.faults.damage import Damage
 from tests.trace_format import check_trace
 
@@ -49,15 +49,10 @@ def test_simulate_writes_a_trace_and_a_profile(
 
 @pytest.mark.processes
 def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) -> None:
-    config = PipelineConfig(
-        world_size=2,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=2),
-    )
-    pipeline = Pipeline(config, fault=Damage("raise", 1, 1))
+    pipeline = Pipeline(config(steps=2), fault=Damage("raise", 1, 1))
     trace_outputs = TraceOptions(trace=tmp_path / "trace.json")
     with pytest.raises(RankError, match="an injected fault"), trace_outputs.of(pipeline), pipeline:
-        pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
+        pipeline.run(clips(0, 1))
 
     events = json.loads((tmp_path / "trace.json").read_text())
     check_trace(events, is_whole=False)
@@ -67,7 +62,7 @@ def test_a_run_that_fails_leaves_what_was_measured_until_then(tmp_path: Path) ->
 
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
-    pipeline = Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="dummy")))
+    pipeline = Pipeline(config(1))
     trace_outputs = TraceOptions(trace=tmp_path / "trace.json")
     with pytest.raises(ZeroDivisionError), trace_outputs.of(pipeline):
         raise ZeroDivisionError

@@ -12,7 +12,6 @@ import pytest
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import max_threads
-from svdpp.driver import memory, ranks
 from svdpp.media import video
 from svdpp.media.video import write_clip
 from svdpp.verification import reference
@@ -202,18 +201,6 @@ def test_metadata_beyond_the_limits_is_refused_before_any_work(
         assert_error(answer, 2, "names the model 'dummy', which makes no clips")
     else:
         assert_error(answer, 2)
-
-
-@pytest.mark.usefixtures("out")
-def test_more_memory_than_there_is_ends_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(ranks, "start_ranks", start)
-    monkeypatch.setattr(memory, "_DEMO_PIXELS", 0)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
-    answer = svdpp_here("verify", "out/rocket_0.mp4", "-q")
-    assert_error(answer, 4, "out of memory before the run: 1 CPU rank needs", "more memory")
 
 
 def damaged_records(record: dict[str, Any]) -> dict[str, str]:

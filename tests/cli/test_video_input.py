@@ -42,7 +42,7 @@ def given(model: str, *more: str, family: tuple[str, ...] = ("--family", "wan_v2
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_clip_from_a_video_is_made_verified_and_resumed(model: str, tmp_path: Path) -> None:
+def test_a_clip_from_a_video_is_made_and_verified(model: str, tmp_path: Path) -> None:
     video, out = save_video(tmp_path / "talk.mp4"), tmp_path / "out"
     asked = given(model, "--param", "strength=0.6", "--out", str(out))
     answer = svdpp_here("run", video, *asked)
@@ -55,15 +55,9 @@ def test_a_clip_from_a_video_is_made_verified_and_resumed(model: str, tmp_path: 
     answer = svdpp_here("verify", str(clip), "--json")
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["checks"]
-    again = svdpp_here("run", video, *asked, "--resume", "--json")
-    assert again.code == 0, again.err
-    assert json.loads(Path(f"{clip}.json").read_text()) == record
     save_video(tmp_path / "talk.mp4", seed=1)
     assert_error(svdpp_here("verify", str(clip)), 7, "is not the image that")
-    assert svdpp_here("run", video, *asked, "--overwrite").code == 0
-    other = json.loads(Path(f"{clip}.json").read_text())
-    assert other["input_sha256"] != record["input_sha256"]
-    assert other["latents_sha256"] != record["latents_sha256"]
+    assert_error(svdpp_here("run", video, *asked, "--resume"), 2, "input_sha256")
 
 
 def test_what_no_clip_can_be_made_of_is_refused(model: str, tmp_path: Path) -> None:

@@ -80,7 +80,6 @@ def delayed(figures: RunFigures, rank: int, seconds: float, **changes: Any) -> R
 
 
 def leave(folder: Path, figures: RunFigures | None) -> Path:
-    """Writes the `run.json` of a run with these figures."""
     folder.mkdir(parents=True, exist_ok=True)
     clips = [
         {"output": "a_0.mp4", "input": "a.jpg", "seed": 0, "state": "done"},

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import doctor
 from svdpp.diagnostics.cut_test import cut_test
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.verification.result import Place, VerificationResult, compare_latents
-from tests.models.test_rows import CASES, one_of_each_family
-from tests.models.tiny_families import save_tiny_wan
+from tests.models.test_rows import CASES, Case, one_of_each_family
 from tests.models.tiny_rows import save_tiny
 
 #: What published configs have besides the defaults of diffusers' classes.
@@ -98,6 +97,11 @@ def _defaults(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _saved(name: str, folder: Path) -> tuple[Case, Path]:
+    case = CASES[name]
+    return case, save_tiny(case.family, folder / "saved", image=case.image, **case.changes)
+
+
 def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> None:
     config = PipelineConfig(
         world_size=1, model=ModelConfig(name=checkpoint.name), sampling=sampling
@@ -113,8 +117,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", one_of_each_family())
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
+    case, folder = _saved(name, tmp_path)
     checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))
     _check(checkpoint, case.config(), tmp_path / "copy")
 
@@ -123,17 +126,10 @@ def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", WITH_PUBLISHED_SIZES)
 def test_a_copy_of_published_sizes_is_tiny_and_equal(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    folder = save_tiny(case.family, tmp_path / "saved", image=case.image, **case.changes)
+    case, folder = _saved(name, tmp_path)
     _with_published_sizes(folder, IMAGE_CHANNELS.get(name))
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)), weights=False)
     _check(checkpoint, case.config(), tmp_path / "copy")
-
-
-@pytest.mark.long
-def test_two_experts_are_cut(tmp_path: Path) -> None:
-    folder = save_tiny_wan(tmp_path / "saved", boundary_ratio=0.875)
-    _check(find_checkpoint(ModelConfig(name=str(folder))), WanSampling(), tmp_path / "copy")
 
 
 @pytest.mark.long

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+import torch
+
+from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
+from svdpp.models.base import LATENTS
+from svdpp.models.dummy import DummyModel
+
+SHAPE = (1, 4, 2, 8, 8)
 
 #: Far longer than any of these tests takes; a wait of this length is a hang.
 HANG_SECONDS = 300
@@ -13,11 +19,23 @@ HANG_SECONDS = 300
 
 def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineConfig:
     """The dummy model over `world_size` ranks, a millisecond a step."""
-    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
+    model = ModelConfig(name="dummy", dummy_latent_shape=SHAPE)
     sampling = SvdSampling(num_inference_steps=steps)
     return PipelineConfig(
         **{"world_size": world_size, "model": model, "sampling": sampling, **changes}
     )
+
+
+def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
+    """The latent after `steps` of `total` steps in this process, on one thread."""
+    model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), total, torch.device("cpu"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
+        latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
+    torch.set_num_threads(threads)
+    return latent
 
 
 def clips(*seeds: int) -> list[ClipRequest]:

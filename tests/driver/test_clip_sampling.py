@@ -37,19 +37,8 @@ _CHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("world_size", "split"),
-    [
-        (3, {"split": "alternating"}),
-        pytest.param(
-            4, {"split": "balanced", "replicas": 2}, marks=[pytest.mark.long, pytest.mark.full]
-        ),
-    ],
-)
-def test_each_clip_has_the_bits_of_diffusers(
-    world_size: int, split: dict[str, Any], tmp_path: Path
-) -> None:
-    pipeline_config = small_svd(world_size, **split)
+def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
+    pipeline_config = small_svd(3, split="alternating")
     sampling = pipeline_config.sampling
     requests = [
         ClipRequest(

@@ -17,7 +17,6 @@ from svdpp.media.inputs import example_photos
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
 from svdpp.verification.verify import verify
-from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
 from tests.models.small_svd import small_svd
@@ -31,15 +30,6 @@ def svd(world_size: int, **changes: Any) -> PipelineConfig:
     config = small_svd(1, steps=4)
     sampling = replace(config.sampling, num_frames=5, decode_chunk_size=2)
     return replace(config, sampling=sampling, world_size=world_size, **changes)
-
-
-def asleep(world_size: int, **changes: Any) -> PipelineConfig:
-    """The dummy model, whose clips have two chunks of one frame."""
-    config = dummy(world_size, steps=8, **changes)
-    model = replace(config.model, dummy_sleeps=True)
-    sampling = replace(config.sampling, decode_chunk_size=1)
-    costs = replace(config.costs, step_seconds=0.001, decode_seconds=0.004)
-    return replace(config, model=model, sampling=sampling, costs=costs)
 
 
 @pytest.mark.processes
@@ -62,7 +52,6 @@ def test_both_ranks_of_a_pair_decode_the_bits_of_one() -> None:
     [
         (3, {"split": "alternating", "decode_ranks": 3}),
         (4, {"replicas": 2, "decode_ranks": 2}),
-        pytest.param(2, {"decode_ranks": 2}, marks=[pytest.mark.long, pytest.mark.full]),
     ],
 )
 def test_ranks_of_a_pipeline_decode_the_bits_of_one(
@@ -112,23 +101,6 @@ def test_a_clip_that_only_lacks_its_decode_is_decoded_by_both(tmp_path: Path) ->
     assert found["latents_sha256"] == expected["latents_sha256"]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("fault", [None, "nan"])
-@pytest.mark.parametrize("layout", [{"cfg_parallel": 2}, {"decode_ranks": 2}], ids=str)
-def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
-    layout: dict[str, Any], fault: str | None
-) -> None:
-    config = asleep(2, **layout)
-    for rank in range(2):
-        damage = fault and Damage(fault, rank, 1)
-        with Pipeline(config, fault=damage or None) as pipeline:
-            handles = pipeline.submit(clips(1, 2, 3, 4))
-            handles[2].cancel()
-            assert handles[0].exception() is None
-            assert (handles[1].exception() is None) == (fault is None)
-            assert handles[3].exception() is None
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -140,7 +112,7 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
 )
 def test_what_cannot_decode_together_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        asleep(2, **{"cfg_parallel": 2, **changes})
+        dummy(2, steps=8, **{"cfg_parallel": 2, **changes})
 
 
 def test_too_few_chunks_are_refused() -> None:

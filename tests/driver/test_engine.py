@@ -11,34 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from svdpp.config import ClipRequest, LatentSpec
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import fork_server
-from svdpp.models.base import LATENTS
-from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
 from svdpp.worker.tensor_store import tensor_sha256
-from tests.driver.dummies import clips, config, pids
+from tests.driver.dummies import clips, config, pids, plain_latent
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, is_there
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.processes
 
 
 def _plain_loop(steps: int, seeds: Iterable[int]) -> list[str]:
-    model = DummyModel(LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW"), steps, torch.device("cpu"))
-    hashes = []
-    with torch.no_grad():
-        for seed in seeds:
-            latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
-            latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
-            hashes.append(tensor_sha256(latent))
-    return hashes
+    return [tensor_sha256(plain_latent(seed, steps, steps)) for seed in seeds]
 
 
 UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)

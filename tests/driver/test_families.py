@@ -55,18 +55,12 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(config=config, expected=expected)
 
 
-MORE = [pytest.mark.long, pytest.mark.full]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (2, {"split": "uniform", "share_experts": True}),
         (3, {"split": "alternating"}),
-        pytest.param(1, {}, marks=MORE),
-        pytest.param(2, {"split": "balanced", "replicas": 2}, marks=MORE),
-        pytest.param(4, {"split": "balanced"}, marks=MORE),
     ],
 )
 def test_ranks_give_the_bits_of_diffusers(
@@ -92,17 +86,6 @@ def test_the_proof_names_what_differs_first(
     assert first is not None
     assert (first.rank, first.max_ulp) == (0, 1)
     assert what in str(first)
-
-
-def test_ranks_hold_one_expert_each(wan: Family) -> None:
-    config, _ = resolve(replace(wan.config, world_size=3, split="balanced"))
-    assert config.expert_boundary is not None
-    held = [sorted(roles.experts) for roles in config.layout.roles]
-    assert held[0] == [0]
-    assert held[-1] in ([1], [])
-    assert all(len(experts) <= 1 for experts in held)
-    shared, _ = resolve(replace(wan.config, world_size=2, share_experts=True))
-    assert {0, 1} in [set(roles.experts) for roles in shared.layout.roles]
 
 
 def test_ranks_without_an_encoder_of_images_refuse_photographs(wan: Family) -> None:

@@ -43,7 +43,6 @@ from svdpp.media.video import Frames, write_clip
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
-from tests.small_disk import small_disk
 
 CONFIG = PipelineConfig(
     world_size=2,
@@ -328,11 +327,3 @@ def test_clips_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     assert repr(str(tmp_path)) in caught.value.message
     assert "GB are free" in caught.value.message
     assert "--out" in caught.value.hint
-
-
-def test_a_small_disk(tmp_path: Path) -> None:
-    size = SvdSampling(num_frames=14, height=128, width=128)
-    with small_disk(tmp_path / "disk", "size=256k") as disk:
-        check_space(disk / "out", 3, "mp4", 18, size)
-        with pytest.raises(OutputError, match=r"need about 285\.7 kB .*, where 262\.1 kB are free"):
-            check_space(disk / "out", 4, "mp4", 18, size)

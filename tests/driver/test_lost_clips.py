@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.comm.packet import FIELDS
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import InputError, NotFiniteError, OutputError, RankError, error_to_dict
@@ -21,12 +21,10 @@ from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others
+from tests.models.small_svd import small_svd
 
 
 def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipRequest]]:
-    sampling = SvdSampling(
-        num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
-    )
     requests = [
         ClipRequest(
             seed=seed,
@@ -35,8 +33,7 @@ def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipReques
         )
         for seed in range(num_clips)
     ]
-    config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
-    return config, requests
+    return small_svd(2, steps=2), requests
 
 
 @pytest.mark.processes
@@ -49,7 +46,8 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
         results = list(pipeline.results())
     assert [result.clip for result in results] == [0, 2, 3]
     (failure,) = pipeline.failures
-    assert (failure.clip, type(failure.error)) == (1, NotFiniteError)
+    assert (failure.clip, failure.request) == (1, requests[1])
+    assert isinstance(failure.error, NotFiniteError)
     what = f"the latent is not finite after step {2 * victim}, done by rank {victim}"
     assert failure.error.message == what
     with Pipeline(dummy(3, steps=6)) as pipeline:

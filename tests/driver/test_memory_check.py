@@ -55,15 +55,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_config(), (DENOISE, ALL), "2 CPU ranks need about 2.2 GiB, 1.0 GiB free", "decode-chunk"),
         (_config(1), (ALL,), "1 CPU rank needs about 1.9 GiB, 1.0 GiB free", "decode-chunk"),
-        pytest.param(
-            *(
-                _config(decode_chunk_size=1, num_frames=100),
-                (DENOISE, ALL),
-                "CPU ranks",
-                "--frames",
-            ),
-            marks=pytest.mark.long,
-        ),
+        (_config(decode_chunk_size=1, num_frames=100), (DENOISE, ALL), "CPU ranks", "--frames"),
         (_config(height=32, width=32, num_frames=2), (ALL,) * 16, "16 CPU", "--world"),
         # An image takes memory beside the model.
         (_config(height=32, width=32, num_frames=2), (ENCODE, ENCODE), "2 CPU", ""),
@@ -113,6 +105,12 @@ def test_ranks_share_an_expert_whose_files_have_the_dtype(
         own = memory._RANK_BYTES + part.activation_bytes
         assert one == own + part.weight_bytes
         assert two == 2 * own + num_copies * part.weight_bytes
+
+
+def test_ranks_hold_what_their_actions_need() -> None:
+    config = _config(3, num_inference_steps=3, height=32, width=32, num_frames=2)
+    first, between, last = memory.estimate_ranks(config)
+    assert memory._RANK_BYTES < between < min(first, last)
 
 
 @pytest.mark.usefixtures("one_gib", "no_processes")

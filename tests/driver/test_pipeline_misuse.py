@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
+from tests.models.small_svd import small_svd
 
 KEY = hashlib.sha256(b"clip").hexdigest()
 
@@ -169,12 +170,8 @@ def test_a_single_request_gives_a_single_handle_and_result() -> None:
 
 @pytest.mark.processes
 def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() -> None:
-    sampling = SvdSampling(
-        num_inference_steps=2, height=64, width=64, num_frames=2, max_guidance_scale=1.0
-    )
-    demo = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
     good = ClipRequest(seed=0, image=str(example_photos()[0]))
-    with Pipeline(demo) as pipeline:
+    with Pipeline(small_svd(2, steps=2)) as pipeline:
         with pytest.raises(RequestError, match=r"clip 1 of the list: .* needs an image") as caught:
             pipeline.submit([good, ClipRequest(seed=1)])
         assert "image=" in caught.value.hint
@@ -199,18 +196,3 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
         assert [result.clip for result in pipeline.results()] == [3]
         assert later.result().request.seed == 2
         assert [failure.clip for failure in pipeline.failures] == [0]
-
-
-@pytest.mark.processes
-def test_a_lost_clip_is_told_by_its_own_handle(tmp_path: Path) -> None:
-    fault = Damage("nan", 0, 1)
-    with Pipeline(config(), fault=fault) as pipeline:
-        output = OutputConfig(path=str(tmp_path / "no\0folder" / "clip.mp4"))
-        handles = pipeline.submit([ClipRequest(seed=seed, output=output) for seed in range(3)])
-        errors = [handle.exception(HANG_SECONDS) for handle in handles]
-        with pytest.raises(NotFiniteError, match="not finite after step 0"):
-            handles[1].result()
-    assert [type(error) for error in errors] == [type(None), NotFiniteError, type(None)]
-    (failure,) = pipeline.failures
-    assert (failure.clip, failure.request, failure.error) == (1, handles[1].request, errors[1])
-    assert list(tmp_path.iterdir()) == []

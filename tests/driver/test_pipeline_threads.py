@@ -60,16 +60,6 @@ def test_clips_are_made_while_nobody_looks() -> None:
     assert sorted(done) == list(range(300))
 
 
-def test_a_result_is_given_once() -> None:
-    with Pipeline(config()) as pipeline:
-        first, *_ = pipeline.submit(clips(0, 1, 2))
-        assert first.result(HANG_SECONDS).clip == 0
-        assert [result.clip for result in pipeline.run(clips(3, 4))] == [3, 4]
-        assert sorted(result.clip for result in pipeline.results()) == [1, 2]
-        assert list(pipeline.results()) == []
-        assert first.result().clip == 0  # a handle keeps what it has
-
-
 def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
     stop = Damage("hang", 1, 1, place="step2", until=str(tmp_path / "never"))
     pipeline = Pipeline(config(), fault=stop)

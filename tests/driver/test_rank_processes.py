@@ -15,6 +15,7 @@ from svdpp.driver.stalls import silence_limit
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.messages import Event, Started
+from tests.driver.dummies import config as dummy
 
 H100: dict[str, Any] = {"gpu": "H100", "cudnn": 91002, "driver": "580.1"}
 
@@ -60,13 +61,7 @@ def test_differing_devices_are_refused_by_name(other: dict[str, Any], words: str
 
 @pytest.mark.processes
 def test_clips_of_mixed_devices_are_not_called_exact() -> None:
-    config = PipelineConfig(
-        world_size=2,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=2),
-        allow_mixed_devices=True,
-    )
-    pipeline = Pipeline(config)
+    pipeline = Pipeline(dummy(steps=2, allow_mixed_devices=True))
     conditions: list[dict[str, Any]] = []
 
     def as_if_mixed(rank: int, event: Event) -> None:  # noqa: ARG001

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -20,18 +18,15 @@ from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
-from svdpp.launch import fork_server
-from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.worker import device
 from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
-from tests.driver.dummies import HANG_SECONDS, config, pids
+from tests.driver.dummies import HANG_SECONDS, config, pids, plain_latent
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
 
-SHAPE = (1, 4, 2, 8, 8)
 KEYS = [hashlib.sha256(bytes([clip])).hexdigest() for clip in range(2)]
 CONDITIONS = {"cpu_capability": "here"}
 
@@ -127,7 +122,7 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
     tmp_path: Path, uninterrupted: list[str]
 ) -> None:
     """Steps before the pause count as compute, the pause does not; the wall time has both."""
-    an_hour_ago, latent = time.time() - 3600, {"latents": _latent_after(14, 0)}
+    an_hour_ago, latent = time.time() - 3600, {"latents": plain_latent(0, 14, 28)}
     packet = Packet(0, 14, an_hour_ago, latent, compute_seconds=700.0)
     LatentCheckpoints(tmp_path, _here()).save(KEYS[0], packet)
     resumed, fresh = _requests()
@@ -155,19 +150,6 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
 
 def _here() -> dict[str, Any]:
     return device.conditions_of(config(1), None, "cpu")
-
-
-def _latent_after(steps: int, seed: int) -> torch.Tensor:
-    from svdpp.config import LatentSpec
-    from svdpp.models.dummy import DummyModel
-
-    model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 28, torch.device("cpu"))
-    latent = model.encode({}, ClipRequest(seed=seed))["latents"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    latent = model.denoise({"latents": latent}, 0, steps, lambda *_: None)["latents"]
-    torch.set_num_threads(threads)
-    return latent
 
 
 # --- the files ----------------------------------------------------------------------------------
@@ -201,28 +183,6 @@ def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> Non
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([14], [7])
     prune(tmp_path, KEYS[0])
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([], [7])
-
-
-def _save_until_killed(folder: Path) -> None:
-    """The kernel kills this process when the file exceeds a size that is below the packet's."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    LatentCheckpoints(folder, CONDITIONS).save(KEYS[0], _packet())
-
-
-@pytest.mark.processes
-def test_a_rank_killed_while_it_writes_leaves_only_a_file_that_is_removed(tmp_path: Path) -> None:
-    fork_server.start([])
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_save_until_killed, args=[tmp_path]
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGXFSZ
-    assert len(list(tmp_path.iterdir())) == 1
-    output_files.remove_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -56,24 +56,21 @@ NAMES = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", one_of_each_family())
 def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
-    folder, case = tmp_path / "model", CASES[name]
-    save_tiny(case.family, folder, image=case.image, **case.changes)
-    sampling = vars(case.config())
+    case, (config, request) = CASES[name], _config(name, tmp_path / "model")
+    sampling = vars(config.sampling)
     parameters = {key: sampling[key] for key in {**SIZES, **case.sampling} if key in sampling}
-    model = ModelConfig(name=str(folder), family=case.family)
-    unused = find_checkpoint(model).unused_parameters
+    unused = find_checkpoint(config.model).unused_parameters
     options = [
         f"--{NAMES[key]}={value}" if key in NAMES else f"--param={key}={value}"
         for key, value in parameters.items()
         if key not in unused
     ]
     answer = svdpp_here(
-        *("verify", "--model", str(folder), "--family", case.family, "--device", "cpu"),
-        *("--threads", "1", "--gpus", "2"),
-        *("--split", "balanced", "--clips", "1", "--json", *options),
-        *(f"--video={name}={PHOTO}" for name in case.config().videos),
-        *("--dtype", case.dtype, *((str(PHOTO),) if case.image or case.family == "svd" else ())),
-        *(("--prompt", "the sea") if case.family != "svd" else ()),
+        *("verify", "--model", config.model.name, "--family", case.family, "--device", "cpu"),
+        *("--threads", "1", "--gpus", "2", "--split", "balanced", "--dtype", case.dtype),
+        *("--clips", "1", "--json", *options, *filter(None, [request.image])),
+        *(f"--video={video}={path}" for video, path in request.videos.items()),
+        *(("--prompt", request.prompt) if request.prompt else ()),
     )
     assert answer.code == 0, answer
     proof = json.loads(answer.out)

@@ -94,7 +94,6 @@ class Command:
 
     @property
     def errors(self) -> str:
-        """Its stderr so far."""
         return self._stderr.read_text()
 
     def event(self, *, seconds: float = _START_SECONDS, **wanted: Any) -> dict[str, Any]:
@@ -117,12 +116,10 @@ class Command:
         return found[0]
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of all ranks."""
         wait_until(lambda: len(ranks_below(self.home)) == WORLD_SIZE, _START_SECONDS, "ranks")
         return ranks_below(self.home)
 
     def pids(self) -> list[int]:
-        """Every process of the run."""
         found = marked(self.mark, self._older)
         self._seen.update(found)
         return found

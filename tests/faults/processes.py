@@ -17,7 +17,6 @@ MARK = "TEST_RUN_OF_SVDPP"
 
 
 def process_ids() -> Iterator[int]:
-    """Of all processes of this machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 

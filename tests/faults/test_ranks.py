@@ -90,13 +90,9 @@ def _temporary_names() -> set[str]:
 
 
 class Faulty:
-    """A pipeline in which a given event triggers a fault.
+    """A pipeline in which the first event that is one of `when` makes `act` do its harm.
 
-    Args:
-        config: of the pipeline.
-        stop: the fault to inject.
-        when: whether an event is the time of the fault; the first one counts.
-        act: called at that time, with the ranks' process ids.
+    `act` gets the ranks' process ids; `stop` is a fault to inject before.
     """
 
     def __init__(

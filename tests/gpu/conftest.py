@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.checkpoints import save_checkpoint
-from tests.gpu.machine import REHEARSAL, Machine, Report, find_machine, free_cuda
+from tests.gpu.machine import REHEARSAL, Machine, Report, find_machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def machine() -> Machine:
-    """Where the tests run."""
     return find_machine()
 
 
@@ -53,4 +53,5 @@ def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(autouse=True)
 def _free_memory() -> Iterator[None]:
     yield
-    free_cuda()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.diagnostics.environment import environment
@@ -62,7 +61,6 @@ class Machine:
 
     @property
     def dtype(self) -> Any:
-        """The precision of a run on this machine."""
         return "fp32" if self.is_rehearsal else "fp16"
 
     @property
@@ -72,7 +70,6 @@ class Machine:
         return (3, self.shared) if is_one else (self.num_gpus, self.own)
 
     def all_devices(self, **changes: Any) -> PipelineConfig:
-        """As `config`, on all GPUs."""
         world_size, device = self.everywhere
         return self.config(world_size, device=device, **changes)
 
@@ -87,8 +84,18 @@ class Machine:
         }
         return PipelineConfig(world_size=world_size, **chosen)
 
+    def full_size(self, folder: Path, **changes: Any) -> PipelineConfig:
+        """A run of a checkpoint of `full_size`, on a GPU for each rank unless it says otherwise."""
+        size = {"height": 64, "width": 64, "num_frames": 2} if self.is_small else {}
+        chosen = {
+            "world_size": self.world_size,
+            "model": ModelConfig(name=str(folder), dtype=self.dtype),
+            "sampling": SvdSampling(num_inference_steps=14, decode_chunk_size=8, **size),
+            "device": self.own,
+        }
+        return PipelineConfig(**{**chosen, **changes})
+
     def sampling(self, **changes: Any) -> SamplingConfig:
-        """Clips of the demo model."""
         size, frames = (64, 2) if self.is_small else (256, 4)
         chosen = {"height": size, "width": size, "num_frames": frames, "max_guidance_scale": 1.1}
         return SvdSampling(**{**chosen, **changes})
@@ -170,7 +177,6 @@ class Report:
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, **values: Any) -> None:
-        """Adds the figures of one test."""
         self.figures[name] = values
         self.write()
 
@@ -210,9 +216,3 @@ class Report:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def free_cuda() -> None:
-    """Gives back what a test in this process has left on the GPU."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

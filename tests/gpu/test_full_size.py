@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import PipelineConfig
 from svdpp.driver.memory import estimate_parts
 from svdpp.driver.resolve import resolve
 from svdpp.verification.verify import compare, run_pipelined, run_sequential
@@ -36,15 +36,8 @@ class _Listener:
 
 
 def _config(machine: Machine, folder: Path, world_size: int = 2) -> PipelineConfig:
-    size: dict[str, Any] = {"height": 576, "width": 1024, "decode_chunk_size": 8}
-    if machine.is_small:
-        size = {"height": 64, "width": 64, "num_frames": 2}
-    return PipelineConfig(
-        world_size=world_size,
-        model=ModelConfig(name=str(folder), dtype=machine.dtype),
-        sampling=SvdSampling(num_inference_steps=4, **size),
-        device=machine.shared,
-    )
+    config = machine.full_size(folder, world_size=world_size, device=machine.shared)
+    return replace(config, sampling=replace(config.sampling, num_inference_steps=4))
 
 
 def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(

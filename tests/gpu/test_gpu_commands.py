@@ -10,7 +10,7 @@ import pytest
 
 from svdpp.launch import gpus
 from tests.gpu.machine import PHOTOS, Machine, Report, python, svdpp
-from tests.serve.http_server import HANG_SECONDS, HttpServer, wait
+from tests.serve.http_server import HttpServer, wait
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -91,7 +91,7 @@ def test_serve_makes_a_clip_and_proves_it(machine: Machine, tmp_path: Path) -> N
         (clip,) = server.add()
         server.wait_for(clip, "completed")
         server.client.post(f"/v1/videos/{clip}/verify").raise_for_status()
-        wait(lambda: server.video(clip)["proof"] not in ("none", "running"), HANG_SECONDS)
+        wait(lambda: server.video(clip)["proof"] not in ("none", "running"))
         assert server.video(clip)["proof"] == "equal"
 
 

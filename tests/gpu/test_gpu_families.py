@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,75 +11,42 @@ import pytest
 import torch
 from PIL import Image
 
-from svdpp.config import (
-    ClipRequest,
-    LtxSampling,
-    ModelConfig,
-    PipelineConfig,
-    SamplingConfig,
-    SvdSampling,
-    WanSampling,
-)
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
+from svdpp.models.engine.rows import ROWS
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report
-from tests.models.builders import save_tiny_checkpoint
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.test_rows import CASES, T2V, TIMESTEP, Case
+from tests.models.tiny_rows import save_tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 STEPS = 6
-
-
-@dataclass(frozen=True)
-class Family:
-    """A tiny model, its clips, and diffusers' pipeline of it."""
-
-    save: Callable[[Path], Path]
-    sampling: SamplingConfig
-    pipeline: str
-
-    def request(self, seed: int = 0) -> ClipRequest:
-        sampling = self.sampling
-        photo = PHOTOS[0] if isinstance(sampling, SvdSampling) or sampling.from_image else None
-        prompt = None if isinstance(sampling, SvdSampling) else "the sea at night"
-        return ClipRequest(seed=seed, prompt=prompt, image=photo)
-
-    def config(self, machine: Machine, folder: Path, world_size: int) -> PipelineConfig:
-        return PipelineConfig(
-            world_size=world_size,
-            model=ModelConfig(name=str(self.save(folder)), dtype="fp32"),
-            sampling=self.sampling,
-            device=machine.shared,
-            split="alternating" if world_size > 1 else "uniform",
-        )
-
-
-PROMPT: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
+_LTX = {"height": 64, "width": 96, "num_frames": 9}
 FAMILIES = {
-    "svd": Family(
-        save_tiny_checkpoint,
-        SvdSampling(num_inference_steps=STEPS, height=64, width=64, num_frames=2),
-        "StableVideoDiffusionPipeline",
-    ),
+    "svd": CASES["svd"],
     # Two experts, and UniPC's history between the steps.
-    "wan": Family(
-        partial(save_tiny_wan, boundary_ratio=0.875),
-        WanSampling(**PROMPT, height=32, width=32, num_frames=5),
-        "WanPipeline",
-    ),
-    "ltx": Family(
-        save_tiny_ltx,
-        LtxSampling(**PROMPT, height=64, width=96, num_frames=9),
-        "LTXPipeline",
-    ),
+    "wan": Case("wan", {"height": 32, "width": 32, "num_frames": 5}, changes=T2V),
+    "ltx": Case("ltx", _LTX),
     # The only clips whose generator is on the device, and travels with the packet.
-    "ltx from an image": Family(
-        partial(save_tiny_ltx, timestep_conditioning=True),
-        LtxSampling(**PROMPT, height=64, width=96, num_frames=9, from_image=True),
-        "LTXImageToVideoPipeline",
-    ),
+    "ltx from an image": Case("ltx", _LTX, image=True, changes=TIMESTEP),
 }
+
+
+def _request(family: Case, seed: int = 0) -> ClipRequest:
+    prompt = "the sea at night" if ROWS[family.family].takes_prompt else None
+    return ClipRequest(seed=seed, prompt=prompt, image=PHOTOS[0] if family.image else None)
+
+
+def _config(family: Case, machine: Machine, folder: Path, world_size: int) -> PipelineConfig:
+    save_tiny(family.family, folder, image=family.image, **family.changes)
+    return PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name=str(folder), dtype="fp32"),
+        sampling=family.config(num_inference_steps=STEPS),
+        device=machine.shared,
+        split="alternating" if world_size > 1 else "uniform",
+    )
 
 
 def _generators_go_on(device: str) -> bool:
@@ -108,8 +72,8 @@ def test_three_ranks_are_exact(machine: Machine, report: Report, tmp_path: Path,
     family = FAMILIES[name]
     if name == "ltx from an image" and not _generators_go_on(machine.shared):
         pytest.skip("generators on this device do not keep their state")
-    config = family.config(machine, tmp_path / "model", 3)
-    requests = [family.request(seed) for seed in (1, 2)]
+    config = _config(family, machine, tmp_path / "model", 3)
+    requests = [_request(family, seed) for seed in (1, 2)]
     kept = tmp_path / "kept"
     kept.mkdir()
     report.prove(f"tiny {name}, 3 ranks on {machine.shared}", config, requests, kept)
@@ -121,9 +85,9 @@ def test_a_step_waits_for_the_device_no_more_than_diffusers(
     machine: Machine, report: Report, tmp_path: Path, name: str
 ) -> None:
     family, written = FAMILIES[name], tmp_path / "waits"
-    config = family.config(machine, tmp_path / "model", 1)
+    config = _config(family, machine, tmp_path / "model", 1)
     counted = Counted("hang", 0, 0, until=str(written))
-    run_pipelined(config, [family.request()], tmp_path, fault=counted)
+    run_pipelined(config, [_request(family)], tmp_path, fault=counted)
     lines = [tuple(map(int, line.split())) for line in written.read_text().splitlines()]
     ours = _of_each_step([(queue, events) for _, queue, events in lines[1:]])
     theirs = _of_each_step(_diffusers_waits(family, config))[: len(ours)]
@@ -142,9 +106,11 @@ def _of_each_step(counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(counts)]
 
 
-def _diffusers_waits(family: Family, config: PipelineConfig) -> list[tuple[int, int]]:
+def _diffusers_waits(family: Case, config: PipelineConfig) -> list[tuple[int, int]]:
     """Waits up to the end of each step of diffusers' own loop, as it comes."""
-    pipe = getattr(diffusers, family.pipeline).from_pretrained(config.model.name)
+    pipe = getattr(diffusers, ROWS[family.family].pipeline(family.image)).from_pretrained(
+        config.model.name
+    )
     pipe.to(config.device).set_progress_bar_config(disable=True)
     waits, found = HostWaits(), list[tuple[int, int]]()
 
@@ -152,7 +118,7 @@ def _diffusers_waits(family: Family, config: PipelineConfig) -> list[tuple[int, 
         found.append((waits.for_queue, waits.for_events))
         return {}
 
-    sampling, request = config.sampling, family.request()
+    sampling, request = config.sampling, _request(family)
     arguments: dict[str, Any] = {
         name: getattr(sampling, name)
         for name in ("num_inference_steps", "height", "width", "num_frames")

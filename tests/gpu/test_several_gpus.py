@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.worker.messages import StepDone, TransferDone
 from tests.faults.processes import allowing_for_others
@@ -23,17 +23,6 @@ pytestmark = [
 
 def _config(machine: Machine, **changes: Any) -> PipelineConfig:
     return machine.config(machine.world_size, device=machine.own, **changes)
-
-
-def _full_size(machine: Machine, folder: Path, **changes: Any) -> PipelineConfig:
-    size = {"height": 64, "width": 64, "num_frames": 2} if machine.is_small else {}
-    return PipelineConfig(
-        world_size=machine.world_size,
-        model=ModelConfig(name=str(folder), dtype=machine.dtype),
-        sampling=SvdSampling(num_inference_steps=14, decode_chunk_size=8, **size),
-        device=machine.own,
-        **changes,
-    )
 
 
 def test_transfers_between_cards_are_measured(machine: Machine, report: Report) -> None:
@@ -69,7 +58,7 @@ def test_all_cards_at_full_size_are_exact(
         "alternating": {"split": "alternating"},
         "data parallel": {"replicas": world_size},
     }[layout]
-    config = _full_size(machine, full_size, **changes)
+    config = machine.full_size(full_size, **changes)
     requests = machine.requests(world_size + 1)
     report.prove(f"full size, {world_size} cards, {layout}", config, requests, tmp_path)
 
@@ -98,7 +87,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs(
 def test_the_makespan_is_what_the_forecast_says(
     machine: Machine, report: Report, full_size: Path
 ) -> None:
-    config = _full_size(machine, full_size, split="alternating")
+    config = machine.full_size(full_size, split="alternating")
     with Pipeline(config) as pipeline:
         pipeline.run(machine.requests(machine.world_size * 3))
         measured, forecast = pipeline.trace.summary().makespan, pipeline.forecast().makespan

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.cli.shell import ROOT
-from tests.faults.processes import MARK, marked
+from tests.faults.processes import MARK, marked, wait_until
 
 DEVICE = "eth0"
 _STORE_PORT = 29_500
@@ -29,8 +28,6 @@ class NoHosts(Exception):
 
 @dataclass
 class Job:
-    """A command that runs on one host."""
-
     process: subprocess.Popen[bytes]
     files: dict[str, Path]
 
@@ -144,11 +141,9 @@ class Hosts:
         return host.jobs[-1]
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, unordered."""
         return [pid for pid in marked(self.mark) if _variable(pid, "RANK") is not None]
 
     def rank(self, number: int) -> int:
-        """The process id of one rank."""
         return next(pid for pid in self.ranks() if _variable(pid, "RANK") == str(number))
 
     def end_all(self) -> None:
@@ -269,9 +264,5 @@ def _variable(pid: int, name: str) -> str | None:
 
 def wait_for(pattern: str, folder: Path, seconds: float = _END_SECONDS) -> Path:
     """Waits for a file of that pattern under `folder`; returns the first."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for path in folder.glob(pattern):
-            return path
-        time.sleep(0.05)
-    raise AssertionError(f"no {pattern} under {folder} within {seconds} s")
+    wait_until(lambda: any(folder.glob(pattern)), seconds, f"{pattern} under {folder}")
+    return next(folder.glob(pattern))

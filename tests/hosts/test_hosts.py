@@ -59,7 +59,6 @@ def _bits(records: dict[str, dict[str, Any]]) -> Bits:
 
 @pytest.fixture(scope="module")
 def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """The same clips, made by ranks on one host."""
     folder = tmp_path_factory.mktemp("one-host")
     done = svdpp_here("run", *_CLIPS, "--world", "2", "--out", str(folder))
     assert done.code == 0, done.err

@@ -41,6 +41,13 @@ def test_stopped_children_are_killed_and_their_parent_is_not_stopped_first(
     assert states
 
 
+def _run(folder: Path, code: str, *arguments: str) -> int:
+    """Runs a program whose temporary files lie in `folder`; returns its exit code."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, timeout=60, check=False).returncode
+
+
 _WRITER = """
 import subprocess, sys, threading
 from svdpp.launch import process_lifetime
@@ -64,11 +71,8 @@ getattr(process_lifetime, sys.argv[2])(15)
 def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    report = tmp_path / "report"
-    command = [sys.executable, "-c", _WRITER, str(report), end]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folders are its starter's to remove
-    done = subprocess.run(command, env=environment, timeout=60, check=False)
-    assert done.returncode == code
+    report = tmp_path / "report"  # beside its folders, which are its starter's to remove
+    assert _run(tmp_path, _WRITER, str(report), end) == code
     assert not report.exists(), report.read_text()
 
 
@@ -83,8 +87,7 @@ process_lifetime.exit_process(0)
 
 
 def test_exit_process_leaves_no_temporary_files(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", _STARTER], env=environment, timeout=60, check=True)
+    assert _run(tmp_path, _STARTER) == 0
     assert not list(tmp_path.iterdir())
 
 
@@ -103,6 +106,5 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
 def test_folders_can_be_made_after_a_cleaner_has_removed_the_temporary_files(
     tmp_path: Path,
 ) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", _CLEANED], env=environment, timeout=60, check=True)
+    assert _run(tmp_path, _CLEANED) == 0
     assert not list(tmp_path.iterdir())

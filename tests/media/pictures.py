@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
 import zlib
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from svdpp.media.video import find_ffmpeg
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:
@@ -34,3 +38,8 @@ def png(
     middle = chunk(b"tRNS", trns) if trns else b""
     body = chunk(b"IDAT", zlib.compress(rows, 9))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + middle + body + chunk(b"IEND", b"")
+
+
+def ffmpeg(*arguments: str | Path) -> None:
+    command = [find_ffmpeg(), "-loglevel", "error", "-y", *map(str, arguments)]
+    subprocess.run(command, check=True, timeout=60)

@@ -81,24 +81,14 @@ def test_the_limit_in_pixels_is_the_callers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
-def test_exif_rotation_is_applied_once(tmp_path: Path, format: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the top of the scene is on the right side of the stored picture
-    stored = Image.new("RGB", (48, 32), "black")
-    stored.paste("red", (40, 0, 48, 32))
-    image = read(tmp_path, encoded(stored, format, exif=exif))
-    assert image.size == (32, 48)
-    assert image.getpixel((16, 45))[0] > 200
-    assert image.getpixel((16, 2))[0] < 60
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_orientation_is_what_pillow_makes_of_it(tmp_path: Path, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(gradient(), "PNG", exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    assert read(tmp_path, data).tobytes() == expected.tobytes()
+def test_every_orientation_is_applied_once(tmp_path: Path, format: str) -> None:
+    for orientation in range(1, 9) if format == "PNG" else (6,):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = encoded(gradient(), format, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        assert upright.size == ((32, 48) if orientation > 4 else (48, 32))
+        assert read(tmp_path, data).tobytes() == upright.tobytes()
 
 
 def test_odd_exif_beside_the_rotation_does_no_harm(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from svdpp.errors import InputError
 from svdpp.media import inputs
 from svdpp.media.image import MAX_PIXELS, read_bytes
 from svdpp.media.inputs import check_inputs, read_video, source_of
-from svdpp.media.video import find_ffmpeg, read_frames, write_clip
-from tests.media.pictures import encoded, gradient
+from svdpp.media.video import read_frames, write_clip
+from tests.media.pictures import encoded, ffmpeg, gradient
 from tests.media.test_image import found
 
 SIZE = {"height": 32, "width": 48}
@@ -27,11 +26,6 @@ SIZE = {"height": 32, "width": 48}
 
 def sampling(**changes: Any) -> Any:
     return SAMPLING_CLASSES["wan_v2v"](**{**SIZE, "num_frames": 5, "from_image": True, **changes})
-
-
-def ffmpeg(*arguments: str | Path) -> None:
-    command = [find_ffmpeg(), "-loglevel", "error", "-y", *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

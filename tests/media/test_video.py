@@ -29,6 +29,7 @@ from svdpp.media.video import (
     read_sound,
     write_clip,
 )
+from tests.media.pictures import ffmpeg
 from tests.small_disk import small_disk
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
@@ -372,18 +373,9 @@ def test_unreadable_clips(tmp_path: Path, format: VideoFormat) -> None:
 
 def test_frames_of_uneven_length_come_back_once_each(tmp_path: Path) -> None:
     write(tmp_path / "x.mp4", "mp4", smooth(6))
-    command = [
-        find_ffmpeg(),
-        "-v",
-        "error",
-        "-i",
-        str(tmp_path / "x.mp4"),
-        "-vf",
-        "setpts=N*N/7/TB",
-    ]
-    uneven = str(tmp_path / "uneven.mp4")
-    subprocess.run([*command, "-fps_mode", "passthrough", uneven], check=True)
-    assert len(read_frames(Path(uneven), "mp4")) == 6
+    uneven = tmp_path / "uneven.mp4"
+    ffmpeg("-i", tmp_path / "x.mp4", "-vf", "setpts=N*N/7/TB", "-fps_mode", "passthrough", uneven)
+    assert len(read_frames(uneven, "mp4")) == 6
 
 
 def test_a_damaged_picture_in_an_mp4_is_found(tmp_path: Path) -> None:
@@ -441,8 +433,7 @@ def test_a_gif_of_very_many_frames_is_refused(tmp_path: Path) -> None:
 def test_a_video_of_very_many_frames_is_refused(tmp_path: Path) -> None:
     source = ["-f", "lavfi", "-i", "color=size=16x16:rate=100:duration=11", "-c:v", "libx264"]
     for kind, frames in (("x.mp4", []), ("whole.mp4", ["-frames:v", "1024"])):
-        arguments = [*source, *frames, "-pix_fmt", "yuv420p", str(tmp_path / kind)]
-        subprocess.run([find_ffmpeg(), "-v", "error", *arguments], check=True)
+        ffmpeg(*source, *frames, "-pix_fmt", "yuv420p", tmp_path / kind)
     with pytest.raises(InputError, match="more than 1024 frames"):
         read_frames(tmp_path / "x.mp4", "mp4")
     assert read_frames(tmp_path / "whole.mp4", "mp4").shape == (1024, 16, 16, 3)
@@ -492,8 +483,7 @@ def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
         image.save(tmp_path / name)
     write(tmp_path / "x.mp4", "mp4", smooth(2))
     plain = tmp_path / "plain.mp4"
-    command = [find_ffmpeg(), "-v", "error", "-i", str(tmp_path / "x.mp4"), "-map_metadata", "-1"]
-    subprocess.run([*command, "-c", "copy", str(plain)], check=True)
+    ffmpeg("-i", tmp_path / "x.mp4", "-map_metadata", "-1", "-c", "copy", plain)
     for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):
         with pytest.raises(InputError, match="has no metadata"):
             read_metadata(path)

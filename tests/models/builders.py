@@ -6,12 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLTemporalDecoder,
-    EulerDiscreteScheduler,
-    UNetSpatioTemporalConditionModel,
-)
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from svdpp.models.engine.load import silence_libraries
@@ -33,15 +29,13 @@ def save_tiny_checkpoint(
     `vae_factor` is 8, 4 or 2 pixels per latent cell; torch's global generator is not changed.
     """
     silence_libraries()
-    from diffusers import StableVideoDiffusionPipeline  # its import warns if torchvision is missing
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = StableVideoDiffusionPipeline(
+        pipeline = diffusers.StableVideoDiffusionPipeline(
             vae=_vae({8: 4, 4: 3, 2: 2}[vae_factor]),
             image_encoder=_image_encoder(embedding_dim),
             unet=_unet(num_frames, embedding_dim),
-            scheduler=EulerDiscreteScheduler(**SVD_SCHEDULER),
+            scheduler=diffusers.EulerDiscreteScheduler(**SVD_SCHEDULER),
             feature_extractor=CLIPImageProcessorPil(),
         )
     pipeline.to(dtype=dtype)
@@ -74,39 +68,25 @@ SVD_SCHEDULER = {
 }
 
 
-def _vae(num_blocks: int) -> AutoencoderKLTemporalDecoder:
-    return AutoencoderKLTemporalDecoder(
+def _vae(num_blocks: int) -> diffusers.AutoencoderKLTemporalDecoder:
+    return diffusers.AutoencoderKLTemporalDecoder(
         down_block_types=("DownEncoderBlock2D",) * num_blocks,
         block_out_channels=(32,) * num_blocks,  # GroupNorm has 32 groups
-        layers_per_block=1,
-        latent_channels=4,
     )
 
 
-def _unet(num_frames: int, embedding_dim: int) -> UNetSpatioTemporalConditionModel:
-    return UNetSpatioTemporalConditionModel(
-        sample_size=8,
+def _unet(num_frames: int, embedding_dim: int) -> diffusers.UNetSpatioTemporalConditionModel:
+    return diffusers.UNetSpatioTemporalConditionModel(
         down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
         up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        block_out_channels=(32, 32),
-        addition_time_embed_dim=32,
-        projection_class_embeddings_input_dim=96,
-        layers_per_block=1,
+        **{"sample_size": 8, "num_frames": num_frames, "layers_per_block": 1},
+        **{"block_out_channels": (32, 32), "num_attention_heads": (2, 2)},
+        **{"addition_time_embed_dim": 32, "projection_class_embeddings_input_dim": 96},
         cross_attention_dim=embedding_dim,
-        num_attention_heads=(2, 2),
-        num_frames=num_frames,
     )
 
 
 def _image_encoder(embedding_dim: int) -> CLIPVisionModelWithProjection:
-    return CLIPVisionModelWithProjection(
-        CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            projection_dim=embedding_dim,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=224,
-            patch_size=56,
-        )
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": embedding_dim}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 56}
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, **layers))

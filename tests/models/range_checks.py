@@ -27,7 +27,6 @@ def request_of(
     seed: int = 3,
     negative_prompt: str | None = None,
 ) -> ClipRequest:
-    """A clip's request."""
     return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)
 
 
@@ -115,23 +114,19 @@ class Row:
 
     @cached_property
     def rank_for(self) -> Callable[[int, int], EngineModel]:
-        """See `ranks`."""
         return ranks(self.checkpoint, self.sampling, model=self.model)
 
     @property
     def steps(self) -> int:
-        """Of the clip."""
         steps: int = self.sampling.num_inference_steps
         return steps
 
     @property
     def encoder(self) -> EngineModel:
-        """The rank that encodes."""
         return self.rank_for(0, 0)
 
     @property
     def decoder(self) -> EngineModel:
-        """The rank that decodes."""
         return self.rank_for(self.steps, self.steps)
 
     def request(self, prompt: str | None = PROMPT, **options: Any) -> ClipRequest:

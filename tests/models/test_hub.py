@@ -375,21 +375,22 @@ def test_a_repository_without_weights(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["broken", "refused"])
+@pytest.mark.parametrize(
+    ("fault", "why", "hint"),
+    [
+        ("broken", "RemoteProtocolError", "run the command again"),
+        ("refused", "the hub answered 403", "hf auth login"),
+    ],
+)
 def test_a_download_that_fails(
-    wan: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    wan: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str, hint: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
-    if fault == "broken":
-        wan.broken = VAE
-        expected = "cannot be downloaded (RemoteProtocolError)", "run the command again"
-    else:
-        wan.refused = VAE
-        expected = "cannot be downloaded (the hub answered 403)", "hf auth login"
+    setattr(wan, fault, VAE)
     with pytest.raises(ModelError) as caught:
         resolve(CONFIG)
-    assert expected[0] in caught.value.message
-    assert expected[1] in caught.value.hint
+    assert f"cannot be downloaded ({why})" in caught.value.message
+    assert hint in caught.value.hint
     assert TOKEN not in caught.value.message + caught.value.hint
     if fault == "broken":  # what is complete is kept
         wan.broken = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,9 @@ from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
+VAE = "vae/diffusion_pytorch_model.safetensors"
 CLIP = "image_encoder/model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def demo() -> Checkpoint:
-    return find_checkpoint(ModelConfig(name="demo"))
+PROJECTION = "visual_projection.weight"
 
 
 def parts_of(checkpoint: Checkpoint | Path, roles: str = "EXD", **options: Any) -> Any:
@@ -50,7 +46,6 @@ def parts_of(checkpoint: Checkpoint | Path, roles: str = "EXD", **options: Any) 
 # Loaded components.
 
 
-@pytest.mark.long
 def test_shards_and_variants_are_loaded(tiny: Path, tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, variant="fp16", max_shard_size="500KB")
     sharded = find_checkpoint(ModelConfig(name=str(tmp_path), variant="fp16"))
@@ -116,35 +111,19 @@ def test_weights_in_the_dtype_of_the_file_stay_mapped(tiny: Path, dtype: str, ma
 
 @pytest.mark.long
 def test_loading_prints_nothing() -> None:
-    code = (
-        "from svdpp.config import ModelConfig;"
-        "from svdpp.models.checkpoint import find_checkpoint;"
-        "from svdpp.config import SvdSampling;"
-        "from svdpp.models.engine.model import load_model;"
-        "from svdpp.plan.layout import Roles;"
-        "model = ModelConfig(name='demo', dtype='fp16');"
-        "found = find_checkpoint(model);"
-        "roles = Roles(encode=True, denoise=True, decode=True);"
-        "load_model(found, model, SvdSampling(), 'cpu', roles);"
-        "import diffusers;"
-        "diffusers.StableVideoDiffusionPipeline.from_pretrained(found.folder)"
-    )
+    code = """
+from svdpp.config import ModelConfig, SvdSampling
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.model import load_model
+from svdpp.plan.layout import Roles
+model = ModelConfig(name="demo", dtype="fp16")
+found = find_checkpoint(model)
+load_model(found, model, SvdSampling(), "cpu", Roles(encode=True, denoise=True, decode=True))
+import diffusers
+diffusers.StableVideoDiffusionPipeline.from_pretrained(found.folder)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-# The scheduler.
-
-
-def test_schedulers_of_two_clips_are_independent(demo: Checkpoint) -> None:
-    theirs = StableVideoDiffusionPipeline.from_pretrained(demo.folder).scheduler
-    first, second = (demo.new_scheduler(None) for _ in range(2))
-    first.set_timesteps(7)
-    assert second.num_inference_steps is None
-    theirs.set_timesteps(7)
-    assert torch.equal(theirs.timesteps, first.timesteps)
-    assert torch.equal(theirs.sigmas, first.sigmas)
-    assert theirs.config == first.config
 
 
 def test_scheduler_config_that_the_class_rejects(folder: Path) -> None:
@@ -156,44 +135,31 @@ def test_scheduler_config_that_the_class_rejects(folder: Path) -> None:
 # Weights that do not fit.
 
 
-def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path, metadata={"format": "pt"})
+def change_weight(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    weights = {**load_file(path), name: tensor}
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "phrase"),
+    ("file", "name", "tensor", "phrase"),
     [
+        (UNET, "conv_in.weight", None, "unet: weights are missing, .* is 'conv_in.weight' of 1"),
+        (UNET, "extra", torch.zeros(1), "are unexpected, the first is 'extra'"),
+        (UNET, "conv_in.bias", torch.zeros(9), "conv_in.bias expected shape"),
+        (CLIP, PROJECTION, torch.zeros(3, 3), f"are mismatched, the first is .*{PROJECTION}"),
+        (CLIP, PROJECTION, None, "weights are missing, the first"),
+        (VAE, "quant_conv.bias", None, "weights are missing, the first is 'quant_conv.bias'"),
         (
-            UNET,
-            lambda w: w.pop("conv_in.weight"),
-            "unet: weights are missing, the first is 'conv_in.weight' of 1",
-        ),
-        (UNET, lambda w: w.update(extra=torch.zeros(1)), "are unexpected, the first is 'extra'"),
-        (UNET, lambda w: w.update({"conv_in.bias": torch.zeros(9)}), "conv_in.bias expected shape"),
-        (
-            CLIP,
-            lambda w: w.update({"visual_projection.weight": torch.zeros(3, 3)}),
-            "weights are mismatched, the first is .*visual_projection.weight",
-        ),
-        (
-            UNET,
-            lambda w: w.update({"conv_in.bias": torch.zeros(32, dtype=torch.int8)}),
+            *(UNET, "conv_in.bias", torch.zeros(32, dtype=torch.int8)),
             "unet has weights of the dtype I8: quantised",
-        ),
-        (CLIP, lambda w: w.pop("visual_projection.weight"), "weights are missing, the first"),
-        (
-            "vae/diffusion_pytorch_model.safetensors",
-            lambda w: w.pop("quant_conv.bias"),
-            "weights are missing, the first is 'quant_conv.bias'",
         ),
     ],
 )
 def test_weights_of_another_model(
-    folder: Path, file: str, change: Callable[[dict[str, torch.Tensor]], object], phrase: str
+    folder: Path, file: str, name: str, tensor: torch.Tensor | None, phrase: str
 ) -> None:
-    change_weights(folder / file, change)
+    change_weight(folder / file, name, tensor)
     with pytest.raises(ModelError, match=phrase) as caught:
         parts_of(folder)
     assert caught.value.exit_code == 5
@@ -201,18 +167,9 @@ def test_weights_of_another_model(
     assert caught.value.message.isprintable()
 
 
-def test_missing_weight_in_shards(tmp_path: Path) -> None:
-    save_tiny_checkpoint(tmp_path, max_shard_size="500KB")
-    shard = min((tmp_path / "unet").glob("*-of-*.safetensors"))
-    removed = min(load_file(shard))
-    change_weights(shard, lambda weights: weights.pop(removed))
-    with pytest.raises(ModelError, match=f"weights are missing, the first is {removed!r}"):
-        parts_of(tmp_path, "X")
-
-
 def test_buffer_of_old_transformers_is_accepted(folder: Path) -> None:
     name = "vision_model.embeddings.position_ids"
-    change_weights(folder / CLIP, lambda weights: weights.update({name: torch.arange(17)[None]}))
+    change_weight(folder / CLIP, name, torch.arange(17)[None])
     encoder = parts_of(folder, "E").image_encoder
     assert name in dict(encoder.named_buffers())
 
@@ -221,9 +178,7 @@ def test_buffer_of_old_transformers_is_accepted(folder: Path) -> None:
     ("config", "changes", "component"),
     [
         ("image_encoder/config.json", {"hidden_act": "no such thing"}, "image_encoder"),
-        ("vae/config.json", {"block_out_channels": [32, 32, 32, 33]}, "vae"),
         ("unet/config.json", {"down_block_types": ["Non\x1bsense", "Nonsense"]}, "unet"),
-        ("unet/config.json", {"layers_per_block": [1, 1, 1]}, "unet"),
     ],
 )
 def test_config_that_the_library_rejects(

@@ -30,9 +30,16 @@ Rows = Callable[[str], Row]
 
 STEPS = 3
 SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
-KANDINSKY = {"height": 32, "width": 32, "num_frames": 17, "max_sequence_length": 1024}
-LTX = {"height": 64, "width": 64, "num_frames": 9}
-LTX2 = {"height": 32, "width": 32, "num_frames": 9, "stg_block": 1}
+
+
+def size(height: int, width: int, num_frames: int, **more: Any) -> dict[str, Any]:
+    """Sampling parameters of a case."""
+    return {"height": height, "width": width, "num_frames": num_frames, **more}
+
+
+KANDINSKY = size(32, 32, 17, max_sequence_length=1024)
+LTX = size(64, 64, 9)
+LTX2 = size(32, 32, 9, stg_block=1)
 DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
 
 
@@ -49,11 +56,9 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of the checkpoint's weights, and of the ranks."""
         return "bf16" if "dtype" in self.changes else "fp32"
 
     def config(self, **changes: Any) -> SamplingConfig:
-        """The clip's sampling parameters."""
         kind: Any = SAMPLING_CLASSES[self.family]
         values = {**SIZES, **self.sampling, **changes}
         if self.family == "svd":
@@ -67,55 +72,36 @@ class Case:
 CASES: dict[str, Case] = {
     "ltx2": Case("ltx2", LTX2),
     "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
-    "hunyuan-video": Case("hunyuan_video", {"height": 16, "width": 16, "num_frames": 9}),
+    "hunyuan-video": Case("hunyuan_video", size(16, 16, 9)),
     "hunyuan-video-image": Case(
-        "hunyuan_video",
-        {"height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 420},
-        image=True,
+        "hunyuan_video", size(16, 16, 9, max_sequence_length=420), image=True
     ),
-    "framepack": Case("framepack", {"height": 32, "width": 32, "num_frames": 37}, image=True),
-    "framepack-chunks": Case(
-        "framepack",
-        {"height": 32, "width": 32, "num_frames": 109, "num_inference_steps": 6},
-        image=True,
-    ),
-    "hunyuan-video-1.5-image": Case(
-        "hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}, image=True
-    ),
-    "hunyuan-video-1.5": Case("hunyuan_video_15", {"height": 16, "width": 16, "num_frames": 9}),
-    "cogvideox": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}),
-    "cogvideox-dpm": Case(
-        "cogvideox", {"height": 32, "width": 32, "num_frames": 9}, changes={"scheduler": DPM}
-    ),
-    "cogvideox-image": Case("cogvideox", {"height": 32, "width": 32, "num_frames": 9}, image=True),
-    "cogvideox-video": Case(
-        "cogvideox_v2v", {"height": 32, "width": 32, "num_frames": 9}, image=True
-    ),
-    "skyreels-v2": Case("skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}),
-    "skyreels-v2-image": Case(
-        "skyreels_v2", {"height": 16, "width": 16, "num_frames": 9}, image=True
-    ),
-    "skyreels-v2-df": Case("skyreels_v2_df", {"height": 16, "width": 16, "num_frames": 9}),
+    "framepack": Case("framepack", size(32, 32, 37), image=True),
+    "framepack-chunks": Case("framepack", size(32, 32, 109, num_inference_steps=6), image=True),
+    "hunyuan-video-1.5-image": Case("hunyuan_video_15", size(16, 16, 9), image=True),
+    "hunyuan-video-1.5": Case("hunyuan_video_15", size(16, 16, 9)),
+    "cogvideox": Case("cogvideox", size(32, 32, 9)),
+    "cogvideox-dpm": Case("cogvideox", size(32, 32, 9), changes={"scheduler": DPM}),
+    "cogvideox-image": Case("cogvideox", size(32, 32, 9), image=True),
+    "cogvideox-video": Case("cogvideox_v2v", size(32, 32, 9), image=True),
+    "skyreels-v2": Case("skyreels_v2", size(16, 16, 9)),
+    "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
+    "skyreels-v2-df": Case("skyreels_v2_df", size(16, 16, 9)),
     "ltx-condition": Case("ltx_condition", LTX),
     "ltx-condition-image": Case(
         "ltx_condition", {**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025}, image=True
     ),
     "kandinsky5": Case("kandinsky5", KANDINSKY),
     "kandinsky5-image": Case("kandinsky5", KANDINSKY, image=True),
-    "wan-vace": Case("wan_vace", {"height": 32, "width": 32, "num_frames": 9}),
-    "wan-vace-image": Case("wan_vace", {"height": 32, "width": 32, "num_frames": 9}, image=True),
-    "wan-vace-control": Case(
-        "wan_vace_control", {"height": 32, "width": 48, "num_frames": 9}, image=True
-    ),
+    "wan-vace": Case("wan_vace", size(32, 32, 9)),
+    "wan-vace-image": Case("wan_vace", size(32, 32, 9), image=True),
+    "wan-vace-control": Case("wan_vace_control", size(32, 48, 9), image=True),
     "wan-animate": Case(
-        "wan_animate",
-        {"height": 32, "width": 48, "num_frames": 9, "guidance_scale": 4.0},
-        image=True,
-        negative="blurred",
+        "wan_animate", size(32, 48, 9, guidance_scale=4.0), image=True, negative="blurred"
     ),
-    "wan-replace": Case("wan_replace", {"height": 32, "width": 32, "num_frames": 9}, image=True),
-    "latte": Case("latte", {"height": 16, "width": 16, "num_frames": 2}),
-    "mochi": Case("mochi", {"height": 16, "width": 16, "num_frames": 7}),
+    "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
+    "latte": Case("latte", size(16, 16, 2)),
+    "mochi": Case("mochi", size(16, 16, 7)),
 }
 
 T2V = {"boundary_ratio": 0.875}
@@ -144,14 +130,14 @@ def _ltx(changes: dict[str, Any], more: dict[str, Any] | None = None, **options:
 
 
 CASES |= {
-    "svd": Case("svd", {"height": 64, "width": 64, "num_frames": 4}, image=True),
+    "svd": Case("svd", size(64, 64, 4), image=True),
     "wan": _wan(T2V, OWN_SCALES, negative="blurred"),
     "wan-euler-bf16": _wan({**T2V, **BF16, **EULER}),
     "wan-image-bf16": _wan({**I2V, **BF16}, image=True),
     "wan-2.1-image": _wan({"image_encoder": True}, image=True),
     "wan-video": Case(
         "wan_v2v",
-        {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "strength": 0.7},
+        size(32, 32, 5, num_inference_steps=4, strength=0.7),
         image=True,
         negative="blurred",
     ),

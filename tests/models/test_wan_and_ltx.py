@@ -187,9 +187,8 @@ def test_wrong_inputs_are_refused(
         checkpoint.check_inputs(wan(64), **known)
 
 
-INDEX, DENOISER, SCHEDULER = (
-    *("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"),
-)
+INDEX, DENOISER = "model_index.json", "transformer/config.json"
+SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -201,18 +200,8 @@ INDEX, DENOISER, SCHEDULER = (
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),
-        (
-            T2V,
-            "text_encoder/config.json",
-            {"quantization_config": {}},
-            "runs no code from a checkpoint",
-        ),
-        (
-            T2V,
-            "vae/config.json",
-            {"auto_map": {"AutoModel": "x.y"}},
-            "runs no code from a checkpoint",
-        ),
+        (T2V, "text_encoder/config.json", {"quantization_config": {}}, NO_CODE),
+        (T2V, "vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, NO_CODE),
         (T2V, SCHEDULER, {"use_beta_sigmas": True}, "needs scipy"),
         (T2V, SCHEDULER, {"solver_p": {"a": 1}}, "solver_p"),
         (LTX, INDEX, {"_class_name": "LTXLatentUpsamplePipeline"}, "LTXLatentUpsamplePipeline"),

@@ -1,4 +1,4 @@
-"""Owns small random checkpoints of Wan's and LTX-Video's classes, saved as diffusers does."""
+"""Small random checkpoints of Wan's and LTX-Video's classes, saved as diffusers does."""
 
 from __future__ import annotations
 
@@ -6,29 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLLTXVideo,
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-    UniPCMultistepScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 _TEXT_DIM = 16
 _IMAGE_DIM = 16
@@ -74,29 +55,32 @@ def save_tiny_wan(
     and `options` are those of `save_pretrained`.
     """
     z_dim = z_dim or (8 if expand_timesteps else 4)
-    channels = 2 * z_dim + 4 if image_to_video and not expand_timesteps else z_dim
+    from_image = image_to_video and not expand_timesteps
+    denoiser = {
+        **{**wan_sizes(width), "num_layers": layers, "out_channels": z_dim},
+        **{"in_channels": 2 * z_dim + 4 if from_image else z_dim},
+        **({"image_dim": _IMAGE_DIM, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        text = transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(width)))
         parts = {
             "tokenizer": tokenizer(),
-            "text_encoder": UMT5EncoderModel(UMT5Config(**t5_sizes(width))).to(dtype),
+            "text_encoder": text.to(dtype),
             "vae": wan_vae(z_dim, expand_timesteps, width),
-            "scheduler": scheduler or UniPCMultistepScheduler(**WAN_UNIPC),
-            "transformer": _wan_transformer(channels, z_dim, image_encoder, width, layers).to(
-                dtype
-            ),
+            "scheduler": scheduler or diffusers.UniPCMultistepScheduler(**WAN_UNIPC),
+            "transformer": diffusers.WanTransformer3DModel(**denoiser).to(dtype),
             "transformer_2": None,
             "boundary_ratio": boundary_ratio,
             "expand_timesteps": expand_timesteps,
         }
         if boundary_ratio is not None:
-            second = _wan_transformer(channels, z_dim, image_encoder, width, layers)
-            parts["transformer_2"] = second.to(dtype)
-        cls: Any = WanPipeline
-        if image_to_video and not expand_timesteps:
-            cls = WanImageToVideoPipeline
-            parts["image_processor"] = CLIPImageProcessorPil() if image_encoder else None
-            parts["image_encoder"] = _image_encoder() if image_encoder else None
+            parts["transformer_2"] = diffusers.WanTransformer3DModel(**denoiser).to(dtype)
+        if from_image:
+            encoder = transformers.CLIPImageProcessorPil(), _image_encoder()
+            has_it = encoder if image_encoder else (None, None)
+            parts |= dict(zip(("image_processor", "image_encoder"), has_it, strict=True))
+    cls: Any = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
     cls(**parts).save_pretrained(folder, safe_serialization=True, **options)
     return folder
 
@@ -112,18 +96,20 @@ def save_tiny_ltx(
     """Saves an LTX-Video pipeline with random weights to `folder`, and returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = LTXPipeline(
+        pipe = diffusers.LTXPipeline(
             tokenizer=tokenizer(),
-            text_encoder=T5EncoderModel(T5Config(**t5_sizes(width))).to(dtype),
+            text_encoder=transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))).to(
+                dtype
+            ),
             vae=ltx_vae(timestep_conditioning, width).to(dtype),
-            scheduler=scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
+            scheduler=scheduler or diffusers.FlowMatchEulerDiscreteScheduler(**LTX_EULER),
             transformer=ltx_transformer(width).to(dtype),
         )
     pipe.save_pretrained(folder, safe_serialization=True)
     return folder
 
 
-def tokenizer() -> T5TokenizerFast:
+def tokenizer() -> transformers.T5TokenizerFast:
     """A tokenizer with a vocabulary of a few words."""
     special = ["<pad>", "</s>", "<unk>"]
     trained = Tokenizer(models.Unigram())
@@ -133,11 +119,12 @@ def tokenizer() -> T5TokenizerFast:
     )
     trained.train_from_iterator(_SENTENCES, trainer)
     vocabulary = json.loads(trained.to_str())["model"]["vocab"]
-    return T5TokenizerFast(vocab=[(token, score) for token, score in vocabulary], extra_ids=0)
+    return transformers.T5TokenizerFast(
+        vocab=[(token, score) for token, score in vocabulary], extra_ids=0
+    )
 
 
 def t5_sizes(width: int) -> dict[str, Any]:
-    """The sizes of a text encoder."""
     return {
         "vocab_size": 64,
         "d_model": _TEXT_DIM * width,
@@ -148,8 +135,7 @@ def t5_sizes(width: int) -> dict[str, Any]:
     }
 
 
-def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> AutoencoderKLWan:
-    """A VAE; `width` multiplies its channels."""
+def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> diffusers.AutoencoderKLWan:
     sizes: dict[str, Any] = {
         "latents_mean": [0.1 * index for index in range(z_dim)],
         "latents_std": [1.0 + 0.1 * index for index in range(z_dim)],
@@ -157,7 +143,7 @@ def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> AutoencoderKL
     if residual:
         sizes |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
         sizes |= {"scale_factor_spatial": 16}
-    return AutoencoderKLWan(
+    return diffusers.AutoencoderKLWan(
         base_dim=4 * width,
         z_dim=z_dim,
         dim_mult=[1, 1, 1, 1],
@@ -167,64 +153,39 @@ def wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> AutoencoderKL
     )
 
 
-def _wan_transformer(
-    in_channels: int, z_dim: int, image: bool, width: int, layers: int
-) -> WanTransformer3DModel:
-    return WanTransformer3DModel(
-        **wan_sizes(width),
-        patch_size=(1, 2, 2),
-        in_channels=in_channels,
-        out_channels=z_dim,
-        num_layers=layers,
-        image_dim=_IMAGE_DIM if image else None,
-        added_kv_proj_dim=24 * width if image else None,
-    )
-
-
 def wan_sizes(width: int) -> dict[str, Any]:
-    """The sizes of a denoiser; `width` multiplies its heads."""
     return {
         **{"num_attention_heads": 2 * width, "attention_head_dim": 12, "ffn_dim": 24 * width},
         **{"text_dim": _TEXT_DIM * width, "freq_dim": 16, "rope_max_seq_len": 32},
     }
 
 
-def _image_encoder() -> CLIPVisionModel:
-    return CLIPVisionModel(
-        CLIPVisionConfig(
-            hidden_size=_IMAGE_DIM,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=224,
-            patch_size=56,
+def _image_encoder() -> transformers.CLIPVisionModel:
+    sizes = {"hidden_size": _IMAGE_DIM, "intermediate_size": 16, "patch_size": 56}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, **layers))
+
+
+def ltx_vae(timestep_conditioning: bool, width: int) -> diffusers.AutoencoderKLLTXVideo:
+    halves: dict[str, Any] = {
+        f"{half}{name}": sizes
+        for half in ("", "decoder_")
+        for name, sizes in (
+            ("block_out_channels", (8 * width,) * 4),
+            ("layers_per_block", (1,) * 5),
         )
-    )
-
-
-def ltx_vae(timestep_conditioning: bool, width: int) -> AutoencoderKLLTXVideo:
-    """A VAE; `width` multiplies its channels."""
-    vae = AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8 * width,) * 4,
-        decoder_block_out_channels=(8 * width,) * 4,
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        timestep_conditioning=timestep_conditioning,
+    }
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, timestep_conditioning=timestep_conditioning, **halves
     )
     vae.latents_mean += 0.1 * torch.arange(8)
     vae.latents_std += 0.1 * torch.arange(8)
     return vae
 
 
-def ltx_transformer(width: int) -> LTXVideoTransformer3DModel:
-    """A denoiser; `width` multiplies its heads."""
-    return LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2 * width,
-        attention_head_dim=12,
-        cross_attention_dim=24 * width,
-        num_layers=1,
-        caption_channels=_TEXT_DIM * width,
+def ltx_transformer(width: int) -> diffusers.LTXVideoTransformer3DModel:
+    return diffusers.LTXVideoTransformer3DModel(
+        **{"in_channels": 8, "out_channels": 8, "num_layers": 1},
+        **{"num_attention_heads": 2 * width, "attention_head_dim": 12},
+        **{"cross_attention_dim": 24 * width, "caption_channels": _TEXT_DIM * width},
     )

@@ -54,6 +54,18 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
     require(len(started) == len(set(started)), "a clip is started twice")
 
 
+def check_receives(schedule: Schedule) -> None:
+    """Check that no rank posts the receive of more than one clip ahead."""
+    for rank_actions in schedule:
+        posted: set[int] = set()
+        for action in rank_actions:
+            if action.kind is Kind.RECV:
+                posted.add(action.clip)
+            else:
+                posted.discard(action.clip)
+                assert len(posted) <= 1
+
+
 def require(holds: bool, why: str) -> None:
     if not holds:
         raise ValueError(why)

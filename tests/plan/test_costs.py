@@ -67,14 +67,6 @@ def test_peak_is_all_weights_and_the_largest_work() -> None:
     assert partly.peak_gib(Roles(denoise=True, decode=True)) is None
 
 
-def test_costs_of_another_world() -> None:
-    MEASURED.check_world(2)
-    Costs().check_world(7)
-    with pytest.raises(RequestError) as caught:
-        MEASURED.check_world(3)
-    assert caught.value.message == "step_seconds has values for 2 ranks, but the run has 3"
-
-
 # --- the file -----------------------------------------------------------------------------------
 
 
@@ -155,22 +147,14 @@ def test_a_wrong_value_is_named_as_an_option_and_in_a_file(
     assert caught.value.message.startswith(f"f: {name} {words}")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "\x00", "{'a': 1}", "9" * 5000, "[" * 100_000], ids=lambda text: text[:8]
-)
-def test_files_that_are_no_json(text: str, tmp_path: Path) -> None:
+def test_files_that_are_no_costs(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match="is not JSON"):
-        read_costs(path)
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    for text in ("", "{", "\x00", "{'a': 1}", "9" * 5000, "[" * 100_000):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="is not JSON"):
+            read_costs(path)
     with pytest.raises(InputError, match="cannot be read"):
         find_costs(str(tmp_path))
-
-
-def test_a_file_without_end_is_no_costs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="costs file '/dev/zero' is not a regular file"):
         read_costs("/dev/zero")
     with (tmp_path / "large.json").open("wb") as file:

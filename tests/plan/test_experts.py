@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.choose import choose_layout, compare_layouts
+from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
@@ -128,18 +128,6 @@ def test_wan(options: dict[str, Any], cuts: tuple[int, ...]) -> None:
     assert layout.cuts(0) == cuts
 
 
-def test_memory_counts_the_experts_of_each_rank() -> None:
-    separate = Layout(**WAN, world_size=4, split="balanced")
-    assert [role.experts for role in separate.roles] == [HIGH, LOW, LOW, LOW]
-    assert separate.peak_gib == (47, 36, 36, 36.5)
-
-    shared = Layout(**WAN, world_size=4, split="balanced", share_experts=True)
-    assert [role.experts for role in shared.roles] == [HIGH, HIGH | LOW, LOW, LOW]
-    assert shared.peak_gib == (47, 63, 36, 36.5)
-
-    assert Layout(**WAN, world_size=4, replicas=4).peak_gib == (74.5,) * 4
-
-
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = Costs(decode_seconds=9)
     layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
@@ -182,21 +170,3 @@ def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
     assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
     assert "; 1 of 4 ranks hold both experts; " in choice.reason
     assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
-
-
-def test_auto_says_how_many_ranks_share_experts() -> None:
-    """Ranks of unequal speed are faster in one replica, whose second rank crosses the boundary."""
-    costs = Costs(step_seconds=(1.0, 1.0, 2.0))
-    choice = choose_layout(
-        **{**WAN, "costs": costs}, world_size=3, num_clips=50, share_experts=True
-    )
-    assert str(choice.layout) == "1 replica of 3 ranks, balanced, shared experts"
-    assert "; 1 of 3 ranks hold both experts" in choice.reason
-
-
-def test_layouts_of_two_experts_can_be_compared() -> None:
-    rows = compare_layouts(**WAN, world_size=4, num_clips=16, memory_gib=(48.0,) * 4)
-    found = {row.name: row for row in rows}
-    assert found["alternating"].layout is not None
-    assert max(peak or 99 for peak in found["alternating"].layout.peak_gib) == 47
-    assert found["data parallel"].note == "rank 0 needs 74.5 GiB and has 48"

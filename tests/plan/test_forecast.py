@@ -106,11 +106,6 @@ def test_lists_that_cannot_be_performed_name_where_they_stop(words: str) -> None
 # --- summaries ------------------------------------------------------------------------------------
 
 
-def test_nothing_to_sum_up() -> None:
-    with pytest.raises(ValueError, match="no spans"):
-        summarise([], 2)
-
-
 def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
     return Span(rank, Action(Kind.DENOISE, clip, 0, 1), start, end)
 

@@ -89,13 +89,3 @@ def test_signs_repeat_after_62_clips_and_never_look_like_something_else() -> Non
     assert len(set(signs)) == 62
     assert not set(signs) & set(".<>|")
     assert clip_sign(62) == clip_sign(0)
-
-
-@pytest.mark.parametrize("tiny", [1e-300, 1e-310])
-def test_steps_too_short_to_count(tiny: float) -> None:
-    """If a step is negligible compared with a decode, the grid still has its width."""
-    costs = Costs(step_seconds=tiny, decode_seconds=1)
-    lines = grid(Layout(num_steps=4, world_size=2), 2, costs, width=30)
-
-    assert len({len(line) for line in lines}) == 1
-    assert len(lines[0]) <= 30 + len("rank 0 ||")

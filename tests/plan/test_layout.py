@@ -20,8 +20,7 @@ from svdpp.plan.layout import Layout, Roles
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import StepRange
 from tests.plan.plans import WAN, layouts, memory
-from tests.plan.schedule_check import check_schedule
-from tests.plan.test_schedule import check_receives
+from tests.plan.schedule_check import check_receives, check_schedule
 
 num_clips = st.integers(1, 20)
 
@@ -250,24 +249,3 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
         Layout(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "1 replica of 8 ranks, uniform"),
-        ({"replicas": 8}, "data parallel"),
-        (
-            {"replicas": 2, "split": "alternating", "decoders": 2},
-            "2 replicas of 4 ranks, alternating, 2 decoders",
-        ),
-    ],
-    ids=str,
-)
-def test_in_words(options: dict[str, object], text: str) -> None:
-    assert str(Layout(num_steps=24, world_size=8, **options)) == text  # type: ignore[arg-type]
-
-
-def test_the_old_name_of_a_split_is_taken() -> None:
-    layout = Layout(num_steps=5, world_size=2, split="dithered")  # type: ignore[arg-type]
-    assert layout == Layout(num_steps=5, world_size=2, split="alternating")

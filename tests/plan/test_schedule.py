@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule, connect_rounds
 from svdpp.plan.split import StepRange
 from tests.plan.plans import route_lists, uniform_layouts
-from tests.plan.schedule_check import check_schedule
+from tests.plan.schedule_check import check_receives, check_schedule
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -106,18 +105,6 @@ def test_any_routes_give_lists_that_pass_the_check(case: tuple[list[Route], int]
         assert in_order[-1].end == route.ranges[-1].end
 
 
-def check_receives(schedule: Schedule) -> None:
-    """No rank posts the receive of more than one clip ahead."""
-    for rank_actions in schedule:
-        posted: set[int] = set()
-        for action in rank_actions:
-            if action.kind is Kind.RECV:
-                posted.add(action.clip)
-            else:
-                posted.discard(action.clip)
-                assert len(posted) <= 1
-
-
 @given(uniform_layouts(), st.integers(1, 12), st.data())
 def test_a_resumed_way_does_the_steps_that_are_left(
     layout: Layout, num_clips: int, data: st.DataObject
@@ -137,7 +124,7 @@ def test_a_resumed_way_does_the_steps_that_are_left(
     assert steps == {clip: layout.num_steps - at * (clip % 2) for clip in steps}
 
 
-# --- errors that check_schedule finds -------------------------------------------------------------
+# --- check_schedule itself ------------------------------------------------------------------------
 
 NUM_STEPS = 4
 WHOLE, ALONE = layout(NUM_STEPS, 2).schedule(2), layout(NUM_STEPS, 1).schedule(2)
@@ -181,63 +168,6 @@ def test_check_catches_a_missing_or_doubled_action(
     for broken in damaged(schedule, damage, kind):
         with pytest.raises(ValueError, match=r"clip|transfer"):
             check_schedule(broken, NUM_STEPS)
-
-
-@pytest.mark.parametrize("name", ["clip", "start", "end", "peer"])
-@pytest.mark.parametrize("number", range(10))
-def test_check_catches_every_change_of_one_number(name: str, number: int) -> None:
-    def change(action: Action) -> tuple[Action, ...]:
-        names = [name] if action.kind is Kind.DENOISE else {"end": []}.get(name, [name])
-        both = ["start", "end"] if names == ["start"] and action.start == action.end else names
-        return (action._replace(**dict.fromkeys(both, number)),)
-
-    kinds = (Kind.SEND, Kind.RECV) if name == "peer" else tuple(Kind)
-    for broken in damaged(WHOLE, change, *kinds):
-        if broken != WHOLE:
-            with pytest.raises(ValueError, match=r"clip|transfer"):
-                check_schedule(broken, NUM_STEPS)
-
-
-def test_check_wants_all_steps() -> None:
-    with pytest.raises(ValueError, match="rank 1 cannot do DECODE c0 @4"):
-        check_schedule(WHOLE, 6)
-
-
-@given(uniform_layouts(), st.integers(1, 12), st.data())
-def test_a_list_with_two_actions_swapped_is_caught_or_is_as_good(
-    layout: Layout, num_clips: int, data: st.DataObject
-) -> None:
-    lists = [list(rank_actions) for rank_actions in layout.schedule(num_clips)]
-    swapped = lists[data.draw(st.integers(0, layout.world_size - 1))]
-    places = st.integers(0, len(swapped) - 1)
-    one, other = data.draw(places), data.draw(places)
-    swapped[one], swapped[other] = swapped[other], swapped[one]
-    schedule = tuple(map(tuple, lists))
-    try:
-        check_schedule(schedule, layout.num_steps)
-        replay(schedule, Costs())
-    except ValueError:
-        return
-    for rank, rank_actions in enumerate(schedule):
-        steps_done: dict[int, int] = {}  # of the clips that this rank has received
-        for action in rank_actions:
-            if action.kind in (Kind.RECV, Kind.ENCODE):
-                steps_done[action.clip] = action.start
-            assert steps_done.get(action.clip) == action.start, f"rank {rank} at {action}"
-            steps_done[action.clip] = action.end
-
-
-def test_neighbours_in_the_wrong_order_are_caught() -> None:
-    """By the check, or by the replay: packets on one link arrive in the order of their sends."""
-    for rank, actions in enumerate(WHOLE):
-        for index, pair in enumerate(itertools.pairwise(actions)):
-            broken = (*actions[:index], *pair[::-1], *actions[index + 2 :])
-            schedule = (*WHOLE[:rank], broken, *WHOLE[rank + 1 :])
-            is_one_clip, kinds = pair[0].clip == pair[1].clip, {each.kind for each in pair}
-            if is_one_clip or kinds == {Kind.RECV}:
-                with pytest.raises(ValueError, match="clip" if is_one_clip else "c0 @2"):
-                    check_schedule(schedule, NUM_STEPS)
-                    replay(schedule, Costs())
 
 
 LINKS = st.sets(

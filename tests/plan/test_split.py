@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -43,9 +42,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
     ("num_steps", "world_size", "message", "hint"),
     [
         (0, 1, "the number of steps must be 1 or more, got 0", ""),
-        (-3, 1, "the number of steps must be 1 or more, got -3", ""),
         (28, 0, "the number of ranks must be 1 or more, got 0", ""),
-        (28, -2, "the number of ranks must be 1 or more, got -2", ""),
         (
             4,
             5,
@@ -103,10 +100,6 @@ def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -
 
 def one_rank_each(*fixed: float, step: float = 1.0) -> list[Stage]:
     return [Stage((rank,), (step,), (seconds,)) for rank, seconds in enumerate(fixed)]
-
-
-def test_a_rank_that_only_decodes_is_a_result() -> None:
-    assert counts_of(balanced_cuts(Part(12, one_rank_each(0, 0, 0, 4)))) == (4, 4, 4, 0)
 
 
 @given(st.integers(1, 12), replica_ranks(), st.integers(0, 500))
@@ -179,16 +172,6 @@ def furthest(counts: list[int]) -> float:
     """The largest difference between the cumulative counts and their mean."""
     mean = sum(counts) / len(counts)
     return max(abs(total - (n + 1) * mean) for n, total in enumerate(itertools.accumulate(counts)))
-
-
-def test_thirds_are_alternating_as_they_should_be() -> None:
-    """10 steps over 3 equal ranks: cuts 3.33 and 6.67; one and two thirds are rounded up."""
-    alternating = alternating_cuts([Part(10, one_rank_each(0, 0, 0))])
-    cuts = Counter(alternating.cuts(index) for index in range(300))
-
-    assert set(cuts) == {(0, 3, 6, 10), (0, 3, 7, 10), (0, 4, 7, 10)}
-    assert all(98 <= count <= 102 for count in cuts.values())
-    assert alternating.cuts(0) == (0, 3, 7, 10)
 
 
 def test_a_scrap_of_a_step_is_not_worth_the_unets_weights() -> None:

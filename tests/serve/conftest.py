@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,22 @@ def _started(folder: Path, *options: str, key: str | None = None) -> Iterator[Ht
     with HttpServer(folder / "data", *options, key=key) as server:
         server.wait_ready()
         yield server
+
+
+@pytest.fixture
+def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
+    """Starts one more server of a fleet, and returns it once its ranks are ready."""
+    from tests.serve.http_server import HttpServer
+
+    with contextlib.ExitStack() as servers:
+
+        def started(*options: str, folder: str = "data") -> HttpServer:
+            options = (*options, "--queue", database)
+            server = servers.enter_context(HttpServer(tmp_path / folder, *options))
+            server.wait_ready()
+            return server
+
+        yield started
 
 
 @pytest.fixture(scope="session")

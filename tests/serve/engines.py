@@ -25,6 +25,7 @@ from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
+from tests.serve.store_jobs import new_job
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
@@ -45,17 +46,8 @@ def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any)
 
 
 def dummy_job(seed: int, **values: Any) -> Job:
-    about = {
-        "id": new_id(),
-        "seed": seed,
-        "sampling": SAMPLING,
-        "photo": "none.png",
-        "photo_name": "none.png",
-        "photo_sha256": "0" * 64,
-        "created_at": time.time(),
-        **values,
-    }
-    return Job(**about)
+    about = {"sampling": SAMPLING, "photo": "none.png", "created_at": time.time(), **values}
+    return new_job(seed=seed, **about)
 
 
 @dataclass
@@ -71,10 +63,19 @@ class Serving:
         """Ids of new jobs, one for each seed."""
         ids = []
         for seed in seeds:
-            job = self.store.add(dummy_job(seed, **values), max_open=None)
-            ids.append(job.id)
-            self.engine.feeder.wake()
+            ids += self.store_jobs(dummy_job(seed, **values))
         return ids
+
+    def store_jobs(self, *jobs: Job) -> list[str]:
+        """Stores jobs, which the engine takes."""
+        for job in jobs:
+            self.store.add(job, max_open=None)
+        self.engine.feeder.wake()
+        return [job.id for job in jobs]
+
+    def made(self, *jobs: Job) -> list[Job]:
+        """The same jobs, once they have ended."""
+        return self.wait_final(self.store_jobs(*jobs))
 
     def job(self, job_id: str) -> Job:
         found = self.store.get(job_id)
@@ -131,16 +132,8 @@ def serving(
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
 
-    Args:
-        folder: for the queue and the files.
-        config: of the pipeline.
-        grace: of the engine's end.
-        stop: a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
-        observer: of the engine.
-        on_changed: called with each job that has another state.
-        url: of the queue's database.
-        back_off: seconds before the first restart.
-        settings: of the engine.
+    `stop` is a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`;
+    `back_off` are the seconds before the first restart.
     """
     ended: list[Job] = []
     store = JobQueue(folder, adopts=True, url=url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -27,27 +28,18 @@ QUICK = (*DUMMY, "--time-scale", "0.02")
 DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "2")
 PHOTO = example_photos()[0].read_bytes()
 
-_START_SECONDS = _END_SECONDS = 300.0
 #: For what takes long only if it hangs.
 HANG_SECONDS = 300.0
 
 
 class HttpServer:
-    """`svdpp serve` over `folder`, and an HTTP client. A context manager: it is killed at the end.
+    """`svdpp serve --data folder`, until the block's end, and an HTTP client.
 
-    Args:
-        folder: `--data`.
-        options: of the command.
-        key: for the client.
-        launcher: arguments of Python before the command's.
+    `launcher` are arguments of Python before the command's.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *options: str,
-        key: str | None = None,
-        launcher: tuple[str, ...] = (),
+        self, folder: Path, *options: str, key: str | None = None, launcher: tuple[str, ...] = ()
     ) -> None:
         self.folder = folder
         self.err = self.other_key = ""
@@ -63,16 +55,15 @@ class HttpServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            wait(lambda: self._url or self.process.poll() is not None, _START_SECONDS, self._said)
+            wait(lambda: self._url or self.process.poll() is not None, lambda: self.err)
             assert self._url, self.err
         except BaseException:
             self.process.kill()
             raise
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.url = self._url
-        self.client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=HANG_SECONDS, trust_env=False
-        )
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_SECONDS, trust_env=False)
+        if key is not None:
+            self.client.headers["Authorization"] = f"Bearer {key}"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -83,9 +74,6 @@ class HttpServer:
     def _url(self) -> str:
         match = re.search(r"starting .* at (http://\S+) with", self.err)
         return "" if match is None else match[1]
-
-    def _said(self) -> str:
-        return self.err
 
     def __enter__(self) -> HttpServer:
         return self
@@ -103,20 +91,20 @@ class HttpServer:
     def wait(self) -> int:
         """Its exit code, once it has ended."""
         try:
-            code = self.process.wait(_END_SECONDS)
+            code = self.process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             raise
-        self._reader.join(_END_SECONDS)
+        self._reader.join(HANG_SECONDS)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code
 
     def wait_ready(self) -> None:
         """Waits until the ranks are ready, and the server has said so."""
-        wait(lambda: self.client.get("/ready").status_code == 200, HANG_SECONDS, self._said)
-        wait(lambda: "\nready to make clips\n" in self.err, HANG_SECONDS, self._said)
+        wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
+        wait(lambda: "\nready to make clips\n" in self.err, lambda: self.err)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
@@ -147,6 +135,17 @@ class HttpServer:
         found: dict[str, Any] = answer.json()
         return found
 
+    def all_ids(self) -> list[str]:
+        """Of all clips that the client sees, the oldest first, page by page."""
+        ids: list[str] = []
+        after = ""
+        while True:
+            page = self.client.get(f"/v1/videos?limit=7&order=asc{after}").json()
+            ids += [video["id"] for video in page["data"]]
+            if not page["has_more"]:
+                return ids
+            after = f"&after={page['last_id']}"
+
     def wait_for(self, id: str, status: str) -> dict[str, Any]:
         """The clip, once it has that status."""
 
@@ -155,7 +154,7 @@ class HttpServer:
             assert found["status"] in (status, "queued", "in_progress"), found
             return bool(found["status"] == status)
 
-        wait(has_status, HANG_SECONDS, lambda: f"{self.video(id)}\n{self.err}")
+        wait(has_status, lambda: f"{self.video(id)}\n{self.err}")
         return self.video(id)
 
 
@@ -177,11 +176,9 @@ def raw(server: HttpServer, text: bytes, *, is_whole: bool = True) -> bytes:
     return found
 
 
-def wait(
-    happens: Callable[[], object], seconds: float, said: Callable[[], str] = lambda: ""
-) -> None:
+def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") -> None:
     """Waits until `happens` is true."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + HANG_SECONDS
     while not happens():
         assert time.monotonic() < end, said()
         time.sleep(0.05)
@@ -211,8 +208,6 @@ def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 @contextmanager
 def stream(server: HttpServer, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
     """The events of a clip: each with its id and data."""
-    import json
-
     with server.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
 

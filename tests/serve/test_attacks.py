@@ -96,12 +96,7 @@ def test_a_compressed_body_is_not_inflated(server: HttpServer) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../../../../../../etc/passwd",
-        "passwd\x00.png",
-        "passwd" * 1000,
-        "\r\nSet-Cookie: passwd",
-    ],
+    ["../../../../../../etc/passwd", "passwd\x00.png", "passwd" * 1000, "\r\nSet-Cookie: passwd"],
     ids=repr,
 )
 def test_a_name_is_never_a_path(server: HttpServer, name: str) -> None:

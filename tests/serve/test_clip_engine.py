@@ -15,14 +15,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
-from tests.serve.engines import (
-    demo_config,
-    demo_job,
-    dummy_config,
-    hashes,
-    latents,
-    serving,
-)
+from tests.serve.engines import demo_config, demo_job, dummy_config, hashes, latents, serving
 
 pytestmark = pytest.mark.processes
 
@@ -116,9 +109,7 @@ def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
 def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Path) -> None:
     job = demo_job(tmp_path, 5)
     with serving(tmp_path, demo_config()) as service:
-        service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
-        (first,) = service.wait_final([job.id])
+        (first,) = service.made(job)
     clip = tmp_path / "clips" / f"{job.id}.mp4"
     written_at = clip.stat().st_mtime_ns
     again = tmp_path / "again"
@@ -126,9 +117,7 @@ def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Pa
     for name in ("photos", "clips"):
         (tmp_path / name).rename(again / name)
     with serving(again, demo_config()) as service:  # as if the row had not been changed
-        service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
-        (second,) = service.wait_final([job.id])
+        (second,) = service.made(job)
     assert second.metadata == first.metadata
     assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at
 

@@ -23,7 +23,7 @@ from svdpp.serve.database import RESERVE
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
-from tests.serve.http_server import DUMMY, HANG_SECONDS, HttpServer, wait
+from tests.serve.http_server import DUMMY, HttpServer, wait
 from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv(MARK, str(tmp_path))
     yield data
-    wait(lambda: not belonging(str(tmp_path), data), HANG_SECONDS, lambda: "processes are left")
+    wait(lambda: not belonging(str(tmp_path), data), lambda: "processes are left")
     assert list(temporary.iterdir()) == []
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
     assert found == {
@@ -64,30 +64,29 @@ def _begin(server: HttpServer, request: str = "request") -> list[str]:
     """The ids of clips, the first of which is begun."""
     server.wait_ready()
     ids = [_id(server, seed, request) for seed in _SEEDS]
-    wait(lambda: server.video(ids[0])["step"] > 0, HANG_SECONDS)
+    wait(lambda: server.video(ids[0])["step"] > 0)
     return ids
 
 
 def _id(server: HttpServer, seed: int, request: str = "request") -> str:
-    answer = server.request(seed=seed, steps=_STEPS, key=f"{request}-{seed}")
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
+    return server.add(seed=seed, steps=_STEPS, key=f"{request}-{seed}")[0]
 
 
 def _assert_all_made(server: HttpServer, ids: list[str], *, before: Sequence[str] = ()) -> None:
-    """Waits for the clips, each of which has the latents of a plain loop.
+    """There are no other clips but those made `before`."""
+    wait_made(server, dict(zip(ids, _SEEDS, strict=True)))
+    assert sorted(server.all_ids()) == sorted([*ids, *before])
 
-    There are no others but those made `before`.
-    """
-    for id, seed in zip(ids, _SEEDS, strict=True):
+
+def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
+    """Waits for clips, each of which has the latents of a plain loop from its seed."""
+    for id, seed in ids.items():
         server.wait_for(id, "completed")
         metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-        assert metadata["latents_sha256"] == expected_latents(seed)
-    listed = server.client.get("/v1/videos").json()["data"]
-    assert sorted(video["id"] for video in listed) == sorted([*ids, *before])
+        assert metadata["latents_sha256"] == _expected_latents(seed, server.video(id)["steps"])
 
 
-def expected_latents(seed: int, steps: int = _STEPS) -> str:
+def _expected_latents(seed: int, steps: int) -> str:
     spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
     model = DummyModel(spec, steps, torch.device("cpu"))
     latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
@@ -135,7 +134,6 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
 @pytest.mark.full
 def test_a_short_soak(tmp_path: Path) -> None:
     summary = soak(
-        tmp_path,
-        argparse.Namespace(jobs=20, minutes=4.0, clients=10, seconds_between=3.0, seed=1),
+        tmp_path, argparse.Namespace(jobs=20, minutes=4.0, clients=10, seconds_between=3.0, seed=1)
     )
     assert summary["passed"], summary

@@ -113,7 +113,7 @@ def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
 def running(server: HttpServer) -> dict[str, Any]:
     """The clip that the ranks make, once they do."""
     path = "/v1/videos?status=in_progress"
-    wait(lambda: server.client.get(path).json()["data"], HANG_SECONDS)
+    wait(lambda: server.client.get(path).json()["data"])
     (video,) = server.client.get(path).json()["data"]
     return dict(video)
 
@@ -128,9 +128,9 @@ def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
 
     with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait(lambda: streams(1), HANG_SECONDS)
+        wait(lambda: streams(1))
         video = running(server)
-    wait(lambda: streams(0), HANG_SECONDS)
+    wait(lambda: streams(0))
     assert server.video(video["id"])["status"] in ("in_progress", "completed")
     server.client.delete(f"/v1/videos/{video['id']}")
 

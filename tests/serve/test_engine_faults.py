@@ -134,13 +134,11 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     jobs = [demo_job(tmp_path, seed) for seed in range(4)]
     (tmp_path / "photos" / jobs[2].photo).write_bytes(b"not an image")
     with serving(tmp_path, config, stop=(0, 1, 1)) as service:
-        for job in jobs:
-            service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
-        service.wait_for_step(jobs[1].id, 1)
+        ids = service.store_jobs(*jobs)
+        service.wait_for_step(ids[1], 1)
         service.kill(1)
         service.go_on()
-        ended = service.wait_final([job.id for job in jobs])
+        ended = service.wait_final(ids)
         assert service.engine.restarts == 1
         assert service.engine._costs.costs(config.sampling).decode_on(0) > 0
     failed = ended.pop(2)

@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import pytest
 
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
-from svdpp.serve.job import JobState
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import remove_leftovers
-from tests.serve.engines import demo_config, demo_job, serving
+from tests.serve.engines import Serving, demo_config, demo_job, serving
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres
-from tests.serve.test_crashes import expected_latents
+from tests.serve.test_crashes import wait_made
 from tests.soak.fleet_soak import soak
 from tests.soak.serve_checks import remove_leftovers_now
 
@@ -38,24 +38,8 @@ _SLOW = (*DUMMY, "--time-scale", "0.4")
 _SHORT = ("--lease", "3")
 
 
-@pytest.fixture
-def start(tmp_path: Path, database: str) -> Iterator[Start]:
-    """Starts one more server of the fleet; returns it once its ranks are ready."""
-    with ExitStack() as servers:
-
-        def started(*options: str) -> HttpServer:
-            options = (*(options or _SLEEPING), "--queue", database)
-            server = servers.enter_context(HttpServer(tmp_path / "data", *options))
-            server.wait_ready()
-            return server
-
-        yield started
-
-
 def _request(server: HttpServer, seed: int, **form: Any) -> str:
-    answer = server.request(seed=seed, steps=_STEPS, **form)
-    assert answer.status_code == 202, answer.text
-    return str(answer.json()["id"])
+    return server.add(seed=seed, steps=_STEPS, **form)[0]
 
 
 def _servers(server: HttpServer) -> list[dict[str, Any]]:
@@ -63,27 +47,10 @@ def _servers(server: HttpServer) -> list[dict[str, Any]]:
     return listed
 
 
-def _all_ids(server: HttpServer) -> set[str]:
-    ids: list[str] = []
-    after = ""
-    while page := server.client.get(f"/v1/videos?limit=100{after}").json()["data"]:
-        ids += [video["id"] for video in page]
-        after = f"&after={ids[-1]}"
-    return set(ids)
-
-
-def _wait_made(server: HttpServer, ids: dict[str, int]) -> None:
-    """Each is completed, with the latents of a plain loop."""
-    for id, seed in ids.items():
-        server.wait_for(id, "completed")
-        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
-        assert metadata["latents_sha256"] == expected_latents(seed, _STEPS)
-
-
 def _begun(server: HttpServer, seed: int, step: int = 1) -> str:
     """A clip that a server has begun."""
     id = _request(server, seed)
-    wait(lambda: server.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{server.video(id)}")
+    wait(lambda: server.video(id)["step"] >= step, lambda: f"{server.video(id)}")
     return id
 
 
@@ -92,22 +59,21 @@ def _begun_by(
 ) -> tuple[HttpServer, HttpServer, str]:
     """Which server makes a new clip, the other one, and the clip after some steps."""
     id = _request(first, seed)
-    wait(lambda: any(_servers(server)[0]["claims"] for server in (first, second)), HANG_SECONDS)
+    wait(lambda: any(_servers(server)[0]["claims"] for server in (first, second)))
     if not _servers(first)[0]["claims"]:
         first, second = second, first
-    wait(lambda: first.video(id)["step"] >= step, HANG_SECONDS, lambda: f"{first.video(id)}")
+    wait(lambda: first.video(id)["step"] >= step, lambda: f"{first.video(id)}")
     return first, second, id
 
 
 def test_servers_share_the_work(start: Start) -> None:
-    first, second = start(), start()
+    first, second = start(*_SLEEPING), start(*_SLEEPING)
     ids = {_request((first, second)[seed % 2], seed): seed for seed in range(12)}
     again = _request(first, 90, key="k")
     assert _request(second, 90, key="k") == again
-    _wait_made(second, {**ids, again: 90})
-    listed = first.client.get("/v1/videos?limit=100").json()["data"]
-    assert {video["id"] for video in listed} == {*ids, again}
-    wait(lambda: len(_servers(first)) == 2 == len(_servers(second)), HANG_SECONDS)
+    wait_made(second, {**ids, again: 90})
+    assert set(first.all_ids()) == {*ids, again}
+    wait(lambda: len(_servers(first)) == 2 == len(_servers(second)))
     own, other = _servers(first)
     assert own["id"] == _servers(second)[1]["id"] != other["id"]
     assert (own["model"], own["ranks"], own["is_live"]) == ("dummy", 2, True)
@@ -124,7 +90,7 @@ def test_another_server_goes_on_with_the_clip_of_a_killed_one(start: Start) -> N
     servers = [start(*_SLOW, *_SHORT) for _ in range(2)]
     first, second, id = _begun_by(*servers, 5, step=_STEPS - 10)
     first.stop(signal.SIGKILL)
-    _wait_made(second, {id: 5})
+    wait_made(second, {id: 5})
     metadata = second.client.get(f"/v1/videos/{id}/metadata").json()
     assert metadata["resumed_from_step"] > 0  # it had a latent checkpoint
 
@@ -134,8 +100,8 @@ def test_a_leaving_server_hands_back_what_it_has_not_finished(start: Start) -> N
     servers = [start(*_SLOW, "--grace", "0", "--lease", "3000") for _ in range(2)]
     first, second, id = _begun_by(*servers, 6)
     assert first.stop() == 0
-    _wait_made(second, {id: 6})
-    wait(lambda: len(_servers(second)) == 1, HANG_SECONDS)
+    wait_made(second, {id: 6})
+    wait(lambda: len(_servers(second)) == 1)
 
 
 def test_a_clip_is_cancelled_at_any_server(start: Start) -> None:
@@ -150,7 +116,7 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path, databa
     options = (*DEMO, "--steps", "12", *_SHORT)
     first = start(*options)
     (id,) = first.add(seed=1)
-    wait(lambda: first.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{first.video(id)}")
+    wait(lambda: first.video(id)["step"] >= 1, lambda: f"{first.video(id)}")
     os.kill(first.process.pid, signal.SIGSTOP)
     try:
         second = start(*options)
@@ -158,7 +124,7 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path, databa
     finally:
         os.kill(first.process.pid, signal.SIGCONT)
     made = second.client.get(f"/v1/videos/{id}/content").content
-    wait(lambda: not _servers(first)[0]["claims"], HANG_SECONDS)
+    wait(lambda: not _servers(first)[0]["claims"])
     remove_leftovers_now(tmp_path / "data", database)
     clips = {path.name for path in (tmp_path / "data" / "clips").iterdir()}
     assert clips == {f"{id}-2.mp4", f"{id}-2.mp4.json"}
@@ -172,6 +138,15 @@ def test_a_stopped_server_publishes_nothing(start: Start, tmp_path: Path, databa
     assert frames[0] == frames[1]
 
 
+def _lapsed(own: Serving) -> Job:
+    """A clip at its second step, whose claim nobody renews."""
+    job = demo_job(own.folder, 1)
+    own.store.lease_seconds = 0.1
+    own.store_jobs(job)
+    own.wait_for_step(job.id, 2)
+    return job
+
+
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_a_clip_that_another_server_has_taken_is_not_published(
     tmp_path: Path, database: str, is_noticed: bool
@@ -181,12 +156,8 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
         closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
     ):
-        job = demo_job(tmp_path, 1)
-        own.store.lease_seconds = 0.1  # nobody renews it
-        own.store.add(job, max_open=None)
-        own.engine.feeder.wake()
-        own.wait_for_step(job.id, 2)
-        wait(lambda: other.recover(), HANG_SECONDS)
+        job = _lapsed(own)
+        wait(lambda: other.recover())
         taken = other.take_next()
         assert taken is not None
         if is_noticed:
@@ -206,13 +177,9 @@ def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: s
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
         closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
     ):
-        job = demo_job(tmp_path, 1)
-        own.store.lease_seconds = 0.1  # nobody renews it
-        own.store.add(job, max_open=None)
-        own.engine.feeder.wake()
-        own.wait_for_step(job.id, 2)
+        job = _lapsed(own)
         own.store.lease_seconds = 3000.0
-        wait(lambda: other.recover(), HANG_SECONDS)
+        wait(lambda: other.recover())
         own.engine.feeder.wake()
         own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
         own.go_on()
@@ -249,7 +216,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(
 
 def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
     """What is in progress is finished; new requests are told to come back."""
-    server = start()
+    server = start(*_SLEEPING)
     ids = {(begun := _begun(server, 8)): 8, _request(server, 9): 9}
     with stream(server, begun) as events:
         next(events)
@@ -261,13 +228,13 @@ def test_clips_survive_the_database(start: Start, postgres: Postgres) -> None:
                 assert int(answer.headers["Retry-After"]) > 0
             assert server.client.get("/ready").status_code == 503
             assert server.client.get("/health").status_code == 200
-            wait(lambda: "does not answer" in server.err, HANG_SECONDS)
+            wait(lambda: "does not answer" in server.err)
         finally:
             postgres.start()
         assert [event["status"] for event in events][-1] == "completed"
     server.wait_ready()
-    _wait_made(server, {**ids, _request(server, 10): 10})
-    wait(lambda: "the queue is back" in server.err, HANG_SECONDS)
+    wait_made(server, {**ids, _request(server, 10): 10})
+    wait(lambda: "the queue is back" in server.err)
     assert server.err.count("does not answer") == 1
     assert "Traceback" not in server.err
 
@@ -288,7 +255,7 @@ def test_an_upload_that_the_database_interrupts_is_answered(
         try:
             for _ in range(3):
                 made = len(answers) + 8
-                wait(lambda made=made: len(answers) > made, HANG_SECONDS)  # type: ignore[misc]
+                wait(lambda made=made: len(answers) > made)  # type: ignore[misc]
                 postgres.stop()
                 postgres.start()
         finally:
@@ -300,7 +267,7 @@ def test_an_upload_that_the_database_interrupts_is_answered(
         assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
     remove_leftovers_now(tmp_path / "data", database)
     photos = (tmp_path / "data" / "photos").iterdir()
-    assert {path.stem for path in photos} <= _all_ids(server)
+    assert {path.stem for path in photos} <= set(server.all_ids())
 
 
 def test_a_short_soak(tmp_path: Path) -> None:

@@ -55,19 +55,13 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
     with serving(tmp_path, demo_config(), observer=note) as service:
         service.wait(lambda: service.engine.is_idle, "it is not idle")
 
-        def made(jobs: list[Job]) -> list[Job]:
-            for job in jobs:
-                service.store.add(job, max_open=None)
-            service.engine.feeder.wake()
-            return service.wait_final([job.id for job in jobs])
-
         large = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2, 4)]
         (tmp_path / "photos" / large[2].photo).unlink()
-        done = made([*large[:2], demo_job(tmp_path, 3), large[2]])
+        done = service.made(*large[:2], demo_job(tmp_path, 3), large[2])
         lost = done.pop()
         # No rank has waited for the large images.
         assert max(waits[1], waits[2]) < allowing_for_others(0.5)
-        in_order = made([demo_job(tmp_path, seed, photo_24mp) for seed in (1, 2)])
+        in_order = service.made(*(demo_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
     assert lost.state is JobState.FAILED
     assert "does not exist" in (lost.error or {})["message"]
     assert {job.state for job in done + in_order} == {JobState.COMPLETED}
@@ -91,14 +85,11 @@ def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
     monkeypatch.setattr(Pipeline, "prepare_image", prepare_others)
     with serving(tmp_path, demo_config()) as service:
         service.wait(lambda: service.engine.is_idle, "it is not idle")
-        jobs = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)]
-        for job in jobs:
-            service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
+        ids = service.store_jobs(*(_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
         service.wait(lambda: asked, "nothing is prepared")
         assert not service.engine.is_idle
-        assert service.engine.cancel(jobs[0].id, 60)
-        done = service.wait_final([job.id for job in jobs])
+        assert service.engine.cancel(ids[0], 60)
+        done = service.wait_final(ids)
         service.wait(lambda: service.engine.is_idle, "it is not idle")
     assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]
 

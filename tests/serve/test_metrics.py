@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import SvdSampling
-from svdpp.serve.job import Job, JobState, new_id
+from svdpp.serve.job import JobState
 from svdpp.worker.messages import ActionDone, Joined, StepDone, TransferDone
 
 pytest.importorskip("prometheus_client")
@@ -18,16 +17,9 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from svdpp.serve.metrics import Metrics
+from tests.serve.store_jobs import new_job
 
-JOB = Job(
-    id=new_id(),
-    seed=0,
-    sampling=SvdSampling(num_frames=14),
-    photo="a.png",
-    photo_name="a.png",
-    photo_sha256="0" * 64,
-    created_at=1000.0,
-)
+JOB = new_job(created_at=1000.0)
 
 
 class Server:

@@ -18,7 +18,7 @@ from svdpp.config import OutputConfig
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import write_clip
 from tests.cli.shell import ROOT
-from tests.serve.http_server import DEMO, HANG_SECONDS, QUICK, HttpServer, wait
+from tests.serve.http_server import DEMO, QUICK, HttpServer, wait
 
 PAGE = ROOT / "svdpp" / "serve" / "page"
 CODE = ("text/javascript", "text/css")
@@ -92,7 +92,7 @@ class Page:
             except StaleElementReferenceException:
                 return False
 
-        wait(has_happened, HANG_SECONDS, lambda: self.text("body"))
+        wait(has_happened, lambda: self.text("body"))
 
     @contextmanager
     def of_width(self, width: int) -> Iterator[None]:

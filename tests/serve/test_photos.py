@@ -54,14 +54,7 @@ def slow_jpeg(num_scans: int = 20_000) -> bytes:
 # --- good photographs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("format", "suffix"),
-    [
-        ("PNG", ".png"),
-        ("MPO", ".jpg"),
-        ("TIFF", ".tif"),
-    ],
-)
+@pytest.mark.parametrize(("format", "suffix"), [("PNG", ".png"), ("MPO", ".jpg"), ("TIFF", ".tif")])
 def test_a_photograph_gets_the_name_of_its_job(
     photos: PhotoFolder, tmp_path: Path, format: str, suffix: str
 ) -> None:

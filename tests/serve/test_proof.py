@@ -38,12 +38,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A data folder with three finished clips, and their ids, the oldest first."""
     folder = tmp_path_factory.mktemp("data")
     with serving(folder, demo_config()) as service:
-        jobs = [demo_job(folder, seed) for seed in range(3)]
-        for job in jobs:
-            service.store.add(job, max_open=None)
-        service.engine.feeder.wake()
-        finished = service.wait_final([job.id for job in jobs])
-    assert {job.state for job in finished} == {JobState.COMPLETED}
+        jobs = service.made(*(demo_job(folder, seed) for seed in range(3)))
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
     return folder, [job.id for job in jobs]
 
 
@@ -68,10 +64,7 @@ class Proving:
 
 @contextmanager
 def _proving(
-    made: tuple[Path, list[str]],
-    folder: Path,
-    *,
-    when_idle: bool,
+    made: tuple[Path, list[str]], folder: Path, *, when_idle: bool = False
 ) -> Iterator[Proving]:
     if made[0].exists():
         shutil.copytree(made[0], folder, dirs_exist_ok=True)
@@ -98,6 +91,12 @@ def _children() -> list[int]:
     return children_of(os.getpid(), "svdpp.serve.prover")
 
 
+def _child() -> int:
+    """The first one, once there is one."""
+    wait_until(_children, HANG_SECONDS, "no process")
+    return _children()[0]
+
+
 @pytest.mark.long
 def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
     made: tuple[Path, list[str]], tmp_path: Path
@@ -112,8 +111,7 @@ def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
         assert proving.proofs() == ["none"] * 3
         proving.idle.set()
         proving.wait_for("none", "none", "running")
-        wait_until(_children, HANG_SECONDS, "no process")
-        (child,) = _children()
+        child = _child()
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
         proving.wait_for("running", "failed", "equal")
         proving.wait_for("different", "failed", "equal")
@@ -132,7 +130,7 @@ def test_a_clip_that_is_gone_is_missing_and_not_different(
         assert proving.prover.request(proving.ids[0])
         assert proving.proofs() == ["running", "none", "none"]
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")  # of the clip that is there
+        _child()  # of the clip that is there
         assert proving.proofs() == ["failed", "running", "failed"]
         assert proving.reasons()[0] == "file missing: the clip"
         assert proving.reasons()[2] == "file missing: the clip and the clip's JSON"
@@ -143,14 +141,13 @@ def test_a_proof_that_fails_says_why_and_can_be_requested_again(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     """As when the kernel ends the process because memory runs out, or a file is another."""
-    with _proving(made, tmp_path, when_idle=False) as proving:
+    with _proving(made, tmp_path) as proving:
         photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
         photo.write_bytes(b"another")
         for id in proving.ids[:2]:
             assert proving.prover.request(id)
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")
-        os.kill(_children()[0], signal.SIGKILL)
+        os.kill(_child(), signal.SIGKILL)
         proving.wait_for("failed", "running", "none")
         assert "ended with code -9" in str(proving.reasons()[0])
         assert proving.prover.request(proving.ids[0])
@@ -164,7 +161,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     """A clip that is removed is let go."""
-    with _proving(made, tmp_path, when_idle=False) as proving:
+    with _proving(made, tmp_path) as proving:
         assert proving.prover.request(proving.ids[1])
         assert proving.prover.request(proving.ids[1])
         assert proving.proofs() == ["none", "running", "none"]
@@ -180,7 +177,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "it does not go on")
+        _child()  # it goes on
         assert not proving.prover.request("video_unknown")
         assert proving.prover.request(proving.ids[0])
         for id in proving.ids:
@@ -190,14 +187,14 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
 
 
 def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Path) -> None:
-    with _proving(made, tmp_path, when_idle=False) as proving:
+    with _proving(made, tmp_path) as proving:
         for id in proving.ids[:2]:
             assert proving.prover.request(id)
     (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
-    with _proving((tmp_path / "none", proving.ids), tmp_path, when_idle=False) as proving:
+    with _proving((tmp_path / "none", proving.ids), tmp_path) as proving:
         assert proving.store.to_prove() == proving.ids[:2]
         proving.idle.set()
-        wait_until(_children, HANG_SECONDS, "no process")
+        _child()
         assert proving.proofs() == ["failed", "running", "none"]
 
 
@@ -205,10 +202,7 @@ def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Pa
 def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) -> None:
     """Each goes on with another one meanwhile, and does not verify again what is verified."""
     with serving(tmp_path, demo_config(), url=database) as service:
-        jobs = [demo_job(tmp_path, seed) for seed in range(2)]
-        ids = [service.store.add(job, max_open=None).id for job in jobs]
-        service.engine.feeder.wake()
-        service.wait_final(ids)
+        ids = [job.id for job in service.made(*(demo_job(tmp_path, seed) for seed in range(2)))]
     with (
         closing(JobQueue(tmp_path, url=database)) as own,
         closing(JobQueue(tmp_path, url=database)) as other,

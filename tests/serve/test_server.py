@@ -23,17 +23,9 @@ from svdpp.serve.auth import add_key
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from tests.cli.shell import DEMO as ON_CPU
-from tests.cli.shell import Answer, assert_error, python, svdpp_here
-from tests.cli.test_cli_alone import HEAVY, LIST_MODULES
-from tests.serve.http_server import (
-    DUMMY,
-    HANG_SECONDS,
-    PHOTO,
-    QUICK,
-    HttpServer,
-    error_of,
-    wait,
-)
+from tests.cli.shell import Answer, assert_error, svdpp_and_modules, svdpp_here
+from tests.cli.test_cli_alone import HEAVY
+from tests.serve.http_server import DUMMY, HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
 
 if TYPE_CHECKING:
     from svdpp.serve.service import ServerSettings
@@ -166,8 +158,7 @@ def test_wrong_options(
 
 
 def test_its_help_imports_nothing_heavy() -> None:
-    answer = python("-c", LIST_MODULES, "serve", "--help")
-    loaded = set(answer.err.partition("MODULES ")[2].split())
+    answer, loaded = svdpp_and_modules("serve", "--help")
 
     assert answer.code == 0
     assert {name.partition(".")[0] for name in loaded} & {*HEAVY, "fastapi", "uvicorn"} == set()
@@ -259,14 +250,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(demo: HttpServer) -> None:
     assert metadata["seed"] == 3
     assert metadata["file_sha256"] == file_sha256(demo.folder / "clips" / f"{id}.mp4")
     assert demo.client.post(f"/v1/videos/{id}/verify").status_code == 202
-    wait(lambda: demo.video(id)["proof"] == "equal", HANG_SECONDS, lambda: demo.err)
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_a_second_server_on_the_same_folder(server: HttpServer) -> None:
-    answer = svdpp_here("serve", "--data", str(server.folder), *QUICK, "--port", "0")
-    assert_error(answer, 2, "data")
+    wait(lambda: demo.video(id)["proof"] == "equal", lambda: demo.err)
 
 
 @pytest.mark.processes
@@ -307,9 +291,9 @@ def _ends_without_grace(folder: Path) -> list[str]:
         waiting = threading.Thread(target=make)
         with server.client.stream("GET", f"/v1/videos/{ids[0]}/events") as events:
             next(events.iter_lines())
-            wait(lambda: server.video(ids[0])["step"] > 0, HANG_SECONDS)
+            wait(lambda: server.video(ids[0])["step"] > 0)
             waiting.start()
-            wait(lambda: _newest(server) not in ids, HANG_SECONDS)
+            wait(lambda: _newest(server) not in ids)
             ids.append(_newest(server))
             assert server.stop() == 0
         waiting.join(HANG_SECONDS)
@@ -335,9 +319,9 @@ def _finishes_what_runs_and_lets_clients_read(folder: Path, ids: list[str]) -> N
         assert video["expires_at"] - video["completed_at"] == 86400
         server.client.delete(f"/v1/videos/{done}")
         (last,) = server.add(steps=400)
-        wait(lambda: server.video(last)["status"] == "in_progress", HANG_SECONDS)
+        wait(lambda: server.video(last)["status"] == "in_progress")
         os.killpg(server.process.pid, signal.SIGINT)
-        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+        wait(lambda: server.client.get("/ready").status_code == 503)
         answer = server.request()
         error_of(answer, 503, "closing")
         assert int(answer.headers["retry-after"]) > 0
@@ -349,13 +333,13 @@ def _finishes_what_runs_and_lets_clients_read(folder: Path, ids: list[str]) -> N
 
 def _removes_old_clips_and_ends_at_once_at_the_second_signal(folder: Path, old: str) -> None:
     with HttpServer(folder, *QUICK, "--keep-days", "0.00001", "--grace", "600") as server:
-        wait(lambda: server.client.get(f"/v1/videos/{old}").status_code == 404, HANG_SECONDS)
+        wait(lambda: server.client.get(f"/v1/videos/{old}").status_code == 404)
         assert not [path for path in folder.rglob("*") if old in path.name]
         server.wait_ready()
         (id,) = server.add(steps=1000)
-        wait(lambda: server.video(id)["status"] == "in_progress", HANG_SECONDS)
+        wait(lambda: server.video(id)["status"] == "in_progress")
         os.killpg(server.process.pid, signal.SIGHUP)
-        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+        wait(lambda: server.client.get("/ready").status_code == 503)
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert server.err.count("\n") == 2, server.err
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_leftovers
 from svdpp.serve.store import FileStore
 from tests.serve.engines import dummy_job
-from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, PHOTO, HttpServer, error_of, wait
+from tests.serve.http_server import DEMO, DUMMY, PHOTO, HttpServer, error_of, wait
 from tests.serve.swift import Swift
-from tests.serve.test_crashes import expected_latents
+from tests.serve.test_crashes import wait_made
 
 pytest.importorskip("fastapi")
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -29,17 +30,9 @@ _SLOW = (*DUMMY, "--time-scale", "0.4", "--lease", "3")
 
 
 @pytest.fixture
-def start(tmp_path: Path, database: str, bucket: str) -> Iterator[Start]:
-    """Starts one more server, with a folder of its own; returns it once its ranks are ready."""
-    with ExitStack() as servers:
-
-        def started(name: str, *options: str) -> HttpServer:
-            options = (*(options or DEMO), "--queue", database, "--files", bucket)
-            server = servers.enter_context(HttpServer(tmp_path / name, *options))
-            server.wait_ready()
-            return server
-
-        yield started
+def start(start: Start, bucket: str) -> Start:
+    """The same, with files in the bucket."""
+    return partial(start, "--files", bucket)
 
 
 @pytest.fixture
@@ -56,12 +49,12 @@ def _content(server: HttpServer, id: str, kind: str = "content", **headers: str)
 
 def _wait_empty(store: FileStore) -> None:
     """Latent checkpoints go within a second."""
-    wait(lambda: set(store.objects()) == {"queue.id"}, HANG_SECONDS, lambda: str(store.objects()))
+    wait(lambda: set(store.objects()) == {"queue.id"}, lambda: str(store.objects()))
 
 
 def test_any_server_makes_and_serves_a_clip(start: Start, store: FileStore) -> None:
-    first = start("first")
-    second = start("second", *DEMO, "--grace", "0")
+    first = start(*DEMO, folder="first")
+    second = start(*DEMO, "--grace", "0", folder="second")
     ids = [*first.add(3), *second.add(3)]
     made = {id: first.wait_for(id, "completed") for id in ids}
     for id in made:
@@ -69,14 +62,14 @@ def test_any_server_makes_and_serves_a_clip(start: Start, store: FileStore) -> N
         assert _content(second, id) == clip
         assert _content(second, id, Range="bytes=10-19") == clip[10:20]
         assert _content(second, id, "input") == _content(first, id, "input") == PHOTO
-    wait(lambda: not store.objects("latents"), HANG_SECONDS)
+    wait(lambda: not store.objects("latents"))
     names = {name for name in store.objects() if name != "queue.id"}
     clips = {f"clips/{id}-1.mp4{end}" for id in ids for end in ("", ".json")}
     assert names == clips | {f"photos/{id}.jpg" for id in ids}
     metadata = [second.client.get(f"/v1/videos/{id}/metadata").json() for id in ids]
     assert all(metadata)
     assert second.client.post(f"/v1/videos/{ids[0]}/verify").status_code == 202
-    wait(lambda: second.video(ids[0])["proof"] == "equal", HANG_SECONDS)
+    wait(lambda: second.video(ids[0])["proof"] == "equal")
     for server, id in zip([first, second] * 3, ids, strict=True):
         assert server.client.delete(f"/v1/videos/{id}").json()["deleted"]
     _wait_empty(store)
@@ -85,15 +78,14 @@ def test_any_server_makes_and_serves_a_clip(start: Start, store: FileStore) -> N
 def test_another_server_goes_on_with_the_clip_of_a_killed_one(
     start: Start, store: FileStore
 ) -> None:
-    servers = [start(name, *_SLOW) for name in ("first", "second")]
+    servers = [start(*_SLOW, folder=name) for name in ("first", "second")]
     (id,) = servers[0].add(seed=5, steps=_STEPS)
-    wait(lambda: store.objects("latents"), HANG_SECONDS, lambda: f"{servers[0].video(id)}")
+    wait(lambda: store.objects("latents"), lambda: f"{servers[0].video(id)}")
     claims = [server.client.get("/v1/servers").json()["data"][0]["claims"] for server in servers]
     killed, other = servers if claims[0] else reversed(servers)
     killed.stop(signal.SIGKILL)
-    other.wait_for(id, "completed")
+    wait_made(other, {id: 5})
     metadata = other.client.get(f"/v1/videos/{id}/metadata").json()
-    assert metadata["latents_sha256"] == expected_latents(5, _STEPS)
     assert metadata["resumed_from_step"] > 0
     assert other.client.delete(f"/v1/videos/{id}").json()["deleted"]
     _wait_empty(store)
@@ -101,17 +93,17 @@ def test_another_server_goes_on_with_the_clip_of_a_killed_one(
 
 def test_clips_survive_the_store(start: Start, swift: Swift) -> None:
     """What is in progress is finished and published later; new requests are told to come back."""
-    server = start("first", *DEMO, "--steps", "60")
+    server = start(*DEMO, "--steps", "60")
     (id,) = server.add(seed=1)
-    wait(lambda: server.video(id)["step"] >= 1, HANG_SECONDS, lambda: f"{server.video(id)}")
+    wait(lambda: server.video(id)["step"] >= 1, lambda: f"{server.video(id)}")
     swift.stop()
     try:
-        wait(lambda: server.client.get("/ready").status_code == 503, HANG_SECONDS)
+        wait(lambda: server.client.get("/ready").status_code == 503)
         answer = server.request(seed=2)
         error_of(answer, 503, "storage_failed")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 60, HANG_SECONDS)
+        wait(lambda: server.video(id)["step"] == 60)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()

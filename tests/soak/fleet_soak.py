@@ -35,7 +35,7 @@ from tests.soak.serve_checks import (
     summary,
     wrong_files,
 )
-from tests.soak.serve_clients import Clients, requests
+from tests.soak.serve_clients import Clients, arguments, requests
 from tests.soak.serve_processes import belonging
 from tests.soak.serve_server import FaultyServer
 
@@ -196,13 +196,9 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=300)
-    parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
+    asked = arguments(__doc__, jobs=300, clients=20, faults=40, seed=0).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-fleet-"))
-    return exit_code(soak(folder, parser.parse_args()), folder)
+    return exit_code(soak(folder, asked), folder)
 
 
 if __name__ == "__main__":

@@ -48,14 +48,12 @@ class Request:
         return f"request-{self.number}"
 
 
-def arguments(
-    about: str | None, *, jobs: int, clients: int, minutes: float
-) -> argparse.ArgumentParser:
-    """The options of a program with clients, by their defaults."""
+def arguments(about: str | None, **defaults: float) -> argparse.ArgumentParser:
+    """The options of a program, by their defaults."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--jobs", type=int, default=jobs)
-    parser.add_argument("--clients", type=int, default=clients)
-    parser.add_argument("--minutes", type=float, default=minutes)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default)
     return parser
 
 
@@ -118,12 +116,10 @@ class Clients:
 
     @property
     def num_done(self) -> int:
-        """Requests whose clients are done."""
         return sum(future.done() for future in self._futures)
 
     @property
     def are_done(self) -> bool:
-        """Whether all clients are done."""
         return self.num_done == len(self._futures)
 
     def close(self) -> None:

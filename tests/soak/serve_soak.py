@@ -30,10 +30,8 @@ _OWN = {"queue.sqlite3", "lock", RESERVE}
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    parser = arguments(__doc__, jobs=300, clients=24, minutes=20.0)
-    parser.add_argument("--seconds-between", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    options = {"jobs": 300, "clients": 24, "minutes": 20.0, "seconds_between": 5.0, "seed": 0}
+    asked = arguments(__doc__, **options).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))
     return exit_code(soak(folder, asked), folder)
 

@@ -10,7 +10,6 @@ parent's growth, which must be under 5%. Otherwise the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,6 +30,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.worker import device
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.processes import MARK, marked
+from tests.soak.serve_clients import arguments
 from tests.soak.worker import CONFIG, missing
 
 # From a fault to the end of the command: the heartbeat timeout, and the time to end.
@@ -60,12 +60,8 @@ class Tally:
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clips", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seconds-between", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    options = {"clips": 200, "minutes": 30.0, "seconds_between": 60.0, "seed": 0}
+    asked = arguments(__doc__, **options).parse_args()
     chance = random.Random(asked.seed)
     begun, tally = time.monotonic(), Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:

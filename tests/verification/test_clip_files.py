@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
+from svdpp.config import OutputConfig
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
 from svdpp.verification.clip_files import are_clips, find_clips, find_photo, read_clip
@@ -104,15 +104,10 @@ def test_what_is_not_there_is_an_error(out: Path) -> None:
     for name in ("gone.mp4", "gone.json"):
         with pytest.raises(InputError):
             read_clip(out / name)
-    video.write_clip(frames_of(1), _plain(out), fps=7, metadata={"seed": 1})
+    plain = OutputConfig(path=str(out / "plain.mp4"))
+    video.write_clip(frames_of(1), plain, fps=7, metadata={"seed": 1})
     with pytest.raises(InputError, match=r"the metadata in .*plain.mp4' is not a clip's"):
         read_clip(out / "plain.mp4")
-
-
-def _plain(folder: Path) -> Any:
-    from svdpp.config import OutputConfig
-
-    return OutputConfig(path=str(folder / "plain.mp4"))
 
 
 def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:

@@ -71,7 +71,9 @@ def test_a_folder_is_recorded_as_where_it_is(
     assert {record["model"] for record in records} == {str(folder)}
     assert len({record["parameters_sha256"] for record in records}) == 1
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _record("ckpt", tmp_path)["model"] == "~/ckpt"
+    at_home = _record("ckpt", tmp_path)
+    assert at_home["model"] == "~/ckpt"
+    assert str(tmp_path) not in json.dumps(at_home)
 
 
 def test_the_demo_is_recorded_by_its_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
-from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, LatentSpec, SvdSampling
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
@@ -29,14 +29,10 @@ from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.side_threads import ClipWriter
 from svdpp.worker.steps import RankTools
 from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from tests.driver.dummies import config
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)
-CONFIG = PipelineConfig(
-    world_size=1,
-    model=ModelConfig(name="dummy", dummy_latent_shape=SHAPE),
-    sampling=SvdSampling(num_inference_steps=2),
-)
 
 
 class DeviceTensor(torch.Tensor):
@@ -103,7 +99,7 @@ def test_the_tensors_of_these_tests_cannot_be_hashed() -> None:
 
 def test_the_reference(tmp_path: Path) -> None:
     setup = reference._Setup(
-        config=CONFIG,
+        config=config(1, steps=2),
         checkpoint=None,
         requests=(ClipRequest(seed=0),),
         steps=frozenset({1, 2}),
