@@ -102,7 +102,7 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     look before, `LOOK_SECONDS` ago, is not of a request or of a rank that is at work; so no clocks
     are compared. With a store, copies that were not used since then go as well.
 
-    `in_use` are parts of the names of files that this server needs.
+    `in_use` are the ids of jobs whose files this server needs.
     """
     store = queue.store
     # Listed before the queue is asked: what is begun meanwhile is not among them.
@@ -110,17 +110,16 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     clips = queue.clips()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
     oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
-    left: Seen = {
-        (name, about)
-        for name, about in files.items()
-        if _is_leftover(name, clips) and (about[1] < oldest or not _LATENT.match(name))
-    }
+    for found in (files, copies):
+        for name in [name for name in found if _LATENT.match(name) and found[name][1] > oldest]:
+            del found[name]
+    left: Seen = {(name, about) for name, about in files.items() if _is_leftover(name, clips)}
     # A file that the store lacks is no copy: the folder may have had it before there was a store.
     unused: Seen = {
         (name, about)
         for name, about in copies.items()
         if (_is_leftover(name, clips, is_copy=True) or (_OWN.fullmatch(name) and name in files))
-        and not any(part in name for part in in_use)
+        and not any(id in name for id in in_use)
     }
     with _errors(store.folder):
         for name, _ in left & before:

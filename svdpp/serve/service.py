@@ -274,12 +274,9 @@ class Service:
         self.engine.feeder.wake()
 
     def _in_use(self) -> list[str]:
-        """Parts of the names of the files that the ranks and the prover use."""
-        clips = self.engine.feeder.clips()
-        keys = [clip.to_make.request.latents_key for clip in clips]
-        return [
-            part for part in (*(clip.job.id for clip in clips), *keys, self.prover.running) if part
-        ]
+        """The ids of the jobs whose files the ranks and the prover use."""
+        ids = (clip.job.id for clip in self.engine.feeder.clips())
+        return [id for id in (*ids, self.prover.running) if id]
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
         """Removes a job with its files, and cancels it before if it is open."""
