@@ -18,7 +18,7 @@ from svdpp.serve.background import Background
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
-from svdpp.serve.job import FleetServer, Job
+from svdpp.serve.job import FleetServer
 from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.views import size_of
 
@@ -50,15 +50,9 @@ class Fleet:
         """This server, then the others as they were seen last."""
         return [self._own(), *self._others]
 
-    def num_like_this(self) -> int:
-        """How many live servers make the same clips as this one, itself among them."""
-        return 1 + len(self._others_of(self._own().kind))
-
-    def why_waits(self, job: Job) -> str | None:
-        """Why no server takes a queued job that this one cannot make; None if another does."""
-        if self._others_of(job.weights or job.model):
-            return None
-        return f"its model is {job.model}, and no server runs these weights of it now"
+    def others_of(self, kind: str | None) -> list[FleetServer]:
+        """The other live servers that make the clips of a kind."""
+        return [other for other in self._others if other.kind == kind and other.is_live]
 
     def _own(self) -> FleetServer:
         feeder = self._engine.feeder
@@ -125,9 +119,6 @@ class Fleet:
             if said != QUEUED:
                 feeder.ask_to_cancel(said)
                 continue
-            num_free = sum(other.free > 0 for other in self._others_of(self._own().kind))
+            num_free = sum(other.free > 0 for other in self.others_of(self._queue.kind))
             if not feeder.num_free or random.random() * num_free < _MAX_WOKEN:
                 feeder.wake()
-
-    def _others_of(self, kind: str) -> list[FleetServer]:
-        return [other for other in self._others if other.kind == kind and other.is_live]

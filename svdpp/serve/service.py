@@ -118,7 +118,7 @@ class Service:
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
         self.fleet = Fleet(queue, self.engine, self.capabilities)
-        self.engine.estimates.num_servers = self.fleet.num_like_this
+        self.engine.estimates.others = lambda: len(self.fleet.others_of(queue.kind))
         self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
@@ -323,7 +323,9 @@ class Service:
             eta = self.engine.estimates.elsewhere(job) if is_own else None
             return video_of(job, eta_seconds=eta, step=job.step)
         if not is_own:
-            return video_of(replace(job, held=self.fleet.why_waits(job)))
+            is_made = self.fleet.others_of(job.weights or job.model)
+            why = f"its model is {job.model}, and no server runs these weights of it now"
+            return video_of(replace(job, held=None if is_made else why))
         estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
