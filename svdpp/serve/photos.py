@@ -144,7 +144,7 @@ def _decode(upload: Path, name: str, video_frames: int, max_pixels: int) -> _Dec
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """What the process wrote until it ended; None if it was not done in time, or wrote too much.
+    """What the process wrote at once; None if it has not ended in time, or writes too much.
 
     Whoever else holds the other end of the pipe does not keep this waiting.
     """
@@ -152,15 +152,11 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    text = b""
-    while len(text) <= _MAX_ANSWER and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-        chunk = os.read(process.stdout.fileno(), _MAX_ANSWER)
-        text += chunk
-        if not chunk:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-                return text
-            return None
+    if poll.poll(1000 * seconds):
+        text = os.read(process.stdout.fileno(), _MAX_ANSWER)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+            return text
     return None
 
 

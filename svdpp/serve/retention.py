@@ -110,15 +110,17 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     clips = queue.clips()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
     oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
-    for found in (files, copies):
-        for name in [name for name in found if _LATENT.match(name) and found[name][1] > oldest]:
-            del found[name]
-    left: Seen = {(name, about) for name, about in files.items() if _is_leftover(name, clips)}
+
+    def is_left(name: str, written_at: float, *, is_copy: bool = False) -> bool:
+        is_kept = _LATENT.match(name) and written_at > oldest
+        return not is_kept and _is_leftover(name, clips, is_copy=is_copy)
+
+    left: Seen = {(name, about) for name, about in files.items() if is_left(name, about[1])}
     # A file that the store lacks is no copy: the folder may have had it before there was a store.
     unused: Seen = {
         (name, about)
         for name, about in copies.items()
-        if (_is_leftover(name, clips, is_copy=True) or (_OWN.fullmatch(name) and name in files))
+        if (is_left(name, about[1], is_copy=True) or (_OWN.fullmatch(name) and name in files))
         and not any(id in name for id in in_use)
     }
     with _errors(store.folder):
