@@ -122,8 +122,8 @@ class Guard:
     def _count_upload(self, owner: str) -> None:
         places = [(503, self._uploads.total(), self.limits.uploads, "")]
         if self.owner_of is not None:
-            own = self._uploads[owner], self.limits.uploads_of_key, "of this key "
-            places.insert(0, (429, *own))
+            own = self._uploads[owner]
+            places = [(429, own, self.limits.uploads_of_key, "of this key "), *places]
         for status, used, limit, whose in places:
             if used >= limit:
                 text = f"{used} images {whose}are being uploaded already"
