@@ -236,6 +236,7 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
 #: By the beginning of the kind of fault; braces name what pydantic says beside it.
 _WANTED = {
     "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
     "int_": "must be a whole number",
     "float_": "must be a number",
     "finite_number": "must be a finite number",

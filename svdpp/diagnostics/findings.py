@@ -37,8 +37,10 @@ def find_limits(figures: RunFigures) -> list[Finding]:
     worth = [each for each in causes if each.lost_seconds >= least]
     if not worth:
         shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
-        each = f"each computes {min(shares):.0%} to {max(shares):.0%} of the time"
-        return [Finding("balanced", f"no rank: {each}")]
+        text = f"no rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
+        if figures.world_size == 1:
+            text = f"its one rank, which computes {shares[0]:.0%} of the time"
+        return [Finding("balanced", text)]
     return sorted(worth, key=lambda cause: -cause.lost_seconds)
 
 

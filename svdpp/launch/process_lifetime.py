@@ -20,6 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
+# Held while a folder is made, and for ever once the folders of a process that ends are removed.
+_making_folder = threading.Lock()
+
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when the thread that started it ends.
@@ -153,10 +156,11 @@ def make_folder(prefix: str) -> Path:
     """Creates a folder that only this user can open, for which see `remove_temp_files`."""
     from multiprocessing import util
 
-    within = util.get_temp_dir()
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(within, 0o700)  # a cleaner of /tmp removes it while a server runs for weeks
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
+    with _making_folder:
+        within = util.get_temp_dir()
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(within, 0o700)  # a cleaner of /tmp removes it while a server runs for weeks
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 
 
 @contextlib.contextmanager
@@ -177,4 +181,9 @@ def remove_temp_files() -> None:
     """
     if "multiprocessing.util" in sys.modules:
         with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
-            shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
+            _making_folder.acquire(timeout=1)  # a signal handler's own thread may hold it
+            folder = sys.modules["multiprocessing.util"].get_temp_dir()
+            # Other threads and processes go on: by its name they could write into it meanwhile.
+            gone = f"{folder}-gone"
+            os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)

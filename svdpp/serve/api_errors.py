@@ -219,7 +219,7 @@ def _methods(request: Request) -> list[str]:
             route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
         )
     ]
-    return sorted([*methods, *(["HEAD"] if "GET" in methods else [])])  # of HEAD: `guard`
+    return sorted([*methods, "HEAD"]) if "GET" in methods else methods  # of HEAD: `guard`
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -120,13 +120,14 @@ class Guard:
                     await self.app(scope, body, answer)
 
     def _count_upload(self, owner: str) -> None:
-        places = [(self._uploads.total(), self.limits.uploads, "")]
+        places = [(503, self._uploads.total(), self.limits.uploads, "")]
         if self.owner_of is not None:
-            places.append((self._uploads[owner], self.limits.uploads_of_key, "of this key "))
-        for used, limit, whose in places:
+            own = self._uploads[owner]
+            places = [(429, own, self.limits.uploads_of_key, "of this key "), *places]
+        for status, used, limit, whose in places:
             if used >= limit:
                 text = f"{used} images {whose}are being uploaded already"
-                raise ApiError(503, "too_many_uploads", text, retry=1, limit=limit)
+                raise ApiError(status, "too_many_uploads", text, retry=1, limit=limit)
         self._uploads[owner] += 1
 
     def _owner(self, path: str, headers: Headers) -> Owner:
@@ -234,7 +235,8 @@ def _kind_of(content_type: str) -> str:
         raise ApiError(
             415,
             "unsupported_media_type",
-            f"the body must be multipart/form-data or {JSON}, not {shown or 'without a type'}",
+            f"the body must be multipart/form-data or {JSON}, "
+            + (f"not {shown}" if shown else "and its Content-Type must say so"),
             "send the fields as curl -F does; an image is the field input_reference",
         )
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")

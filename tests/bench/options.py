@@ -1,4 +1,4 @@
-"""The options of the scripts of this folder."""
+"""The options of scripts: benches and soaks."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ _FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
 #: What each made-up run suffers from, the rank that limits it, and words of the report.
 BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
     "balanced": (replayed(), None, "no rank: each computes"),
+    "balanced: one": (replayed(world_size=1), None, "its one rank, which computes 100% of the"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
     "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),

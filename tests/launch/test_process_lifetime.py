@@ -91,6 +91,27 @@ def test_exit_process_leaves_no_temporary_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+_MAKER = """
+import threading
+from svdpp.launch import process_lifetime
+
+def make():
+    while True:
+        process_lifetime.make_folder("svdpp-test-")
+        made.set()
+
+made = threading.Event()
+threading.Thread(target=make, daemon=True).start()
+made.wait()
+process_lifetime.exit_process(0)
+"""
+
+
+def test_no_thread_makes_a_folder_after_the_end(tmp_path: Path) -> None:
+    assert _run(tmp_path, _MAKER) == 0
+    assert not list(tmp_path.iterdir())
+
+
 _CLEANED = """
 import shutil
 from multiprocessing import util

@@ -26,6 +26,7 @@ from typing import Any
 
 import httpx
 
+from tests.bench.options import options
 from tests.serve.postgres import Postgres, postgres_server
 from tests.soak.serve_checks import (
     Row,
@@ -35,7 +36,7 @@ from tests.soak.serve_checks import (
     summary,
     wrong_files,
 )
-from tests.soak.serve_clients import Clients, arguments, requests
+from tests.soak.serve_clients import Clients, requests
 from tests.soak.serve_processes import belonging
 from tests.soak.serve_server import FaultyServer
 
@@ -196,7 +197,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    asked = arguments(__doc__, jobs=300, clients=20, faults=40, seed=0).parse_args()
+    asked = options(__doc__, jobs=300, clients=20, faults=40, seed=0)
     folder = Path(tempfile.mkdtemp(prefix="soak-fleet-"))
     return exit_code(soak(folder, asked), folder)
 

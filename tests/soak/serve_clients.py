@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -46,15 +45,6 @@ class Request:
     def key(self) -> str:
         """The idempotency key."""
         return f"request-{self.number}"
-
-
-def arguments(about: str | None, **defaults: float) -> argparse.ArgumentParser:
-    """The options of a program, by their defaults."""
-    parser = argparse.ArgumentParser(description=about)
-    for name, default in defaults.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default)
-    return parser
 
 
 def photos() -> list[bytes]:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.serve.database import RESERVE
+from tests.bench.options import options
 from tests.soak.serve_checks import exit_code, remove_leftovers_now, rows_of, summary, wrong_files
-from tests.soak.serve_clients import Clients, arguments, requests
+from tests.soak.serve_clients import Clients, requests
 from tests.soak.serve_server import FaultyServer
 
 _OWN = {"queue.sqlite3", "lock", RESERVE}
@@ -30,8 +31,7 @@ _OWN = {"queue.sqlite3", "lock", RESERVE}
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    options = {"jobs": 300, "clients": 24, "minutes": 20.0, "seconds_between": 5.0, "seed": 0}
-    asked = arguments(__doc__, **options).parse_args()
+    asked = options(__doc__, jobs=300, clients=24, minutes=20.0, seconds_between=5.0, seed=0)
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))
     return exit_code(soak(folder, asked), folder)
 

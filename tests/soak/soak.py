@@ -29,8 +29,8 @@ from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.worker import device
 from svdpp.worker.tensor_store import tensor_sha256
+from tests.bench.options import options
 from tests.faults.processes import MARK, marked
-from tests.soak.serve_clients import arguments
 from tests.soak.worker import CONFIG, missing
 
 # From a fault to the end of the command: the heartbeat timeout, and the time to end.
@@ -60,8 +60,7 @@ class Tally:
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    options = {"clips": 200, "minutes": 30.0, "seconds_between": 60.0, "seed": 0}
-    asked = arguments(__doc__, **options).parse_args()
+    asked = options(__doc__, clips=200, minutes=30.0, seconds_between=60.0, seed=0)
     chance = random.Random(asked.seed)
     begun, tally = time.monotonic(), Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:

@@ -35,7 +35,7 @@ function renderNotes(open) {
   const isUnknown = state.connection === "gone" && !state.listed;
   $("queue-empty").hidden = open.length > 0;
   setText($("queue-empty"), state.listed ? "The queue is empty." : isUnknown ? "Unknown while the server is gone." : "Loading.");
-  setText($("queue-note"), allText(open));
+  setText($("queue-note"), allText(open.filter((video) => !state.busy.has(video.id)))); // not of cancelled ones
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
   $("eta-error").title = "The median of the newest clips";
 }
@@ -87,9 +87,10 @@ function updateRow(node, video) {
   bar.value = isWaiting ? 0 : Math.min(99, Math.max(video.progress, Math.floor(100 * video.step / video.steps)));
   setAttribute(bar, "aria-label", `Progress of ${titleOf(video)}`);
   setAttribute(bar, "aria-valuetext", now);
-  setText(status, state.busy.get(video.id) ?? now);
+  const busy = state.busy.get(video.id);
+  setText(status, busy ?? now);
   const rank = isWaiting || video.rank === null ? "" : `rank ${video.rank}`;
-  setText(eta, [rank, etaText(video)].filter(Boolean).join(" · "));
-  setAttribute(button, "aria-disabled", state.busy.has(video.id) || null); // `disabled` would lose the focus
+  setText(eta, busy ? "" : [rank, etaText(video)].filter(Boolean).join(" · "));
+  setAttribute(button, "aria-disabled", Boolean(busy) || null); // `disabled` would lose the focus
   setAttribute(button, "aria-label", `Cancel ${titleOf(video)}`);
 }
