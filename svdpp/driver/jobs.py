@@ -140,7 +140,7 @@ def plan_clips(
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
     plan, are_large = ClipPlan(), []
     folder = policy.latents_folder
-    saved = set() if folder is None else latent_checkpoints.saved_keys(folder)
+    saved = {key for key, _ in latent_checkpoints.saved(folder)} if folder else set()
     weights = None if folder is None else weights_identity(checkpoint)
     last, metadata = None, {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):

@@ -25,9 +25,8 @@ from svdpp.errors import (
     describe_fault,
 )
 from svdpp.redaction import redact, redact_all, without_folders
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.photos import DecoderBusyError
-from svdpp.serve.store import StoreAwayError
 from svdpp.serve.views import FIELDS
 
 #: Kind of the error, for people, by status.
@@ -48,7 +47,7 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (DecoderBusyError, 503, "decoder_busy"),
 )
 #: Answers that are no faults: a client that tries again must not fill the log.
-_REFUSALS = (ClosedError, DecoderBusyError, QueueLostError, StoreAwayError)
+_REFUSALS = (ClosedError, DecoderBusyError, AwayError)
 _RETRY_SECONDS = 10
 #: An option of the command line. A limit of the server is named as whoever started it knows it.
 _OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")

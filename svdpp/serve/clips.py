@@ -6,9 +6,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import threading
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,12 @@ from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job
-from svdpp.serve.store import FileStore, StoreAwayError
+from svdpp.serve.store import FileStore
 from svdpp.worker import latent_checkpoints
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
-# Jobs, of which the ranks have far fewer.
-_REMEMBERED = 1000
 
 
 class Admission:
@@ -64,28 +59,15 @@ class Admission:
             return error.message
         return None
 
-    def check_inputs(
-        self,
-        sampling: SamplingConfig,
-        *,
-        image: bool,
-        prompt: str | None,
-        negative_prompt: str | None,
-        videos: Collection[str] = (),
-    ) -> None:
+    def check_inputs(self, sampling: SamplingConfig, **inputs: Any) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
 
-        Arguments as for `Checkpoint.check_inputs`.
+        `inputs` as for `Checkpoint.check_inputs`.
         """
-        ClipRequest(seed=0, prompt=prompt, negative_prompt=negative_prompt)  # checks them
+        names = ("prompt", "negative_prompt")
+        ClipRequest(seed=0, **{name: inputs[name] for name in names})  # checks them
         if self._checkpoint is not None:
-            self._checkpoint.check_inputs(
-                sampling,
-                image=image,
-                prompt=prompt,
-                negative_prompt=negative_prompt,
-                videos=videos,
-            )
+            self._checkpoint.check_inputs(sampling, **inputs)
 
     def _check_new_route(self, sampling: SamplingConfig) -> None:
         work = ClipWork(self._config, self._checkpoint)
@@ -186,9 +168,8 @@ class ToRequest:
         self._store = store
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS
-        self._publishing = threading.Lock()
-        # The steps of the latent checkpoints that this server has put into the store, by job.
-        self._published: dict[str, int] = {}
+        # Latent checkpoints in the store, by key and step, that are of this server's clips.
+        self._published: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> ClipToMake:
         """What the ranks get for `job`, which continues from its latest latent checkpoint.
@@ -203,7 +184,7 @@ class ToRequest:
             self._made_from(job).request(job.seed),
             output=None if self._checkpoint is None else self._output(job),
             latents_key=key,
-            done_steps=max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0),
+            done_steps=self._steps_done(key),
             sampling=job.sampling,
         )
         return ClipToMake(request, metadata)
@@ -212,62 +193,37 @@ class ToRequest:
         """Removes the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
             latent_checkpoints.prune(self.latents_folder, self._metadata_and_key(job)[1])
-        self.unpublish(job)
 
     def forget_all(self) -> None:
         """Removes all latent checkpoints; only if no job is unfinished."""
-        for key in latent_checkpoints.saved_keys(self.latents_folder):
+        for key, _ in latent_checkpoints.saved(self.latents_folder):
             latent_checkpoints.prune(self.latents_folder, key)
 
-    def publish(self, job: Job, key: str) -> None:
-        """Puts the latest latent checkpoint into the store, for other servers to continue from."""
-        step = max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
-        before = self._published.get(job.id, 0)
-        if step <= before:
-            return
-        kept = self.latents_folder / f".published-{job.id}"
-        with self._publishing:
-            try:
-                # By another name, because a rank may remove the file at any time.
-                kept.unlink(missing_ok=True)  # of a server that was killed
-                os.link(latent_checkpoints.path_of(self.latents_folder, key, step), kept)
-            except FileNotFoundError:
-                return
-            self._note_published(job, before)  # the store may have it also after an error
-            try:
-                self._store.put(kept, _object_of(job, key, step))
-            finally:
-                kept.unlink()
-            self._note_published(job, step)
-            if before:
-                self._store.remove_object(_object_of(job, key, before))
-
-    def unpublish(self, job: Job) -> None:
-        """Removes the job's latent checkpoints from the store, if there may be some."""
-        with self._publishing, contextlib.suppress(StoreAwayError):  # then they are leftovers
-            if self._published.pop(job.id, None) is not None or job.token > 1:
-                for name in self._store.objects(f"{LATENTS}/{job.id}"):
-                    self._store.remove_object(name)
-
-    def _note_published(self, job: Job, step: int) -> None:
-        self._published[job.id] = step
-        if len(self._published) > _REMEMBERED:
-            del self._published[next(iter(self._published))]
+    def publish(self) -> None:
+        """Makes the latent checkpoints of the store those of the folder, while it answers."""
+        self._store.look()
+        saved = latent_checkpoints.saved(self.latents_folder)
+        for key, step in saved - self._published:
+            path = latent_checkpoints.path_of(self.latents_folder, key, step)
+            self._store.put(path, _object_of(key, step))
+            self._published.add((key, step))
+        for key, step in self._published - saved:
+            self._store.remove_object(_object_of(key, step))
+            self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.token > 1):
             return
-        names = self._store.objects(f"{LATENTS}/{job.id}")
-        own = latent_checkpoints.saved_steps(self.latents_folder, key)
-        steps = [
-            step
-            for step in range(1, job.sampling.num_inference_steps + 1)
-            if _object_of(job, key, step) in names
-        ]
-        if steps and steps[-1] > max(own, default=0):
+        names = self._store.objects(f"{LATENTS}/{key}")
+        all_steps = range(1, job.sampling.num_inference_steps + 1)
+        steps = [step for step in all_steps if _object_of(key, step) in names]
+        self._published |= {(key, step) for step in steps}
+        if steps and steps[-1] > self._steps_done(key):
             path = latent_checkpoints.path_of(self.latents_folder, key, steps[-1])
-            self._store.fetch(path, _object_of(job, key, steps[-1]))
-            self._note_published(job, steps[-1])
+            self._store.fetch(path, _object_of(key, steps[-1]))
+
+    def _steps_done(self, key: str) -> int:
+        return max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
 
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
@@ -297,6 +253,6 @@ class ToRequest:
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()
 
 
-def _object_of(job: Job, key: str, step: int) -> str:
-    """The name of a latent checkpoint in the store, by the job, of which other servers know."""
-    return f"{LATENTS}/{job.id}/{latent_checkpoints.path_of(Path(), key, step)}"
+def _object_of(key: str, step: int) -> str:
+    """The name of a latent checkpoint in the store."""
+    return f"{LATENTS}/{key}/{latent_checkpoints.path_of(Path(), key, step)}"

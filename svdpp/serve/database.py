@@ -93,15 +93,11 @@ ALTER TABLE jobs ADD COLUMN lost INTEGER NOT NULL DEFAULT 0;
 }
 
 
-class QueueLostError(OutputError):
-    """The queue is gone, or out of reach.
+class AwayError(OutputError):
+    """The queue or the store is gone, or does not answer; whether a change was made is not known.
 
-    `feeder` or `fleet` logs it once: who tries again, or is answered, need not.
+    It is logged once where that is noticed: who tries again, or is answered, need not.
     """
-
-
-class QueueAwayError(QueueLostError):
-    """The database does not answer; whether a change in progress was made is not known."""
 
 
 def schema(version: int, serial: str) -> str:
@@ -122,25 +118,16 @@ def check_version(version: int, where: str) -> None:
         )
 
 
-def check_own(folder: Path, name: str, restore: str) -> None:
-    """Refuses a folder that has other files, and not the file `name`."""
-    names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE} if folder.exists() else set()
-    if names and name not in names:
+def check_own(folder: Path, own: set[str], restore: str) -> None:
+    """Refuses a folder that has other files than its `own`."""
+    names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE, *own} if folder.exists() else set()
+    if names:
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
             f"{min(names)!r}",
             f"{restore}, name another folder with --data, or add --adopt to use this one: files "
             "of a lost queue go to its lost+found, all others are left alone",
         )
-
-
-def is_disk_low(folder: Path) -> bool:
-    """Whether so little is free that no clip should be begun or taken."""
-    try:
-        free, low = free_and_low(folder)
-    except OSError:  # the folder is gone, or its disk
-        return True
-    return free < low
 
 
 def free_and_low(folder: Path) -> tuple[int, int]:

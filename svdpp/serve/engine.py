@@ -68,7 +68,7 @@ class Engine:
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
         self._observers: list[Observer] = []
-        self._to_request = ToRequest(self.config, self.checkpoint, queue.store)
+        self.to_request = ToRequest(self.config, self.checkpoint, queue.store)
         assumed = self.config.costs if self.config.model.dummy_sleeps else costs
         self._costs = MeasuredCosts(
             assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
@@ -77,7 +77,7 @@ class Engine:
         self.feeder = Feeder(
             self.config,
             queue,
-            self._to_request,
+            self.to_request,
             on_changed,
             self._changed,
             self._seconds_left,
@@ -134,7 +134,7 @@ class Engine:
             if self._queue.cancel_waiting(job_id):
                 job = self.feeder.notify(job_id)
                 if job is not None and job.held is None:
-                    self._to_request.forget(job)
+                    self.to_request.forget(job)
                 self.feeder.wake()
                 return True
             job = self._queue.get(job_id)
@@ -149,13 +149,6 @@ class Engine:
             with self._changed:
                 self._changed.wait(min(left, _POLL_SECONDS))
         return True
-
-    def publish_latents(self) -> None:
-        """Puts the latest latent checkpoints of the clips in progress into the store."""
-        for clip in self.feeder.clips():
-            key = clip.to_make.request.latents_key
-            if key is not None and not clip.is_lost:
-                self._to_request.publish(clip.job, key)
 
     @property
     def is_idle(self) -> bool:
@@ -212,7 +205,7 @@ class Engine:
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
             self.config,
-            latents_folder=str(self._to_request.latents_folder),
+            latents_folder=str(self.to_request.latents_folder),
             history_clips=1,
             ranks_ignore_signals=True,
         )

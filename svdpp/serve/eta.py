@@ -203,8 +203,8 @@ class JobEstimates:
         self._costs = costs
         self._delay = delay
         self._lock = threading.Lock()
-        self.num_servers: Callable[[], int] = lambda: 1
-        """How many servers take the jobs that wait, this one among them."""
+        self.others: Callable[[], int] = lambda: 0
+        """How many other servers take the jobs that wait."""
         self._made_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
 
@@ -238,7 +238,7 @@ class JobEstimates:
             self._lock.release()
 
     def _estimate(self) -> dict[str, Estimate]:
-        number = self.num_servers()
+        number = 1 + self.others()
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
         estimates = estimate(self._clips(waiting[::number]), delay=self._delay())
         if number > 1:  # as many clips begin at about the same time

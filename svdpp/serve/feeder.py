@@ -20,11 +20,9 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import ClipToMake, ToRequest
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_lost_clips
-from svdpp.serve.store import StoreAwayError
 from svdpp.worker.messages import ImageReady
 
 _T = TypeVar("_T")
@@ -267,10 +265,10 @@ class Feeder:
 
     def _look_at_folder(self) -> None:
         """Begins no clips without a queue, nor on a full disk, where no file can be written."""
-        database, before = self._queue.database, self.why_waits
-        if not database.is_there:
+        before = self.why_waits
+        if not self._queue.database.is_there:
             self.why_waits = "the queue in the data folder was removed or replaced"
-        elif database.is_disk_low:
+        elif self._queue.store.is_disk_low:
             self.why_waits = "the disk of the data folder is nearly full"
         else:
             self.why_waits = ""
@@ -290,7 +288,7 @@ class Feeder:
             return
         try:
             to_make = self._to_request(job)
-        except StoreAwayError:  # another server may reach it
+        except AwayError:  # another server may reach it
             self._put_back(job, counts=False)
             return
         except Exception as error:
@@ -417,13 +415,11 @@ class Feeder:
             self._changed.notify_all()
 
     def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
-        clip, store = job.clip_in(self._to_request.folder), self._queue.store
+        clip = job.clip_in(self._to_request.folder)
         for path in (clip, Path(f"{clip}.json")):
-            self._persist(functools.partial(store.put, path))
-        is_completed = self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
-        remove_lost_clips(store, job, is_lost=not is_completed)
-        if is_completed:
-            self._to_request.unpublish(job)
+            self._persist(functools.partial(self._queue.store.put, path))
+        # If another server has the job, what is written here is a leftover.
+        self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
         self._tell(job.id)
 
     def _fail(self, job: Job, error: BaseException) -> bool:
@@ -433,9 +429,7 @@ class Feeder:
         return is_failed
 
     def _put_back(self, job: Job, *, counts: bool) -> None:
-        if self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts)):
-            # Ranks that died may have written the clip, and not said so.
-            remove_lost_clips(self._queue.store, job, is_lost=True)
+        self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts))
         self._tell(job.id)
         self._is_queue_empty = False
 
@@ -452,7 +446,7 @@ class Feeder:
                 if self._seconds_left() <= 0:
                     raise
                 self._look_at_folder()
-                if not isinstance(error, QueueLostError | StoreAwayError) and said != str(error):
+                if not isinstance(error, AwayError) and said != str(error):
                     said = str(error)
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:

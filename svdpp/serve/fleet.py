@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -15,16 +14,18 @@ from typing import Any
 from loguru import logger
 
 from svdpp import __version__
-from svdpp.errors import ClosedError, OutputError
+from svdpp.serve.background import Background
+from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
-from svdpp.serve.job import FleetServer, Job
-from svdpp.serve.queue import JobQueue
+from svdpp.serve.form import Capabilities
+from svdpp.serve.job import FleetServer
+from svdpp.serve.queue import QUEUED, JobQueue
+from svdpp.serve.views import size_of
 
 # Two renewals can be late before a claim ends.
 _RENEWALS = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
-_RETRY_SECONDS = 1.0
 # In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
 # next turn of a free one.
 _MAX_WOKEN = 16
@@ -33,55 +34,25 @@ _MAX_LOOKING = 64
 
 
 class Fleet:
-    """This server among those that share its queue; alone if nobody shares it.
+    """This server among those that share its queue; alone if nobody shares it."""
 
-    Args:
-        queue: of all servers.
-        engine: of this one.
-        model: that it runs, by the name that clients know.
-        weights: as in `FleetServer`.
-        sizes: as in `FleetServer`.
-    """
-
-    def __init__(
-        self, queue: JobQueue, engine: Engine, *, model: str, weights: str, sizes: list[str]
-    ) -> None:
-        self._queue, self._engine = queue, engine
-        self._model, self._weights, self._sizes = model, weights, sizes
+    def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
+        self._queue, self._engine, self._capabilities = queue, engine, capabilities
         self._others: list[FleetServer] = []
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
-
-    def start(self) -> None:
-        """Joins the fleet."""
-        if self._queue.is_shared:
-            self._thread.start()
-
-    def close(self) -> None:
-        """Hands back what the ranks have not finished, and leaves the fleet."""
-        self._is_closing.set()
-        if self._thread.ident is None:
-            return
-        self._thread.join()
-        try:
-            self._queue.release()
-        except OutputError as error:
-            logger.error("what is left goes on once its lease has ended: {}", error)
+        self._renew_at, self._is_away = 0.0, False
+        # After an outage all leases may have ended: those who hold them are to renew them first.
+        self._recover_at = time.monotonic() + queue.lease_seconds
+        failure = "the server cannot look after its claims"
+        self.background = Background("fleet", self._turn, 0.0, failure=failure, last=queue.release)
+        """The thread, which at its end hands back what the ranks have not finished."""
 
     def servers(self) -> list[FleetServer]:
         """This server, then the others as they were seen last."""
         return [self._own(), *self._others]
 
-    def num_like_this(self) -> int:
-        """How many live servers make the same clips as this one, itself among them."""
-        return 1 + len(self._others_like_this())
-
-    def why_waits(self, job: Job) -> str | None:
-        """Why no server takes a queued job; None if one does."""
-        kind = job.weights or job.model
-        if any(server.kind == kind and server.is_live for server in self.servers()):
-            return None
-        return f"its model is {job.model}, and no server runs these weights of it now"
+    def others_of(self, kind: str | None) -> list[FleetServer]:
+        """The other live servers that make the clips of a kind."""
+        return [other for other in self._others if other.kind == kind and other.is_live]
 
     def _own(self) -> FleetServer:
         feeder = self._engine.feeder
@@ -89,9 +60,9 @@ class Fleet:
             id=self._queue.server,
             host=socket.gethostname(),
             version=__version__,
-            model=self._model,
-            weights=self._weights,
-            sizes=self._sizes,
+            model=self._capabilities.model,
+            weights=self._capabilities.weights,
+            sizes=[size_of(*size) for size in self._capabilities.sizes],
             ranks=self._engine.config.world_size,
             state=self._engine.state,
             free=feeder.num_free if self._engine.state == "ready" else 0,
@@ -101,30 +72,26 @@ class Fleet:
 
     # --- the fleet's thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        lease = self._queue.lease_seconds or 0.0
-        is_away, next_turn = False, 0.0
-        while not self._is_closing.is_set():
-            try:
-                if time.monotonic() >= next_turn:
-                    self._turn(lease)
-                    next_turn = time.monotonic() + min(_MAX_SECONDS, lease / _RENEWALS)
-                    if is_away:
-                        logger.warning("the queue is back")
-                    is_away = False
-                self._listen(min(_LISTEN_SECONDS, max(0.0, next_turn - time.monotonic())))
-            except ClosedError:
-                return
-            except OutputError as error:
-                if not is_away:
-                    logger.error("{}: the clips in progress go on, and none is taken", error)
-                is_away, next_turn = True, 0.0
-                self._is_closing.wait(_RETRY_SECONDS)
-            except Exception:
-                logger.exception("the server cannot look after its claims")
-                self._is_closing.wait(_RETRY_SECONDS)
+    def _turn(self) -> None:
+        renew_at, self._renew_at = self._renew_at, 0.0  # if it fails, in the next turn
+        try:
+            if time.monotonic() >= renew_at:
+                self._renew()
+                seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS)
+                renew_at = time.monotonic() + seconds
+            self._listen(min(_LISTEN_SECONDS, max(0.0, renew_at - time.monotonic())))
+        except AwayError as error:
+            if not self._is_away:
+                logger.error("{}: the clips in progress go on, and none is taken", error)
+            self._is_away = True
+            self._recover_at = time.monotonic() + self._queue.lease_seconds
+            raise
+        self._renew_at = renew_at
+        if self._is_away:
+            logger.warning("the queue is back")
+        self._is_away = False
 
-    def _turn(self, lease: float) -> None:
+    def _renew(self) -> None:
         feeder = self._engine.feeder
         lost, to_cancel = self._queue.renew(feeder.steps_done)
         feeder.lose(lost)
@@ -133,32 +100,25 @@ class Fleet:
         own = asdict(self._own())
         self._queue.register(own)
         if random.random() * len(self._others) < _MAX_LOOKING:
-            self._look(own, lease)
+            self._look(own)
         feeder.wake()
 
-    def _look(self, own: dict[str, Any], lease: float) -> None:
-        def is_live(row: dict[str, Any]) -> bool:
-            return bool(row["seen_seconds"] < lease)
-
+    def _look(self, own: dict[str, Any]) -> None:
         self._others = [
-            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live(row)})
+            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live})
             for row in self._queue.servers()
+            for is_live in [row["seen_seconds"] < self._queue.lease_seconds]
             if row["id"] != own["id"] and own.keys() <= row.keys()
         ]
-        for job in self._queue.recover():
+        for job in self._queue.recover() if time.monotonic() >= self._recover_at else ():
             logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
-        is_queued, cancelled = self._queue.listen(seconds)
         feeder = self._engine.feeder
-        if is_queued and (not feeder.num_free or random.random() * self._num_free() < _MAX_WOKEN):
-            feeder.wake()
-        for id in cancelled:
-            feeder.ask_to_cancel(id)
-
-    def _num_free(self) -> int:
-        return sum(other.free > 0 for other in self._others_like_this())
-
-    def _others_like_this(self) -> list[FleetServer]:
-        kind = self._own().kind
-        return [other for other in self._others if other.kind == kind and other.is_live]
+        for said in self._queue.database.listen(seconds):
+            if said != QUEUED:
+                feeder.ask_to_cancel(said)
+                continue
+            num_free = sum(other.free > 0 for other in self.others_of(self._queue.kind))
+            if not feeder.num_free or random.random() * num_free < _MAX_WOKEN:
+                feeder.wake()

@@ -121,16 +121,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetServer:
-    """One server, as it has described itself.
+    """One server, as it has described itself `seen_seconds` ago: it lives if a lease is longer.
 
-    Args:
-        weights: fingerprint or commit of the model's weights; empty if they never change.
-        sizes: of frames, such as `1024x576`.
-        ranks: that it has when it is ready.
-        free: clips that its ranks could take now.
-        claims: clips that it has.
-        seen_seconds: since it said so.
-        is_live: whether that is less than a lease ago.
+    It has the clips of its `claims`, and could take as many as are `free`; `weights` as in `Job`.
     """
 
     id: str
@@ -155,10 +148,8 @@ class FleetServer:
 def clip_file(folder: Path, id: str, token: int) -> Path:
     """The file that the claim of a token writes.
 
-    Each claim has a file of its own, and the row of a completed job names the one of the claim that
-    completed it. So the transaction that completes the job also publishes the file, which is on the
-    disk by then: a clip is never published twice, nor without its file, and what a server writes
-    that has lost its claim is never read.
+    So the transaction that completes the job also publishes the file, which is on the disk by then,
+    and what a server writes that has lost its claim is never read.
     """
     return folder / CLIPS / (f"{id}-{token}.mp4" if token else f"{id}.mp4")
 

@@ -13,24 +13,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.errors import InputError, SvdppError
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
-from svdpp.serve.database import QueueAwayError
+
+# Of the process that decodes an image. The largest images that `media.image` takes, 50 million
+# pixels, need up to 1.1 GB and 3 seconds.
+#: Of address space.
+MAX_BYTES = 2 * 2**30
+#: Of CPU time, whole seconds.
+CPU_SECONDS = 20
+#: From its start to its answer.
+SECONDS = 30.0
+#: How many images are decoded at the same time.
+AT_ONCE = 2
+# For one of these places.
+_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
-# Less than `retention.YOUNG_SECONDS`, after which its image is removed from a store.
-_REQUEST_SECONDS = 1800.0
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
 #: Longer answers are not a decoder's own.
@@ -43,73 +52,17 @@ class DecoderBusyError(SvdppError):
     """Too many images are being decoded: the same request can succeed later."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeLimits:
-    """Limits of the process that decodes an image.
-
-    Args:
-        max_pixels: of an image.
-        max_bytes: of address space. The largest images that `media.image` takes, 50 million
-            pixels, need up to 1.1 GB.
-        cpu_seconds: of CPU time, whole seconds. Those images need up to 3.
-        seconds: from its start to its answer.
-        wait_seconds: for one of `at_once` places.
-        at_once: how many images are decoded at the same time.
-    """
-
-    max_pixels: int = MAX_PIXELS
-    max_bytes: int = 2 * 2**30
-    cpu_seconds: int = 20
-    seconds: float = 30.0
-    wait_seconds: float = 30.0
-    at_once: int = 2
-
-
 class PhotoFolder:
     """The images of all jobs, named by the jobs' ids; any thread may call any method.
 
     The folder is created if it does not exist. Names that clients give are never used as paths.
     """
 
-    def __init__(self, folder: Path, limits: DecodeLimits | None = None, server: str = "0") -> None:
-        self._folder = folder.absolute()
-        self._server = server
-        self.requests: set[str] = set()
-        """The ids of the jobs whose files are being stored."""
-        self.limits = limits or DecodeLimits()
-        self._places = threading.BoundedSemaphore(self.limits.at_once)
+    def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
+        self._folder, self._max_pixels = folder.absolute(), max_pixels
+        self._places = threading.BoundedSemaphore(AT_ONCE)
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    @contextlib.contextmanager
-    def request(self, id: str) -> Iterator[Callable[[], None]]:
-        """A block that stores the files of a new job and then the job; a mark says so meanwhile.
-
-        By the mark of a server that was killed, `retention.remove_leftovers` finds the files of no
-        job; it stays if the database has gone away, which may have the job. Yields a function that
-        refuses a job whose mark is gone, because others took this server for dead, or is too old.
-        """
-        mark = self._folder / f".upload-{self._server}-{id}"
-
-        def check() -> None:
-            if not mark.exists() or mark.stat().st_mtime < time.time() - _REQUEST_SECONDS:
-                raise OutputError("the server was stopped for too long during a request")
-
-        self.requests.add(id)
-        try:
-            with self._errors():
-                mark.touch(mode=0o600)
-            yield check
-        except BaseException as error:
-            if isinstance(error, InputError):
-                check()  # a file that others have removed cannot be decoded
-            if not isinstance(error, QueueAwayError):
-                output_files.remove(mark)
-            raise
-        else:
-            output_files.remove(mark)
-        finally:
-            self.requests.discard(id)
 
     def keep(
         self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
@@ -120,14 +73,14 @@ class PhotoFolder:
         `shown_name`; the name of the returned path is `Job.photo`, or that of the `video` in
         `Job.videos_in`. With `video_frames` it may also be a video with as many.
         """
-        upload = final = self._folder / f".upload-{self._server}-{id}-{secrets.token_hex(4)}"
+        upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with self._errors():
                 with open(upload, "xb", opener=_private) as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
                 with self._place():
-                    decoded = _decode(upload, name, video_frames, self.limits)
+                    decoded = _decode(upload, name, video_frames, self._max_pixels)
                 final = self._folder / f"{id}{f'.{video}' if video else decoded.suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
@@ -140,7 +93,7 @@ class PhotoFolder:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        if not self._places.acquire(timeout=self.limits.wait_seconds):
+        if not self._places.acquire(timeout=_WAIT_SECONDS):
             raise DecoderBusyError("too many images are being checked", "try again later")
         try:
             yield
@@ -162,9 +115,8 @@ def shown_name(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-def _decode(upload: Path, name: str, video_frames: int, limits: DecodeLimits) -> _Decoded:
-    bounds = limits.max_pixels, limits.max_bytes, limits.cpu_seconds
-    numbers = os.getpid(), video_frames, *bounds
+def _decode(upload: Path, name: str, video_frames: int, max_pixels: int) -> _Decoded:
+    numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
             helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
@@ -179,20 +131,20 @@ def _decode(upload: Path, name: str, video_frames: int, limits: DecodeLimits) ->
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     with process:
         try:
-            text = _read(process, limits.seconds)
+            text = _read(process, SECONDS)
         finally:
             process.kill()
     if text is None or process.returncode == -signal.SIGXCPU:
         raise InputError(
             f"{name!r} takes too long to decode",
             "save it again as PNG or JPEG",
-            details={"seconds": limits.seconds, "cpu_seconds": limits.cpu_seconds},
+            details={"seconds": SECONDS, "cpu_seconds": CPU_SECONDS},
         )
     return _parsed(text, process.returncode, upload, name)
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """What the process wrote until it ended; None if it was not done in time, or wrote too much.
+    """What the process wrote at once; None if it has not ended in time, or writes too much.
 
     Whoever else holds the other end of the pipe does not keep this waiting.
     """
@@ -200,15 +152,11 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    text = b""
-    while len(text) <= _MAX_ANSWER and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-        chunk = os.read(process.stdout.fileno(), _MAX_ANSWER)
-        text += chunk
-        if not chunk:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-                return text
-            return None
+    if poll.poll(1000 * seconds):
+        text = os.read(process.stdout.fileno(), _MAX_ANSWER)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+            return text
     return None
 
 

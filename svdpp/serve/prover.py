@@ -29,10 +29,9 @@ from svdpp.launch.process_lifetime import (
     exit_with_signal_code,
 )
 from svdpp.redaction import without_folders
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.background import Background
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import StoreAwayError
 
 Verdict = Literal["equal", "different"]
 
@@ -72,20 +71,13 @@ class Prover:
         self.running: str | None = None
         """The id of the job that is being verified."""
         self._is_dropped = False  # that job
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="prover", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread, which also answers the requests to earlier servers."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops the verification at work, and the thread."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self.background = Background(
+            "prover",
+            self._turn,
+            _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS,
+            failure="the verification of a clip failed",
+        )
+        """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
         """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
@@ -100,7 +92,7 @@ class Prover:
             is_taken = id in known or (
                 len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
             )
-            self._changed.notify_all()
+        self.background.wake()
         return is_taken
 
     def stop(self, id: str) -> None:
@@ -108,23 +100,13 @@ class Prover:
         with self._changed:
             self._queue.set_proof(id, "none")
             self._is_dropped |= id == self.running
-            self._changed.notify_all()
             self._changed.wait_for(lambda: self.running != id)
 
     # --- the prover's thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._is_closing:
-            try:
-                if any(self._verify(id) for id in self._to_verify()):
-                    continue
-            except (QueueLostError, StoreAwayError):  # they are logged elsewhere
-                pass
-            except Exception:
-                logger.exception("the verification of a clip failed")
-            with self._changed:
-                is_shared = self._queue.is_shared
-                self._changed.wait(_SHARED_LOOK_SECONDS if is_shared else _LOOK_SECONDS)
+    def _turn(self) -> None:
+        while not self.background.is_closing and any(map(self._verify, self._to_verify())):
+            pass
 
     def _to_verify(self) -> list[str]:
         if not self._is_idle():
@@ -195,7 +177,7 @@ class Prover:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
                     return _parsed(output, process.returncode)
-                if self._is_closing or self._is_dropped or not self._is_idle():
+                if self.background.is_closing or self._is_dropped or not self._is_idle():
                     return None
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ import json
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -33,9 +34,9 @@ from svdpp.serve.store import FileStore
 if TYPE_CHECKING:
     import sqlite3
 
-    from svdpp.serve.queue_postgres import QueueServer, Translated
+    from svdpp.serve.queue_postgres import Connection, QueueServer
 
-    Statements = sqlite3.Connection | Translated
+    Statements = sqlite3.Connection | Connection
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -48,8 +49,8 @@ MAX_LOST = 5
 _MAX_TRIES, _MAX_PASSED = 20, 1000
 # Of the claims that have ended, which other servers look at, too: so renewals are not late.
 _MAX_RECOVERED = 100
-#: What a server says when there is a new job.
-_QUEUED = "queued"
+#: What a server says when there is a new job; the id of one is to be cancelled.
+QUEUED = "queued"
 # Until then the list has a server that says nothing.
 _FORGET_SECONDS = 86400
 
@@ -113,18 +114,12 @@ _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
 WHERE jobs.id = claims.id AND jobs.token = claims.token AND state = 'in_progress'
-RETURNING jobs.id, cancel_asked
+RETURNING jobs.id, jobs.token, cancel_asked
 """
 _REGISTER = """
 WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
 INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
-"""
-_SERVERS = """
-SELECT id, about, clock() - seen_at, coalesce(number, 0) FROM servers LEFT JOIN
-    (SELECT server, count(*) AS number FROM jobs WHERE state = 'in_progress' GROUP BY server)
-    AS claims ON server = id
-ORDER BY id
 """
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
@@ -195,19 +190,17 @@ class JobQueue:
             self.database = QueueServer(url, self.store, adopts=adopts)
         self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
-        self.lease_seconds = lease_seconds if self.is_shared else None
+        self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.server = secrets.token_hex(8)
         """The id of this server."""
         self.kind: str | None = None
         """The weights of the jobs that this server takes, or their model; None: of all jobs."""
         self.why_not: Callable[[Job], str | None] = lambda _: None
         """Why this server cannot make a job of its kind, by its parameters; None: it can."""
-        # The tokens of what this server has claimed. They are 0 in a queue that is not shared.
-        self._claims: dict[str, int] = {}
+        # Ids and tokens of what this server has claimed, without what it ends now.
+        self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
-        self._passed: set[str] = set()
-        # Claims whose end may have been stored, although the database went away before it said so.
-        self._unanswered: set[tuple[str, int]] = set()
+        self._passed = deque[str](maxlen=_MAX_PASSED)
 
     def close(self) -> None:
         """Close the queue; does nothing the second time."""
@@ -215,16 +208,11 @@ class JobQueue:
 
     @property
     def _own(self) -> tuple[str, list[str]]:
-        """The condition of the jobs of this server's kind, and its values."""
-        return ("true", []) if self.kind is None else (f"{_KIND} = ?", [self.kind])
-
-    @property
-    def _makeable(self) -> tuple[str, list[str]]:
-        """The same without what its ranks cannot make."""
-        (own, values), passed = self._own, list(self._passed)
-        if passed:
-            own += f" AND sampling NOT IN ({_marks(passed)})"
-        return own, [*values, *passed]
+        """The condition of the jobs that this server can make, and its values."""
+        passed = set(self._passed.copy())
+        own = "true" if self.kind is None else f"{_KIND} = ?"
+        own += f" AND sampling NOT IN ({_marks(passed)})" if passed else ""
+        return own, [*([] if self.kind is None else [self.kind]), *passed]
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -234,22 +222,23 @@ class JobQueue:
         *,
         max_open: int | None,
         max_open_of_owner: int | None = None,
-        check: Callable[[], object] = lambda: None,
+        until: float = math.inf,
     ) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
         That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new image. QueueFullError: a limit is reached. What `check` finds, called
-        in the transaction, is raised.
+        removes the new image. QueueFullError: a limit is reached. After the unix time `until` it
+        is refused, because others may have removed its image.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.database.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
             _check_limits(database, job.owner, max_open, max_open_of_owner)
-            check()
+            if time.time() > until:
+                raise OutputError("the server was stopped for too long during a request")
             _insert(database, job)
-            self._tell(database, _QUEUED)
+            self._tell(database, QUEUED)
         return job
 
     def take_next(self, *, large: bool = True) -> Job | None:
@@ -258,8 +247,8 @@ class JobQueue:
         Without `large`, jobs with large images are passed over.
         """
         for _ in range(_MAX_TRIES):
-            makeable, known = self._makeable
-            following = _NEXT.format(makeable if large else f"{makeable} AND NOT {_LARGE}")
+            own, known = self._own
+            following = _NEXT.format(own if large else f"{own} AND NOT {_LARGE}")
             if not self.database.rows(following, *known):
                 return None
             try:
@@ -267,7 +256,7 @@ class JobQueue:
                     if job := self._take(f"{following} {lock}", known, alone):
                         return job
             except _CannotMakeError as passed_job:
-                self._passed.add(passed_job.args[0])
+                self._passed.append(passed_job.args[0])
         return None
 
     def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
@@ -278,7 +267,7 @@ class JobQueue:
                 return None
             job = self._to_make(rows[0])
             database.execute(_SPEND_TURN, (job.owner,))
-        self._claims[job.id] = job.token
+        self._claims.add((job.id, job.token))
         return job
 
     def _to_make(self, row: tuple[Any, ...]) -> Job:
@@ -293,16 +282,14 @@ class JobQueue:
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
     # has lost changes nothing, also if it has claimed the job again.
 
-    def put_back(self, id: str, token: int = 0, *, counts: bool) -> bool:
+    def put_back(
+        self, id: str, token: int = 0, *, counts: bool = False, is_lost: bool = False
+    ) -> bool:
         """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
 
-        It `counts` as an attempt if ranks died during it.
+        It `counts` as an attempt if ranks died during it. A claim that `is_lost` has ended because
+        nobody renewed it; else nothing changes.
         """
-        return self._put_back(id, token, counts=counts)
-
-    def _put_back(
-        self, id: str, token: int, *, counts: bool = False, is_lost: bool = False
-    ) -> bool:
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
         values = _json(error_to_dict(_LOST)), time.time(), int(counts), id, token
@@ -311,7 +298,7 @@ class JobQueue:
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
                     database.execute(_RETURN_TURN, (turn, owner, turn))
-                    self._tell(database, _QUEUED)
+                    self._tell(database, QUEUED)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -381,57 +368,38 @@ class JobQueue:
         return [reason for _, reason in held if reason is not None]
 
     def recover(self) -> list[Job]:
-        """Put back and return every job in progress that no server has claimed, as it is now.
+        """Put back and return the jobs in progress whose claims have ended, as they are now.
 
-        In a queue that is not shared, those are what an earlier server has left. In a shared one,
-        a job fails whose claims have ended like this too often.
+        In a queue that is not shared, those are what an earlier server has left.
         """
-        # After an outage all leases may have ended: those who hold them are to renew them first.
-        if self.database.connected_seconds < (self.lease_seconds or 0):
-            return []
         claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
         ended = map(tuple, self.database.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
-        others = [claim for claim in ended if claim not in self._claims.items()]
+        others = [claim for claim in ended if claim not in self._claims]
         # Its server may have renewed it since.
-        ids = [id for id, token in others if self._put_back(id, token, is_lost=True)]
+        ids = [id for id, token in others if self.put_back(id, token, is_lost=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
-        try:
-            with self._ending(id, token), self.database.change() as database:
-                is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
-            if not is_ended and (id, token) in self._unanswered:
-                job = self.get(id)
-                is_ended = job is not None and (job.state, job.token) == (state, token)
-        except OutputError:
-            self._unanswered.add((id, token))
-            raise
-        self._unanswered.discard((id, token))
+        with self._ending(id, token), self.database.change() as database:
+            is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
+        if self.is_shared and not is_ended:  # an earlier try has, and its answer was lost
+            job = self.get(id)
+            is_ended = job is not None and (job.state, job.token) == (state, token)
         return is_ended
 
     @contextlib.contextmanager
     def _ending(self, id: str, token: int) -> Iterator[None]:
-        """Strikes a claim off that ends in the block, so that a renewal does not take it for lost.
-
-        If the block raises, the claim is there again.
-        """
-        is_own = self._forget(id, token)
+        """Strikes off a claim that ends in the block: a renewal must not take it for lost."""
+        claim = self._claims & {(id, token)}
+        self._claims -= claim
         try:
             yield
         except BaseException:
-            if is_own:
-                self._claims.setdefault(id, token)
+            self._claims |= claim
             raise
-
-    def _forget(self, id: str, token: int) -> bool:
-        """Strikes a claim off, unless the job has been claimed again; whether it had it."""
-        is_own = self._claims.get(id) == token
-        if is_own:
-            del self._claims[id]
-        return is_own
 
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
         with self.database.change() as database:
@@ -440,21 +408,19 @@ class JobQueue:
     # --- a queue that servers share ---------------------------------------------------------------
 
     def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
-        """Renew this server's claims; id and token of the lost ones, and ids of those to cancel.
+        """Renew this server's claims, and store the steps that are done of each.
 
-        `step_of` says how many steps of a job are done, for other servers to tell.
+        Returns id and token of the lost ones, and the ids of those to cancel.
         """
-        if len(self._passed) > _MAX_PASSED:
-            self._passed = set()
-        claims = dict(self._claims)
+        claims = list(self._claims)
         if not claims:
             return [], []
-        columns = list(claims), list(claims.values()), [step_of(id) for id in claims]
-        renewed = dict(self.database.rows(_RENEW, self.lease_seconds, *columns))
+        columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
+        rows = self.database.rows(_RENEW, self.lease_seconds, *map(list, columns))
         # Only now: if the database goes away before, they are found again.
-        lost = [claim for claim in claims.items() if claim[0] not in renewed]
-        lost = [claim for claim in lost if self._forget(*claim)]
-        return lost, [id for id, is_cancelled in renewed.items() if is_cancelled]
+        lost = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
+        self._claims -= lost
+        return list(lost), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
         """At the end of a server: put back what it has claimed, and strike it off."""
@@ -463,31 +429,14 @@ class JobQueue:
         with self.database.change() as database:
             database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
 
-    def lives(self) -> set[str]:
-        """The ids of the servers that live, if servers share the queue."""
-        if not self.is_shared:
-            return set()
-        seen = "SELECT id FROM servers WHERE seen_at > clock() - ?"
-        return {id for (id,) in self.database.rows(seen, self.lease_seconds)}
-
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
         self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
-        """What each server has said, with `id`, `seen_seconds` and `claims`."""
-        return [
-            {**json.loads(about), "id": id, "seen_seconds": seen, "claims": claims}
-            for id, about, seen, claims in self.database.rows(_SERVERS)
-        ]
-
-    def listen(self, seconds: float) -> tuple[bool, list[str]]:
-        """Whether jobs were queued, and ids of jobs to be cancelled, as soon as a server says so.
-
-        Nothing after so many seconds.
-        """
-        said = self.database.listen(seconds)
-        return _QUEUED in said, [id for id in said if id != _QUEUED]
+        """What each server has said, with its `id` and `seen_seconds`."""
+        rows = self.database.rows("SELECT id, about, clock() - seen_at FROM servers ORDER BY id")
+        return [{**json.loads(about), "id": id, "seen_seconds": seen} for id, about, seen in rows]
 
     def _tell(self, database: Statements, what: str) -> None:
         """Says something to all servers, if the transaction succeeds."""
@@ -578,18 +527,6 @@ class JobQueue:
         """The token of the claim that each job's clip is of, by id; None: it has no clip now."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.database.rows(f"SELECT id, {token} FROM jobs"))
-
-    def claimants(self) -> set[str]:
-        """The ids of the servers that have claims."""
-        query = "SELECT DISTINCT server FROM jobs WHERE state = 'in_progress'"
-        return {id for (id,) in self.database.rows(query)}
-
-    @contextlib.contextmanager
-    def without(self, id: str) -> Iterator[bool]:
-        """Whether there is no job of that id, nor will be during the block."""
-        with self.database.change(alone="add") as database:
-            known = "SELECT 1 FROM jobs WHERE id = ?"
-            yield not database.execute(known, (id,)).fetchall()
 
     def _ids(self, where: str, *values: Any) -> list[str]:
         return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]

@@ -21,18 +21,16 @@ from svdpp.media import output_files
 from svdpp.redaction import redact
 from svdpp.serve.database import (
     VERSION,
-    QueueAwayError,
+    AwayError,
     check_own,
     check_version,
-    is_disk_low,
     schema,
 )
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore
 
-_CHANNEL = "svdpp"
 _QUEUE = "CREATE TABLE queue (version INTEGER NOT NULL, id TEXT NOT NULL)"
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
-_CONNECT_SECONDS = 5
 # After a failure the database is left alone for so long.
 _RETRY_SECONDS = 1.0
 # A server that is stopped in a transaction must not stop the others; a network that is cut is
@@ -43,7 +41,7 @@ SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
 _NETWORK: dict[str, Any] = {
-    "connect_timeout": _CONNECT_SECONDS,
+    "connect_timeout": 5,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "tcp_user_timeout": 10_000,
@@ -55,7 +53,7 @@ class QueueServer:
     """A queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused, and so has each data folder. The methods are those of `QueueFile`.
+    sees another one is refused. The methods are those of `QueueFile`.
     """
 
     # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
@@ -72,10 +70,8 @@ class QueueServer:
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
-        self._open: dict[str, psycopg.Connection[Any]] = {}
+        self._open: dict[str, Connection] = {}
         self._retry_at, self._why_away = 0.0, ""
-        self._connected_at = time.monotonic()
-        self._id = ""
         with output_files.disk_errors(f"cannot use the data folder {str(self._folder)!r}"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.lock("tables", waits=True):
@@ -89,30 +85,24 @@ class QueueServer:
                 self._drop(use)
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Translated]:
+    def change(self, alone: str = "") -> Iterator[Connection]:
         """A transaction; `alone` is the name of a lock that it holds."""
         with self._locks["write"], self._errors("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
             self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
+            connection = self._open["write"]
             try:
-                statements = Translated(self._open["write"])
-                yield statements
-                statements.execute("COMMIT")
-            finally:
-                connection = self._open["write"]
-                if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-                    with contextlib.suppress(psycopg.Error):
-                        connection.execute("ROLLBACK")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(psycopg.Error):
+                    connection.execute("ROLLBACK")
+                raise
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         """The rows of a query, by a connection of its own."""
         with self._locks["read"], self._errors("read"):
             return self._first("read", query, values).fetchall()
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Also whether the folder is not the queue's, because its disk is not mounted."""
-        return is_disk_low(self._folder) or self._mark() != self._id
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
@@ -134,34 +124,23 @@ class QueueServer:
             connection = self._open.get("listen")
             if connection is None:
                 connection = self._connect("listen")
-                connection.execute(f"LISTEN {_CHANNEL}")
-            notes = connection.notifies(timeout=seconds, stop_after=1)
+                connection.execute("LISTEN svdpp")
+            notes = connection.raw.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
-    @property
-    def connected_seconds(self) -> float:
-        """Since the latest connection was made."""
-        return time.monotonic() - self._connected_at
-
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Opens the queue, or makes the tables of a new one, which its files are marked for."""
-        known = "SELECT to_regclass('queue')::text, to_regclass('jobs')::text"
-        ((queue, jobs),) = self.rows(known)
-        if queue is None and jobs is not None:
-            raise RequestError(
-                "the tables of the database of --queue are of another program",
-                "name another database, or another schema by ?options=-csearch_path%3Dsvdpp",
-            )
-        version, id = (0, "") if queue is None else self.rows("SELECT version, id FROM queue")[0]
+        """Opens the queue, or makes the tables of a new one, which its store is marked for."""
+        ((is_there,),) = self.rows("SELECT to_regclass('queue') IS NOT NULL")
+        version, id = self.rows("SELECT version, id FROM queue")[0] if is_there else (0, "")
         check_version(version, "database with --queue")
         self._check_files(id, adopts=adopts)
-        with contextlib.ExitStack() as undo:
-            # Before the transaction, which must not wait for a store.
-            self._id = self._mark_files(id, undo)
-            if version != VERSION:
-                self._make_tables(version, self._id)
-            undo.pop_all()
-        self._store.belong_to(self._id)
+        id = id or secrets.token_hex(16)
+        # Before the transaction, which must not wait for a store.
+        if self._store.mark() != id:
+            self._store.set_mark(id)
+        if version != VERSION:
+            self._make_tables(version, id)
+        self._store.belong_to(id)
 
     def _make_tables(self, version: int, id: str) -> None:
         serial = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
@@ -178,39 +157,21 @@ class QueueServer:
         if adopts:
             return
         store = self._store
-        if not id or (store.is_remote and not self._mark()):
-            check_own(self._folder, "", "name the queue that it belongs to")
-        elif self._mark() != id:
-            raise _not_of_queue(f"the data folder {str(self._folder)!r}", "folder")
-        if store.is_remote and store.mark() != id:
-            raise _not_of_queue("the store of --files", "store")
-        if not id and (objects := store.objects()):
+        if id and store.mark() != id:
             raise RequestError(
-                f"the store of --files has no queue, but other objects, such as {min(objects)!r}",
+                f"{store.name} is not that of the queue in --queue",
+                "name the one that all its servers share, or add --adopt to make this one theirs",
+            )
+        if store.is_remote or not id:
+            own = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {MARK}
+            check_own(self._folder, own, "name the queue that it belongs to")
+        # A mark may be of a start that failed.
+        if not id and (objects := store.objects().keys() - {MARK}):
+            raise RequestError(
+                f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
                 "name another place in the bucket, or add --adopt to use this one: its objects are "
                 "left alone",
             )
-
-    def _mark_files(self, id: str, undo: contextlib.ExitStack) -> str:
-        store, marked = self._store, id or secrets.token_hex(16)
-        if store.is_remote and (before := store.mark()) != marked:
-            store.set_mark(marked)
-            undo.callback(store.set_mark, before)
-        if (before := self._mark()) != marked:
-            self._set_mark(marked)
-            undo.callback(self._set_mark, before)
-        return marked
-
-    def _set_mark(self, id: str) -> None:
-        if id:
-            output_files.write_text(self._folder / MARK, id)
-        else:
-            (self._folder / MARK).unlink()
-
-    def _mark(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self._folder / MARK).read_text()
-        return ""
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -218,26 +179,24 @@ class QueueServer:
         """Runs a statement that can be repeated, because the connection may have ended before."""
         if use in self._open:
             with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                return Translated(self._open[use]).execute(query, values)
+                return self._open[use].execute(query, values)
             self._drop(use)
-        return Translated(self._connect(use)).execute(query, values)
+        return self._connect(use).execute(query, values)
 
-    def _connect(self, use: str) -> psycopg.Connection[Any]:
+    def _connect(self, use: str) -> Connection:
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._why_away)
         try:
-            connection = psycopg.connect(self._url, autocommit=True, **_NETWORK)
-            connection.execute(_SETTINGS)
+            connection = Connection(self._url)
         except psycopg.Error as error:
             self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
             raise
         self._open[use] = connection
-        self._connected_at = time.monotonic()
         return connection
 
     def _drop(self, use: str) -> None:
         if (connection := self._open.pop(use, None)) is not None:
-            connection.close()
+            connection.raw.close()
 
     @contextlib.contextmanager
     def _errors(self, use: str) -> Iterator[None]:
@@ -248,33 +207,27 @@ class QueueServer:
                 raise ClosedError("the queue is closed") from error
             # Indented lines guess at the reason.
             lines = [line for line in str(error).splitlines() if line[:1].strip()]
-            lines = lines or [type(error).__name__]
+            reason = error.diag.message_primary or (lines or [type(error).__name__])[-1]
             place = redact(self._url).partition("?")[0]
             if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
                 self._drop(use)
-                raise QueueAwayError(
-                    f"the queue {place!r} does not answer: {lines[-1]}",
+                raise AwayError(
+                    f"the queue {place!r} does not answer: {reason}",
                     "check that PostgreSQL runs there and takes this user",
                 ) from error
-            raise OutputError(f"the queue {place!r} cannot be used: {lines[0]}") from error
+            raise OutputError(f"the queue {place!r} cannot be used: {reason}") from error
 
 
-def _not_of_queue(what: str, kind: str) -> RequestError:
-    return RequestError(
-        f"{what} is not that of the queue in --queue",
-        f"name the {kind} that all its servers share, or add --adopt to make this one its {kind}",
-    )
-
-
-class Translated:
+class Connection:
     """A connection that takes the statements of the queue."""
 
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
-        self._connection = connection
+    def __init__(self, url: str) -> None:
+        self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
+        self.raw.execute(_SETTINGS)
 
     def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
         """Runs a statement."""
-        return self._connection.execute(_translated(query), values or None)
+        return self.raw.execute(_translated(query), values or None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import sqlite3
 import threading
@@ -24,11 +23,10 @@ from svdpp.serve.database import (
     LOCK,
     RESERVE,
     VERSION,
-    QueueLostError,
+    AwayError,
     check_own,
     check_version,
     free_and_low,
-    is_disk_low,
     schema,
 )
 
@@ -50,8 +48,6 @@ class QueueFile:
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
     """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
-    connected_seconds = math.inf
-    """For how long nothing has come between this server and the database."""
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._folder = folder
@@ -60,8 +56,8 @@ class QueueFile:
         # A read need not wait for the disk to finish a write, so it has its own connection.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
-            if not adopts:
-                check_own(folder, _NAME, f"restore its {_NAME}")
+            if not (adopts or self._path.exists()):
+                check_own(folder, set(), f"restore its {_NAME}")
             opened.enter_context(_locked(folder))
             self._keep_reserve()
             self._writer = opened.enter_context(_connected(self._path))
@@ -111,18 +107,13 @@ class QueueFile:
         return []
 
     @property
-    def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
-        return is_disk_low(self._folder)
-
-    @property
     def is_there(self) -> bool:
         """Whether the file still has its name; SQLite writes also to one without a name."""
         return self._on_disk() == self._opened_as
 
     def _check_there(self) -> None:
         if not self.is_there:
-            raise QueueLostError(
+            raise AwayError(
                 f"the queue {str(self._path)!r} was removed or replaced while it was in use",
                 "move it back to its place, or end the server and restore it",
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import stat
 import tempfile
 import time
 from collections import Counter
@@ -20,30 +19,26 @@ from loguru import logger
 
 from svdpp.media import output_files
 from svdpp.serve.database import LOST
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, clip_file, new_id
+from svdpp.serve.job import PHOTOS, clip_file
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import FileStore
 
-#: The names that this server gives to files, in each folder.
-_OWN = {
-    PHOTOS: re.compile(r"(video_[0-9a-f]{32})\.([a-z]{3,4}|[a-z]+_video)"),
-    CLIPS: re.compile(r"(video_[0-9a-f]{32})(-\d+)?\.mp4(\.json)?"),
-}
-_UPLOAD = re.compile(r"\.upload-[0-9a-f]+(-video_[0-9a-f]{32}(-[0-9a-f]{8})?)?")
-_TEMPORARY = re.compile(r"\.svdpp-[0-9a-f]{8}-\d+-[0-9a-f]{8}.*")
-_LATENT = re.compile(r"[0-9a-f]{64}_step\d{1,6}\.safetensors")
-_ID_LENGTH = len(new_id())
 _ID = re.compile(r"video_[0-9a-f]{32}")
-#: The same of a folder whose files are copies of objects, and what is left of interrupted work.
-_COPIES = {
-    name: re.compile(rf"{own.pattern}|\.(fetched|published|upload|svdpp)-.*")
-    for name, own in (*_OWN.items(), (LATENTS, _LATENT))
-}
-_LATENT_OBJECT = re.compile(rf"{_ID.pattern}/{_LATENT.pattern}")
-#: A file that is younger may be of a request or of a rank of another host.
-YOUNG_SECONDS = 3600.0
+#: The names that servers and ranks give to files; others are left alone.
+_OWN = re.compile(
+    rf"photos/(?P<photo>{_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
+    rf"|clips/(?P<clip>{_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
+    rf"|latents/([0-9a-f]{{64}}/)?[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
+    rf"|[a-z]+/\.(upload-{_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
+    rf"|fetched-[0-9a-f]{{16}})"
+)
+_LATENT = re.compile(r"latents/[^.]")
+#: Between two looks for leftovers. A request that takes longer is refused.
+LOOK_SECONDS = 3600.0
 # Clips that wait or run for longer may have to begin again.
 _LATENTS_SECONDS = 7 * 86400.0
+
+#: Files of one look for leftovers: name, bytes and unix time.
+Seen = set[tuple[str, tuple[int, float]]]
 
 
 def sweep(
@@ -86,29 +81,10 @@ def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
 
 def _sizes(queue: JobQueue) -> Counter[str]:
     sizes, ids = Counter[str](), queue.clips()
-    for name, num_bytes in _all_files(queue.store).items():
+    for name, (num_bytes, _) in queue.store.files().items():
         if (found := _ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
     return sizes
-
-
-def _all_files(store: FileStore) -> dict[str, int]:
-    if store.is_remote:
-        return {name: num_bytes for name, (num_bytes, _) in store.objects().items()}
-    with _errors(store.folder):
-        return {
-            path.name: _num_bytes(path)
-            for name, own in _OWN.items()
-            for path in _regular_files(store.folder / name, own, math.inf)
-        }
-
-
-def remove_lost_clips(store: FileStore, job: Job, *, is_lost: bool) -> None:
-    """Remove what the claims of a job before this one have written; with `is_lost`, also this."""
-    for number in range(1, job.token + is_lost):
-        clip = clip_file(store.folder, job.id, number)
-        for path in (clip, Path(f"{clip}.json")):
-            store.discard(path)
 
 
 def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Path]:
@@ -118,111 +94,75 @@ def _files(folder: Path, id: str, uploads: Iterable[str], token: int) -> list[Pa
     return [*clips, *jsons, *(folder / PHOTOS / name for name in uploads)]
 
 
-def remove_leftovers(
-    queue: JobQueue,
-    folder: Path,
-    requests: Collection[str] = (),
-    in_use: Collection[str] = (),
-) -> None:
-    """Remove what servers that do not live any more have left, and claims that were lost.
+def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()) -> Seen:
+    """Remove what no job needs, and no job did at the look before; returns what this look sees.
 
-    That is unfinished files, clips that are not of their job's last claim, and images of
-    requests that have stored no job. `requests` are of this server, and go on. `in_use` are parts
-    of the names of files that this server needs.
+    That is what servers that do not live any more have left: images of requests that have stored no
+    job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
+    look before, `LOOK_SECONDS` ago, is not of a request or of a rank that is at work; so no clocks
+    are compared. With a store, copies that were not used since then go as well.
+
+    `in_use` are the ids of jobs whose files this server needs.
     """
-    if queue.store.is_remote:
-        # Listed before the queue is asked: what is begun meanwhile is not among them.
-        objects = queue.store.objects()
-        tokens = queue.clips()
-        with _errors(folder):
-            _evict(queue.store, [*requests, *in_use], objects, tokens)
-        for name, (_, put_at) in objects.items():
-            if _is_lost_object(name, time.time() - put_at, tokens):
-                queue.store.remove_object(name)
-        return
-    others = queue.lives() - {queue.server}
-    with _errors(folder):
-        for name in (PHOTOS, CLIPS, LATENTS):
-            output_files.remove_abandoned(folder / name)
-            for path in _regular_files(folder / name, _TEMPORARY, time.time() - YOUNG_SECONDS):
-                path.unlink(missing_ok=True)
-        # A fleet may never be without a clip, which is when `Feeder` removes all.
-        oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
-        for path in _regular_files(folder / LATENTS, _LATENT, oldest):
-            path.unlink(missing_ok=True)
-        for path in _regular_files(folder / PHOTOS, _UPLOAD, math.inf):
-            server, id = f"{path.name}-".split("-")[1:3]
-            if server in others or id in requests:
-                continue
-            with queue.without(id) as is_missing:
-                for file in path.parent.glob(f"{id}.*") if id and is_missing else ():
-                    file.unlink(missing_ok=True)
-                # In the block, because a job whose mark is there would be stored after it.
-                path.unlink(missing_ok=True)
-        # Listed before the queue is asked: what is begun meanwhile is not among them.
-        written = _regular_files(folder / CLIPS, _OWN[CLIPS], math.inf)
-        tokens = queue.clips()
-        for path in written:
-            if _is_lost_clip(path.name, tokens):
-                path.unlink(missing_ok=True)
+    store = queue.store
+    # Listed before the queue is asked: what is begun meanwhile is not among them.
+    files, copies = store.files(), store.local_files() if store.is_remote else {}
+    clips = queue.clips()
+    # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
+    oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
+
+    def is_left(name: str, written_at: float, *, is_copy: bool = False) -> bool:
+        is_kept = _LATENT.match(name) and written_at > oldest
+        return not is_kept and _is_leftover(name, clips, is_copy=is_copy)
+
+    left: Seen = {(name, about) for name, about in files.items() if is_left(name, about[1])}
+    # A file that the store lacks is no copy: the folder may have had it before there was a store.
+    unused: Seen = {
+        (name, about)
+        for name, about in copies.items()
+        if (is_left(name, about[1], is_copy=True) or (_OWN.fullmatch(name) and name in files))
+        and not any(id in name for id in in_use)
+    }
+    with _errors(store.folder):
+        for name, _ in left & before:
+            store.remove(store.folder / name)
+        for name, (_, used_at) in unused & before:
+            store.evict(store.folder / name, used_at)
+    return left | unused
 
 
-def _evict(
-    store: FileStore,
-    in_use: Collection[str],
-    objects: Collection[str],
-    tokens: Mapping[str, int | None],
-) -> None:
-    """Remove the copies that were not used for an hour.
-
-    A file that the store lacks is no copy: the folder may have had it before there was a store.
-    """
-    oldest = time.time() - YOUNG_SECONDS
-    for name, own in _COPIES.items():
-        for path in _regular_files(store.folder / name, own, oldest):
-            is_needed = path.name[:_ID_LENGTH] in tokens and not _is_lost_clip(path.name, tokens)
-            is_copy = not is_needed or f"{name}/{path.name}" in objects
-            if is_copy and not any(part in path.name for part in in_use):
-                store.evict(path, oldest)
-
-
-def _is_lost_clip(name: str, tokens: Mapping[str, int | None]) -> bool:
-    """Whether a file is of another claim than that whose clip its job has."""
-    clip = _OWN[CLIPS].fullmatch(name)
-    if clip is None or clip[2] is None or clip[1] not in tokens:
+def _is_leftover(name: str, clips: Mapping[str, int | None], *, is_copy: bool = False) -> bool:
+    """Whether nobody needs a file, unless it is of a request or of a rank that is at work."""
+    own = _OWN.fullmatch(name)
+    if own is None:
         return False
-    return tokens[clip[1]] != int(clip[2][1:])
-
-
-def _is_lost_object(name: str, seconds: float, tokens: Mapping[str, int | None]) -> bool:
-    """Whether nobody needs an object of that age; those of other programs are left alone."""
-    folder, _, rest = name.partition("/")
-    if folder == PHOTOS and (photo := _OWN[PHOTOS].fullmatch(rest)):
-        # `PhotoFolder.request` refuses what takes half as long
-        return photo[1] not in tokens and seconds > YOUNG_SECONDS
-    if folder == LATENTS and _LATENT_OBJECT.fullmatch(rest):
-        return seconds > _LATENTS_SECONDS
-    return folder == CLIPS and _is_lost_clip(rest, tokens)
+    if (id := own["clip"]) is None:
+        return own["photo"] not in clips
+    if id not in clips:
+        return is_copy  # the last one of a clip is kept: the queue may be an older copy
+    return own["token"] is not None and clips[id] != int(own["token"])
 
 
 def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
-    """At the start of a server, move the images and clips of no job to `lost+found`.
+    """At the start of a server, move old images and clips of no job to `lost+found`.
 
-    They are there if the queue's file was lost, or replaced by an older one. Only regular files
-    with the names that a server gives are touched, and links are not followed. Returns the files at
-    their new places.
+    They are there if the queue's file was lost, or replaced by an older one. What was written
+    within the last hour may be of a request, unless the queue is new. Only regular files with the
+    names that a server gives are touched, and links are not followed. Returns the files at their
+    new places.
     """
     if queue.store.is_remote:  # the folder has only copies
         return []
-    oldest = time.time() - YOUNG_SECONDS if queue.is_shared else math.inf
-    ids = queue.clips()
-    with _errors(folder):
-        strangers = [
-            path
-            for name, own in _OWN.items()
-            for path in _regular_files(folder / name, own, oldest)
-            if path.name[:_ID_LENGTH] not in ids
-        ]
+    files, ids = queue.store.files(), queue.clips()
+    oldest = time.time() - LOOK_SECONDS if ids or queue.is_shared else math.inf
+    strangers = [
+        folder / name
+        for name, (_, written_at) in sorted(files.items())
+        if (own := _OWN.fullmatch(name))
+        and (id := own["photo"] or own["clip"])
+        and id not in ids
+        and written_at <= oldest
+    ]
     if not strangers:
         return []
     try:
@@ -235,32 +175,6 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
         return []
     logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
     return moved
-
-
-def _num_bytes(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _regular_files(folder: Path, own: re.Pattern[str], oldest: float) -> list[Path]:
-    """Those with a name of `own` that were written before `oldest`."""
-    if folder.is_symlink() or not folder.exists():
-        return []
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if own.fullmatch(path.name) and _is_older(path, oldest)
-    ]
-
-
-def _is_older(path: Path, oldest: float) -> bool:
-    try:
-        about = path.lstat()
-    except FileNotFoundError:  # another thread, or server, has removed it
-        return False
-    return stat.S_ISREG(about.st_mode) and about.st_mtime <= oldest
 
 
 def _errors(folder: Path) -> AbstractContextManager[None]:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import math
 import resource
 import signal
 import socket
@@ -25,19 +24,18 @@ from starlette.types import ASGIApp
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
-from svdpp.errors import ClosedError, OutputError
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
 from svdpp.serve.app import create_app
 from svdpp.serve.auth import Keys
+from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueLostError
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import set_strangers_aside, sweep
+from svdpp.serve.retention import LOOK_SECONDS, set_strangers_aside, sweep
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.store import FileStore, StoreAwayError
+from svdpp.serve.store import FileStore
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -45,6 +43,8 @@ _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
 _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
+# For each thread; what it does may not answer, such as a store.
+_END_SECONDS = 30.0
 _MAX_FILES = 16384
 _MAX_SHAPES = 256
 # A request changes threads several times, and each time waits so long for a thread that computes,
@@ -78,8 +78,8 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     )
     try:
         service = Service(settings, queue)
-        queue.recover()
-        service.remove_leftovers()
+        if not queue.is_shared:
+            queue.recover()
         set_strangers_aside(queue, service.folder)
         hold(queue, service.capabilities, service.admission)
     except BaseException:
@@ -136,6 +136,19 @@ class Server:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._http = _Http(app)
+        self._look_at = 0.0
+        store, publish = service.queue.store, service.engine.to_request.publish
+        why = "latent checkpoints are not put into the store"
+        threads = {
+            service.webhooks.background: bool(service.settings.callback_hosts),
+            service.fleet.background: service.queue.is_shared,
+            service.prover.background: True,
+            Background(
+                "retention", self._sweep, _SWEEP_SECONDS, failure="old files cannot be removed"
+            ): True,
+            Background("store", publish, 1.0, failure=why): store.is_remote,
+        }
+        self._threads = [background for background, is_needed in threads.items() if is_needed]
 
     def run(self) -> None:
         """Serves until a signal, or until the engine gives up, and raises why."""
@@ -146,11 +159,8 @@ class Server:
         gc.freeze()
         with self._signals():
             self._service.engine.start()
-            self._service.fleet.start()
-            self._service.prover.start()
-            self._service.webhooks.start()
-            self._service.queue.store.start(self._service.engine.publish_latents)
-            threading.Thread(target=self._keep_in_limits, name="retention", daemon=True).start()
+            for background in self._threads:
+                background.start()
             watch = threading.Thread(target=self._watch, name="watch", daemon=True)
             watch.start()
             try:
@@ -192,32 +202,21 @@ class Server:
             grace = self._grace if self._service.queue.database.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
-            self._service.prover.close()
-            self._service.webhooks.close()
-            self._service.fleet.close()
-            self._service.queue.store.close()
+            for background in self._threads:
+                background.close(_END_SECONDS)
             self._service.followers.close()
         finally:
             self._http.should_exit = True
 
-    def _keep_in_limits(self) -> None:
-        """Removes leftovers, and jobs that are too old or too large, from time to time."""
+    def _sweep(self) -> None:
+        """Removes leftovers, and jobs that are too old or too large."""
         service = self._service
+        if time.monotonic() >= self._look_at:
+            service.remove_leftovers()
+            self._look_at = time.monotonic() + LOOK_SECONDS
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
-        seconds = min(_SWEEP_SECONDS, service.queue.lease_seconds or math.inf)
-        is_ending, next_sweep = False, 0.0
-        while not is_ending:
-            try:
-                service.remove_leftovers()
-                if limits != (None, None) and time.monotonic() >= next_sweep:
-                    sweep(service.queue, service.folder, time.time(), *limits)
-                    next_sweep = time.monotonic() + _SWEEP_SECONDS
-            except ClosedError:
-                return
-            except OutputError as error:
-                if not isinstance(error, QueueLostError | StoreAwayError):
-                    logger.error("old files cannot be removed: {}", error)
-            is_ending = self._ending.wait(seconds)
+        if limits != (None, None):
+            sweep(service.queue, service.folder, time.time(), *limits)
 
 
 def _allow_connections() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
-from svdpp.serve.database import QueueAwayError, QueueLostError
+from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
 from svdpp.serve.events import Followers
@@ -30,16 +30,15 @@ from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.photos import DecodeLimits, PhotoFolder, shown_name
+from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
-from svdpp.serve.retention import remove_job, remove_leftovers
-from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, size_of, video_of
+from svdpp.serve.retention import LOOK_SECONDS, Seen, remove_job, remove_leftovers
+from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
-_LOOK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +92,8 @@ class Service:
         for name in (PHOTOS, CLIPS, LATENTS):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.photos = PhotoFolder(
-            self.folder / PHOTOS, DecodeLimits(max_pixels=settings.max_pixels), queue.server
-        )
-        # Which servers live, which do not any more, and when to look for what they have left.
-        self._live: set[str] = set()
-        self._gone: set[str] = set()
-        self._is_in_doubt = False
-        self._look_at = 0.0
+        self.photos = PhotoFolder(self.folder / PHOTOS, settings.max_pixels)
+        self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
         self.metrics = Metrics(queue, self.engine, self.followers)
@@ -124,20 +117,14 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
-        self.fleet = Fleet(
-            queue,
-            self.engine,
-            model=self.capabilities.model,
-            weights=self.capabilities.weights,
-            sizes=[size_of(*size) for size in settings.sizes],
-        )
-        self.engine.estimates.num_servers = self.fleet.num_like_this
+        self.fleet = Fleet(queue, self.engine, self.capabilities)
+        self.engine.estimates.others = lambda: len(self.fleet.others_of(queue.kind))
         self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
         if job.state.is_final:
             self.metrics.ended(job)
-            self.webhooks.wake()
+            self.webhooks.background.wake()
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -151,8 +138,8 @@ class Service:
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
         if not self.queue.database.is_there:
-            raise QueueLostError("the queue was removed or replaced")
-        if self.queue.database.is_disk_low:
+            raise AwayError("the queue was removed or replaced")
+        if self.queue.store.is_disk_low:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
@@ -167,7 +154,7 @@ class Service:
             return "the ranks are not ready"
         if not self.queue.database.is_there:
             return "the queue was removed or replaced"
-        if self.queue.database.is_disk_low:
+        if self.queue.store.is_disk_low:
             return "the disk is nearly full"
         if self.queue.store.why_away:
             return "the store of files cannot be used"
@@ -193,23 +180,22 @@ class Service:
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
         self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
-        id = new_id()
-        with self.photos.request(id) as check:
-            job = Job(
-                id=id,
-                owner=owner.name,
-                model=self.capabilities.model,
-                weights=self.capabilities.weights,
-                seed=seed_of(request.seed, owner.name, idempotency_key),
-                sampling=sampling,
-                **self._keep(request, id, sampling),
-                **prompts,
-                created_at=time.time(),
-                priority=request.priority,
-                idempotency_key=idempotency_key,
-                callback_url=request.callback_url,
-            )
-            stored = self._add(job, owner, check)
+        id, until = new_id(), time.time() + LOOK_SECONDS / 2
+        job = Job(
+            id=id,
+            owner=owner.name,
+            model=self.capabilities.model,
+            weights=self.capabilities.weights,
+            seed=seed_of(request.seed, owner.name, idempotency_key),
+            sampling=sampling,
+            **self._keep(request, id, sampling),
+            **prompts,
+            created_at=time.time(),
+            priority=request.priority,
+            idempotency_key=idempotency_key,
+            callback_url=request.callback_url,
+        )
+        stored = self._add(job, owner, until)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -218,7 +204,7 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _add(self, job: Job, owner: Owner, check: Callable[[], None]) -> Job:
+    def _add(self, job: Job, owner: Owner, until: float) -> Job:
         """Stores the job; removes its files if it is not stored."""
         stored = None
         try:
@@ -226,12 +212,12 @@ class Service:
                 job,
                 max_open=self.settings.max_open,
                 max_open_of_owner=owner.max_open,
-                check=check,
+                until=until,
             )
         except QueueFullError as error:
             raise self._full(error.details) from error
-        except QueueAwayError:  # the database may have the job nevertheless
-            stored, self._is_in_doubt = job, True
+        except AwayError:  # the database may have the job nevertheless
+            stored = job
             raise
         finally:
             if stored is None or stored.id != job.id:
@@ -282,32 +268,15 @@ class Service:
         )
 
     def remove_leftovers(self) -> None:
-        """Removes what other servers have left once they are gone, until none of them has a claim.
-
-        Also what requests have left whose jobs may have been stored, and all there is each hour.
-        """
-        before, self._live = self._live, self.queue.lives()
-        self._gone |= before - self._live
-        if not (self._gone or self._is_in_doubt or time.monotonic() > self._look_at):
-            return
-        was_in_doubt, self._is_in_doubt = self._is_in_doubt, False
-        try:
-            remove_leftovers(self.queue, self.folder, self.photos.requests, self._in_use())
-            self._gone &= self.queue.claimants()
-        except OutputError:
-            self._is_in_doubt |= was_in_doubt
-            raise
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        """Removes what no job needs, and did not at the call before."""
+        self._leftovers = remove_leftovers(self.queue, self._leftovers, self._in_use())
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
 
     def _in_use(self) -> list[str]:
-        """Parts of the names of the files that the ranks and the prover use."""
-        clips = self.engine.feeder.clips()
-        keys = [clip.to_make.request.latents_key for clip in clips]
-        return [
-            part for part in (*(clip.job.id for clip in clips), *keys, self.prover.running) if part
-        ]
+        """The ids of the jobs whose files the ranks and the prover use."""
+        ids = (clip.job.id for clip in self.engine.feeder.clips())
+        return [id for id in (*ids, self.prover.running) if id]
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
         """Removes a job with its files, and cancels it before if it is open."""
@@ -354,7 +323,9 @@ class Service:
             eta = self.engine.estimates.elsewhere(job) if is_own else None
             return video_of(job, eta_seconds=eta, step=job.step)
         if not is_own:
-            return video_of(replace(job, held=self.fleet.why_waits(job)))
+            is_made = self.fleet.others_of(job.weights or job.model)
+            why = f"its model is {job.model}, and no server runs these weights of it now"
+            return video_of(replace(job, held=None if is_made else why))
         estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress

@@ -7,42 +7,38 @@ It is put before a row of the queue names it, and no other content gets the same
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 import os
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import RequestError
 from svdpp.media import output_files
 from svdpp.redaction import redact
+from svdpp.serve.database import AwayError, free_and_low
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 
 #: The name of the file, or object, that says which queue the files belong to.
 MARK = "queue.id"
 
-_TURN_SECONDS = 1.0
-# Of a store that answers; one that does not is asked in each turn.
+# Of a store that answers; one that does not is asked each time.
 _LOOK_SECONDS = 10.0
-_CLOSE_SECONDS = 5.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
-
-
-class StoreAwayError(OutputError):
-    """The store does not answer, or refuses; `FileStore` logs it once."""
 
 
 class FileStore:
     """The files of all servers: in the store of a URL, or without one in the data folder itself.
 
-    Any thread may call any method. After a failure all raise StoreAwayError at once, until a thread
-    of this class finds that the store answers again. Without a URL the methods change the folder
-    alone.
+    Any thread may call any method. After a failure all raise AwayError at once, until `look` finds
+    that the store answers again. Without a URL the methods change the folder alone.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -52,10 +48,11 @@ class FileStore:
         """Why the store cannot be used now; empty if it can."""
         self._queue_id = ""
         self._using = threading.Lock()
-        self._is_closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._look_at = 0.0
+        place = str(self.folder) if url is None else redact(url).partition("?")[0]
+        self.name = f"the {'data folder' if url is None else 'store'} {place!r}"
+        """In messages."""
         if url is not None:
-            self._place = redact(url).partition("?")[0]
             self._system, self._root = _open(url)
 
     # --- files of the folder ----------------------------------------------------------------------
@@ -67,8 +64,9 @@ class FileStore:
         try:
             with self._errors():
                 self._system.put_file(str(path), self._at(name or self._name(path)))
-        except FileNotFoundError as error:  # the bucket
-            raise self._away(output_files.reason(error)) from error
+        except FileNotFoundError as error:
+            if path.exists():  # else it was removed meanwhile
+                raise self._away(output_files.reason(error)) from error
 
     def fetch(self, path: Path, name: str = "") -> None:
         """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
@@ -80,11 +78,7 @@ class FileStore:
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
-                try:
-                    self._system.get_file(self._at(name or self._name(path)), str(temporary))
-                except PermissionError:  # of this object alone, if the mark can be read
-                    self._look()
-                    return
+                self._system.get_file(self._at(name or self._name(path)), str(temporary))
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
@@ -106,7 +100,7 @@ class FileStore:
     def discard(self, path: Path) -> None:
         """Removes a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
-        with contextlib.suppress(StoreAwayError):
+        with contextlib.suppress(AwayError):
             self.remove_object(self._name(path))
 
     # --- objects ----------------------------------------------------------------------------------
@@ -123,99 +117,103 @@ class FileStore:
             return {}
         with self._errors():
             found = self._system.find(self._at(folder), detail=True)
-            return {
-                name[len(self._at("")) + 1 :]: (about["size"], _time_of(about))
-                for name, about in found.items()
-            }
+        start = len(self._at("")) + 1
+        return {name[start:]: (about["size"], _time_of(about)) for name, about in found.items()}
+
+    def files(self) -> dict[str, tuple[int, float]]:
+        """The same of all that servers share: the objects, or the files of the folder."""
+        return self.objects() if self.is_remote else self.local_files()
+
+    def local_files(self) -> dict[str, tuple[int, float]]:
+        """The same of the files of the folder."""
+        found = {}
+        with output_files.disk_errors(f"cannot read the files in {str(self.folder)!r}"):
+            for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):
+                is_there = folder.exists() and not folder.is_symlink()
+                for path in folder.iterdir() if is_there else ():
+                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                        about = path.lstat()
+                        if stat.S_ISREG(about.st_mode):
+                            found[f"{folder.name}/{path.name}"] = about.st_size, about.st_mtime
+        return found
 
     def mark(self) -> str:
-        """The id of the queue that the store belongs to; empty if it has no mark."""
-        with self._translated(), contextlib.suppress(FileNotFoundError):
+        """The id of the queue that the files belong to; empty if there is no mark."""
+        if not self.is_remote:
+            with contextlib.suppress(OSError):
+                return (self.folder / MARK).read_text()
+            return ""
+        with contextlib.suppress(FileNotFoundError), self._errors(looks=True):
             found: bytes = self._system.cat_file(self._at(MARK))
             return found.decode()
         return ""
 
     def set_mark(self, queue_id: str) -> None:
-        """Says of the store that it belongs to a queue; `""`: to none any more."""
-        if not queue_id:
-            self.remove_object(MARK)
-            return
-        try:
-            with self._errors():
-                self._system.pipe_file(self._at(MARK), queue_id.encode())
-        except FileNotFoundError as error:  # the bucket
-            raise self._away(output_files.reason(error)) from error
+        """Says that the files belong to a queue."""
+        output_files.write_text(self.folder / MARK, queue_id)
+        if self.is_remote:
+            self.put(self.folder / MARK)
+            (self.folder / MARK).unlink()
 
-    # --- whether it answers -----------------------------------------------------------------------
+    # --- whether it can be used -------------------------------------------------------------------
 
     def belong_to(self, queue_id: str) -> None:
         """From now on, a store without the mark of this queue counts as away."""
         self._queue_id = queue_id
 
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether so little is free that no clip should be begun or taken.
+
+        Also if the folder is not the queue's, because its disk is not mounted.
+        """
+        if not self.is_remote and self._queue_id and self.mark() != self._queue_id:
+            return True
+        try:
+            free, low = free_and_low(self.folder)
+        except OSError:  # the folder is gone, or its disk
+            return True
+        return free < low
+
     def check(self) -> None:
-        """Raises StoreAwayError while the store is away."""
+        """Raises AwayError while the store is away."""
         if self.why_away:
-            raise StoreAwayError(self.why_away)
+            raise AwayError(self.why_away)
 
-    def start(self, publish: Callable[[], None]) -> None:
-        """Starts the thread, which also calls `publish` every second while the store answers."""
-        if self.is_remote:
-            run = functools.partial(self._run, publish)
-            self._thread = threading.Thread(target=run, name="store", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._is_closing.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)  # what it puts may not answer
-
-    def _run(self, publish: Callable[[], None]) -> None:
-        next_look, is_failing = 0.0, False
-        while not self._is_closing.wait(_TURN_SECONDS):
-            try:
-                if self.why_away or time.monotonic() >= next_look:
-                    self._look()
-                    next_look = time.monotonic() + _LOOK_SECONDS
-                publish()
-                is_failing = False
-            except StoreAwayError:
-                pass  # it is logged
-            except Exception:
-                if not is_failing:
-                    logger.exception("latent checkpoints are not put into the store")
-                is_failing = True
+    def look(self) -> None:
+        """Looks from time to time whether the store answers, and at each call while it does not."""
+        if self.why_away or time.monotonic() >= self._look_at:
+            self._look()
 
     def _look(self) -> None:
         if self.mark() != self._queue_id:
             raise self._away("it has no mark of the queue")
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         if self.why_away:
             self.why_away = ""
             logger.warning("the store is back")
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Around each use: refused while the store is away."""
-        self.check()
-        with self._translated():
-            yield
+    def _errors(self, *, looks: bool = False) -> Iterator[None]:
+        """Refuses a use while the store is away, unless it `looks` whether it is.
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Translates what the backend raises; each has exceptions of its own."""
+        Translates what the backend raises, each of which has exceptions of its own.
+        """
+        if not looks:
+            self.check()
         try:
             yield
-        except (FileNotFoundError, StoreAwayError):
+        except FileNotFoundError:
             raise
         except Exception as error:
             raise self._away(output_files.reason(error)) from error
 
-    def _away(self, reason: str) -> StoreAwayError:
-        text = redact(f"the store {self._place!r} cannot be used: {reason}")
+    def _away(self, reason: str) -> AwayError:
+        text = redact(f"{self.name} cannot be used: {reason}")
         if not self.why_away:
             logger.error("{}: no clip is begun or taken", text)
         self.why_away = text
-        return StoreAwayError(text, "check --files, and the credentials for it")
+        return AwayError(text, "check --files, and the credentials for it")
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -238,8 +236,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _time_of(about: Mapping[str, Any]) -> float:
-    """When an object was put; now, if the backend does not say."""
-    for name in ("LastModified", "last_modified", "mtime"):
-        if (found := about.get(name)) is not None:
-            return float(getattr(found, "timestamp", lambda found=found: found)())
-    return time.time()
+    """When an object was put; never, if the backend does not say so as that of S3 does."""
+    put_at = about.get("LastModified")
+    return float(put_at.timestamp()) if put_at else math.inf

@@ -14,18 +14,19 @@ import ipaddress
 import json
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from urllib.parse import urlsplit
 
-import h11
+import httpx2
 from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.database import QueueLostError
+from svdpp.serve.background import Background
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -42,7 +43,7 @@ _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
 # After it a try has ended, or its server.
 _LEASE_SECONDS = 3 * ATTEMPT_SECONDS
-_POLL_SECONDS = 15.0
+_POLL_SECONDS = 10.0
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
@@ -71,11 +72,14 @@ class Webhooks:
         self._secrets = secrets
         self._view = view
         self._tls = ssl.create_default_context()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
-        self._is_closing = False
-        self._running = 0
-        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+        self.background = Background(
+            "webhooks",
+            self._send_due,
+            _POLL_SECONDS,
+            failure="webhooks wait",
+            last=self._send_due,
+        )
+        """The thread, which at its end sends what is due, each once."""
 
     def check(self, url: str) -> None:
         """Refuses a URL of a host that is not allowed; one with a user name has no such host."""
@@ -86,52 +90,17 @@ class Webhooks:
         hint = "whoever starts the server can allow its host"
         raise ApiError(422, "callback_refused", text, hint, field="callback_url")
 
-    def start(self) -> None:
-        """Begins with what is due, if webhooks may go anywhere."""
-        if self._hosts:
-            self._thread.start()
-
-    def wake(self) -> None:
-        """Says that a webhook may be due."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._news.set)
-
-    def close(self) -> None:
-        """Sends what is due, each once, and ends."""
-        self._is_closing = True
-        self.wake()
-        if self._thread.is_alive():
-            self._thread.join(_LEASE_SECONDS)
-
     # --- the thread -------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.run(self._send_all())
+    def _send_due(self) -> None:
+        """Tries what is due, some at the same time; the next ones wait until these have ended."""
+        take = partial(self._queue.take_callback, _LEASE_SECONDS)
+        end = time.monotonic() + _LEASE_SECONDS
+        while time.monotonic() < end and (jobs := [*islice(iter(take, None), AT_ONCE)]):
+            asyncio.run(self._attempt_all(jobs))
 
-    async def _send_all(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                is_last = self._is_closing  # before the look, which then finds all
-                while self._running < AT_ONCE:
-                    if (job := await asyncio.to_thread(self._take)) is None:
-                        break
-                    self._running += 1
-                    tasks.create_task(self._attempt(job))
-                if is_last:
-                    return
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _POLL_SECONDS)
-                self._news.clear()
-
-    def _take(self) -> Job | None:
-        try:
-            return self._queue.take_callback(_LEASE_SECONDS)
-        except (OutputError, ClosedError) as error:
-            if not isinstance(error, QueueLostError):
-                logger.error("webhooks wait: {}", error)
-            return None
+    async def _attempt_all(self, jobs: Sequence[Job]) -> None:
+        await asyncio.gather(*map(self._attempt, jobs))
 
     async def _attempt(self, job: Job) -> None:
         error = seconds = None
@@ -157,50 +126,35 @@ class Webhooks:
             logger.error("{}: its webhook is given up: {}", job.id, error)
         else:
             logger.info("{}: its webhook is tried again: {}", job.id, error)
-            asyncio.get_running_loop().call_later(seconds, self._news.set)
-        self._running -= 1
-        self._news.set()
 
     async def _post(self, job: Job) -> int:
         """The status of the answer, whose body is not read; a redirect is not followed."""
         assert job.callback_url is not None
         self.check(job.callback_url)  # an earlier server may have allowed another host
         url = urlsplit(job.callback_url)
-        host, is_https = url.hostname or "", url.scheme == "https"
-        port = url.port or (443 if is_https else 80)
+        host = url.hostname or ""
+        port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
-        reader, writer = await asyncio.open_connection(
-            address,
-            port,
-            ssl=self._tls if is_https else None,
-            server_hostname=host if is_https else None,
-        )
         body = _event(job, self._view(job))
         headers = {
             "host": url.netloc,
             "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
             **signed(event_id(job), int(time.time()), body, self._secrets),
         }
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        try:
-            protocol = h11.Connection(h11.CLIENT)
-            request = h11.Request(method="POST", target=target, headers=list(headers.items()))
-            for part in (request, h11.Data(body), h11.EndOfMessage()):
-                writer.write(protocol.send(part) or b"")
-            while not isinstance(answer := protocol.next_event(), h11.Response):
-                if answer is h11.NEED_DATA:
-                    protocol.receive_data(await reader.read(4096))
+        async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
+            request = client.build_request(
+                "POST",
+                httpx2.URL(job.callback_url).copy_with(host=address),
+                content=body,
+                headers=headers,
+                extensions={"sni_hostname": host},  # the certificate is that of the name
+            )
+            answer = await client.send(request, stream=True)
+            await answer.aclose()
             return answer.status_code
-        finally:
-            writer.transport.abort()
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """The address to connect to, another one with each attempt if the host has several.
-
-        All are checked, and none is looked up again: its owner could change it in between.
-        """
+        """The address to connect to, another one with each attempt; all are checked."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(address[0]) for *_, address in found]

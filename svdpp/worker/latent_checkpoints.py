@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,21 +111,15 @@ def path_of(folder: Path, key: str, step: int) -> Path:
     return folder / f"{key}_step{step}.safetensors"
 
 
-def _saved(folder: Path) -> Iterator[tuple[str, int]]:
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                yield match[1], int(match[2])
-
-
-def saved_keys(folder: Path) -> set[str]:
-    """The keys of all packets in `folder`."""
-    return {key for key, _ in _saved(folder)}
+def saved(folder: Path) -> set[tuple[str, int]]:
+    """The keys and steps of all packets in `folder`."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return {(match[1], int(match[2])) for match in map(_NAME.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
     """The numbers of steps after which `folder` has a packet of `key`, ascending."""
-    return sorted(step for other, step in _saved(folder) if other == key)
+    return sorted(step for other, step in saved(folder) if other == key)
 
 
 def prune(folder: Path, key: str) -> None:

@@ -98,7 +98,7 @@ def _server(queue: JobQueue) -> JobQueue:
     """One more server by the same connections."""
     other = copy.copy(queue)
     other.server = secrets.token_hex(8)
-    other._claims, other._passed, other._unanswered = {}, set(), set()
+    other._claims, other._passed = set(), other._passed.copy()
     return other
 
 

@@ -39,9 +39,9 @@ def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
         with contextlib.closing(JobQueue(disk / "data")) as store:
             ids = [add(store) for _ in range(100)]
             assert reserve.stat().st_blocks * 512 == 4 * 2**20
-            assert not store.database.is_disk_low
+            assert not store.store.is_disk_low
             with full(disk):
-                assert store.database.is_disk_low
+                assert store.store.is_disk_low
                 assert all(store.cancel_waiting(id) for id in ids)
                 assert not reserve.exists()
             add(store)

@@ -23,7 +23,7 @@ from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.serve import photos as photos_module
 from svdpp.serve.job import new_id
-from svdpp.serve.photos import DecodeLimits, DecoderBusyError, PhotoFolder, shown_name
+from svdpp.serve.photos import DecoderBusyError, PhotoFolder, shown_name
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, is_there, wait_until
 from tests.media.pictures import encoded, gradient, png
@@ -114,8 +114,10 @@ def test_a_hostile_file_is_refused(photos: PhotoFolder, kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
-def test_a_photograph_that_takes_much_memory_is_refused(tmp_path: Path, mebibytes: int) -> None:
-    photos = PhotoFolder(tmp_path / "photos", DecodeLimits(max_bytes=mebibytes * 2**20))
+def test_a_photograph_that_takes_much_memory_is_refused(
+    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch, mebibytes: int
+) -> None:
+    monkeypatch.setattr(photos_module, "MAX_BYTES", mebibytes * 2**20)
     big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # 143 kB for 196 MB
     assert refusal(photos, big).message == "'cat.png' does not fit in memory"
 
@@ -127,20 +129,23 @@ def test_the_largest_photograph_is_kept(photos: PhotoFolder) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "limits", [DecodeLimits(cpu_seconds=1), DecodeLimits(seconds=1.0)], ids=["CPU time", "deadline"]
-)
-def test_a_photograph_that_takes_long_is_refused(tmp_path: Path, limits: DecodeLimits) -> None:
-    error = refusal(PhotoFolder(tmp_path / "photos", limits), slow_jpeg())
+@pytest.mark.parametrize("limit", ["CPU_SECONDS", "SECONDS"])
+def test_a_photograph_that_takes_long_is_refused(
+    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(photos_module, limit, 1)
+    error = refusal(photos, slow_jpeg())
     assert "takes too long" in error.message
     assert children_of(os.getpid(), DECODER) == []
 
 
 @pytest.mark.long
-def test_uploads_wait_for_a_place(tmp_path: Path) -> None:
+def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = int(HANG_SECONDS)
-    limits = DecodeLimits(cpu_seconds=long, seconds=long, at_once=1, wait_seconds=0.2)
-    photos = PhotoFolder(tmp_path / "photos", limits)
+    limits = {"CPU_SECONDS": long, "SECONDS": long, "AT_ONCE": 1, "_WAIT_SECONDS": 0.2}
+    for name, limit in limits.items():
+        monkeypatch.setattr(photos_module, name, limit)
+    photos = PhotoFolder(tmp_path / "photos")
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(refusal, photos, slow_jpeg())
         wait_until(lambda: children_of(os.getpid(), DECODER), HANG_SECONDS, "no decoder")
@@ -192,7 +197,8 @@ def test_what_the_decoder_says_is_not_trusted(
     decoder.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(decoder))
     seconds = 1.0 if reason == "takes too long" else HANG_SECONDS
-    photos = PhotoFolder(tmp_path / "photos", DecodeLimits(seconds=seconds))
+    monkeypatch.setattr(photos_module, "SECONDS", seconds)
+    photos = PhotoFolder(tmp_path / "photos")
     assert reason in refusal(photos, b"any").message
 
 

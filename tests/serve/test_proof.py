@@ -73,11 +73,11 @@ def _proving(
     store.recover()
     verdicts: list[str] = []
     prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
-    prover.start()
+    prover.background.start()
     try:
         yield Proving(store, prover, made[1], folder, idle, verdicts)
     finally:
-        prover.close()
+        prover.background.close()
         store.close()
         assert _temporary_files() == before
 
@@ -214,7 +214,7 @@ def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) 
         proofs = Proving(own, prover, ids, tmp_path, threading.Event())
         with closing(prover), other.database.lock(ids[0]) as is_held:
             assert is_held
-            prover.start()
+            prover.background.start()
             proofs.wait_for("running", "equal")
             assert not prover._verify(ids[0])
             assert other.set_proof(ids[0], "equal")
@@ -231,7 +231,7 @@ from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 
 folder = Path(sys.argv[1])
-Prover(JobQueue(folder), folder, lambda: True, when_idle=True).start()
+Prover(JobQueue(folder), folder, lambda: True, when_idle=True).background.start()
 threading.Event().wait()
 """
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError
-from svdpp.serve.database import QueueAwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_job, remove_leftovers, set_strangers_aside, sweep
 from svdpp.serve.server import Server, build
-from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.service import ServerSettings
 from svdpp.serve.store import FileStore
 from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import add
@@ -36,9 +35,17 @@ def folder(tmp_path: Path, store: JobQueue) -> Path:  # noqa: ARG001 (it creates
     return tmp_path / "data"
 
 
-def put_files(folder: Path, id: str, num_bytes: int = 100) -> None:
+def put_files(folder: Path, id: str, num_bytes: int = 100, hours: float = 0.0) -> None:
+    """The files of a job, as if they had been written some hours ago."""
     for name in FILES:
-        (folder / name.format(id=id)).write_bytes(bytes(num_bytes // 4 * (1 + (name == FILES[0]))))
+        path = folder / name.format(id=id)
+        path.write_bytes(bytes(num_bytes // 4 * (1 + (name == FILES[0]))))
+        os.utime(path, times=(time.time() - 3600 * hours,) * 2)
+
+
+def look_twice(store: JobQueue, in_use: Collection[str] = ()) -> None:
+    """Removes what an hour does not change."""
+    remove_leftovers(store, remove_leftovers(store, set(), in_use), in_use)
 
 
 def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
@@ -117,40 +124,56 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     """As after the queue was lost, or replaced by an older copy."""
     id, waiting = finished(store, folder, 1.0), add(store)
     put_files(folder, waiting)
-    newer = new_id()
-    put_files(folder, newer)
-    (folder / "photos" / f".upload-{'0' * 16}").write_bytes(b"half")
+    newer, latest = new_id(), new_id()
+    put_files(folder, newer, hours=1.1)
+    put_files(folder, latest)
     assert sweep(store, folder, 2.0, None, 10**6) == []
-    assert ids_of_files(folder) == {id, waiting, newer, ""}
+    assert ids_of_files(folder) == {id, waiting, newer, latest}
 
-    remove_leftovers(store, folder)
     moved = set_strangers_aside(store, folder)
 
     assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
     (place,) = (folder / "lost+found").iterdir()
     assert all(path.parent == place and path.stat().st_size in (25, 50) for path in moved)
-    assert ids(store) == ids_of_files(folder) == {id, waiting}
+    assert ids_of_files(folder) == {id, waiting, latest}
+    assert ids(store) == {id, waiting}
     assert set_strangers_aside(store, folder) == []
+    look_twice(store)  # a clip is never removed without its row
+    assert {path.name for path in folder.glob(f"*/{latest}*")} == {
+        f"{latest}.mp4",
+        f"{latest}.mp4.json",
+    }
+
+
+def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, folder: Path) -> None:
+    id, requested = finished(store, folder, 1.0), new_id()
+    image = folder / "photos" / f"{requested}.png"
+    upload = folder / "photos" / f".upload-{requested}-{'0' * 8}"
+    part = folder / "clips" / f".svdpp-{'0' * 8}-123-{'0' * 8}.mp4"
+    for path in (image, upload, part):
+        path.touch()
+    seen = remove_leftovers(store, set())
+    assert all(path.exists() for path in (image, upload, part))
+    part.write_bytes(b"a rank of another host writes it")
+    image.rename(image.with_name(f"{new_id()}.png"))  # of a new request
+    seen = remove_leftovers(store, seen)
+    assert not upload.exists()
+    assert part.exists()
+    remove_leftovers(store, seen)
+    assert {path.name.partition(".")[0] for path in folder.glob("*/*")} == {id}
 
 
 def test_files_that_another_server_removes_meanwhile(
     store: JobQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = finished(store, folder, 1.0)
-    gone = folder / "photos" / f".upload-{'0' * 16}"
+    gone = folder / "photos" / f"{new_id()}.png"
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), gone])
-    remove_leftovers(store, folder)
+    look_twice(store)
     assert set_strangers_aside(store, folder) == []
     monkeypatch.undo()
     assert ids_of_files(folder) == {kept}
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    _, service = build(_settings(tmp_path), None)
-    yield service
-    service.queue.close()
 
 
 def _settings(folder: Path) -> ServerSettings:
@@ -159,45 +182,13 @@ def _settings(folder: Path) -> ServerSettings:
     )
 
 
-def test_what_a_server_leaves_that_dies_soon_after_this_one_began(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service.queue, "lives", lambda: {"a"})
-    service.remove_leftovers()
-    left = service.folder / "photos" / f".upload-a-{new_id()}"
-    left.touch()
-    service.remove_leftovers()
-    assert left.exists()
-    monkeypatch.setattr(service.queue, "lives", set)
-    service.remove_leftovers()
-    assert not left.exists()
-
-
-def test_files_of_a_doubtful_request_are_looked_for_until_the_database_answers(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(QueueAwayError), service.photos.request(new_id()):
-        service._is_in_doubt = True
-        raise QueueAwayError("away")
-
-    def away() -> dict[str, int | None]:
-        raise QueueAwayError("away")
-
-    with monkeypatch.context() as during:
-        during.setattr(service.queue, "clips", away)
-        during.setattr("svdpp.media.output_files.remove_abandoned", lambda _: away())
-        with pytest.raises(QueueAwayError):
-            service.remove_leftovers()
-    assert len(list((service.folder / "photos").iterdir())) == 1
-    service.remove_leftovers()
-    assert list((service.folder / "photos").iterdir()) == []
-
-
 def test_the_removal_ends_quietly_with_the_queue(tmp_path: Path) -> None:
     app, service = build(replace(_settings(tmp_path), keep_seconds=1.0), None)
     service.queue.close()
     with socket.socket() as bound:
-        Server(app, service, bound, grace_seconds=0.0)._keep_in_limits()
+        (_, retention) = Server(app, service, bound, grace_seconds=0.0)._threads
+        retention.start()
+        retention._thread.join()
 
 
 def _untouched(path: Path) -> tuple[int, ...]:
@@ -223,7 +214,7 @@ def test_what_a_server_did_not_make_is_left_alone(
     (clips / "folder").symlink_to(outside)
     before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
 
-    remove_leftovers(store, folder)
+    look_twice(store)
     assert set_strangers_aside(store, folder) == []
     assert sweep(store, folder, 1e9, 1.0, 1) == []
     assert {path: _untouched(path) for path in before} == before
@@ -235,7 +226,7 @@ def test_what_a_server_did_not_make_is_left_alone(
 
 
 def test_strangers_that_cannot_be_moved_stay(store: JobQueue, folder: Path) -> None:
-    put_files(folder, new_id())
+    put_files(folder, new_id(), hours=1.1)
     (folder / "lost+found").write_text("a file")
     assert set_strangers_aside(store, folder) == []
     assert len(ids_of_files(folder)) == 1
@@ -340,18 +331,16 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
         (folder / name).write_bytes(b"theirs")
     scratch = folder / "clips" / ".fetched-0123456789abcdef"
     scratch.write_bytes(b"")
-    hours_ago = time.time() - 8000
-    for path in folder.glob("*/*"):
-        os.utime(path, (hours_ago, hours_ago))
     for name in [*names, *(file.format(id=copied) for file in FILES)]:
         store.store.put(folder / name)
-    store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
     store.store.put(folder / FILES[0].format(id=removed))
     assert _sizes(store).keys() == {copied}, "a size of no job would remove others"
     system = store.store._system
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
-    remove_leftovers(store, folder)
+    seen = remove_leftovers(store, set())
+    store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
+    remove_leftovers(store, seen)
     left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
     kept = {file.format(id=id) for id in ids[1:] for file in FILES}
     assert left == {*names, *kept, FILES[0].format(id=copied)}

@@ -12,15 +12,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from loguru import logger
 
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.errors import InputError, OutputError, RequestError
-from svdpp.serve.database import QueueAwayError
+from svdpp.errors import OutputError, RequestError
+from svdpp.serve.database import AwayError
+from svdpp.serve.fleet import Fleet
+from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.retention import remove_leftovers
 from svdpp.serve.store import FileStore
@@ -185,7 +186,8 @@ def test_a_renewal_that_fails_forgets_no_lost_claim(opened: Open) -> None:
     with pytest.raises(OutputError):
         queue.renew(lambda _: 0)
     queue.database.rows = rows  # type: ignore[method-assign]
-    assert queue.renew(lambda _: 0) == ([(id, 1) for id in ids], [])
+    lost_claims, _ = queue.renew(lambda _: 0)
+    assert sorted(lost_claims) == sorted((id, 1) for id in ids)
 
 
 def test_all_claims_are_renewed_by_one_statement(opened: Open) -> None:
@@ -244,12 +246,27 @@ def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
 
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     """After an outage all leases have ended, and those who hold them renew them first."""
-    holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=30.0)
+    holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=2.0)
     add(holder)
     taken(holder)
     wait_until(lambda: holder.database.rows(_ENDED) == [(1,)], 30, "no lease ends")
-    assert other.recover() == []
-    assert holder.renew(lambda _: 0) == ([], [])
+    feeder = Mock(num_free=0, clips=list)
+    engine = Mock(feeder=feeder, state="ready", config=Mock(world_size=2))
+    fleet = Fleet(other, engine, Capabilities(model="svd", sampling=SAMPLING, sizes=()))
+    rows = other.database.rows
+    fleet._recover_at = 0.0  # as after some time
+    other.database.rows = Mock(side_effect=AwayError("away"))  # type: ignore[method-assign]
+    with pytest.raises(AwayError):
+        fleet._turn()
+    other.database.rows = rows  # type: ignore[method-assign]
+    fleet._turn()
+    assert len(holder.running()) == 1
+
+    def is_recovered() -> bool:
+        fleet._renew()
+        return not holder.running()
+
+    wait_until(is_recovered, 30, "it is never recovered")
 
 
 def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Open) -> None:
@@ -279,21 +296,14 @@ def test_a_cancelled_clip_ends_although_its_claim_is_lost(opened: Open) -> None:
 
 
 def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) -> None:
-    """Its uploads, and files of its claims; nothing of a server that lives."""
+    """Its uploads, and files of its claims."""
     killed, other = opened(), opened()
-    folder = tmp_path / "data"
-    photos, clips = folder / "photos", folder / "clips"
+    photos, clips = tmp_path / "data" / "photos", tmp_path / "data" / "clips"
+    photos.mkdir()
     clips.mkdir()
-    asked, stored, upload, own, doubtful = (new_id() for _ in range(5))
-    for queue, *left_by in ((killed, asked, stored, upload), (other, own, doubtful)):
-        uploads = PhotoFolder(photos, server=queue.server)
-        for id in left_by:
-            with contextlib.suppress(QueueAwayError), uploads.request(id):
-                (photos / f"{id}.png").touch()
-                raise QueueAwayError("away")
-    (photos / f".upload-{killed.server}-{upload}-{'0' * 8}").touch()
-    (photos / f"{upload}.png").unlink()
-    killed.add(new_job(id=stored), max_open=None)
+    asked, stored = new_id(), add(killed)
+    for name in (f"{asked}.png", f"{stored}.png", f".upload-{asked}-{'0' * 8}"):
+        (photos / name).touch()
     for number in (1, 2):
         token = taken(killed).token
         for path in (f"{stored}-{number}.mp4", f"{stored}-{number}.mp4.json"):
@@ -302,22 +312,9 @@ def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) 
         if number == 1:
             killed.put_back(stored, token, counts=False)
     killed.complete(stored, {}, 2)
-    for queue in (killed, other):
-        queue.register({})
-
-    def left() -> set[str]:
-        return {path.name for path in (*photos.iterdir(), *clips.iterdir())}
-
-    before = left()
     kept = {f"{stored}.png", f"{stored}-2.mp4", f"{stored}-2.mp4.json"}
-    remove_leftovers(other, folder, {own})
-    of_killed = {name for name in before if any(id in name for id in (asked, stored, upload))}
-    of_own = {name for name in before if own in name}
-    assert len(of_own) == 2
-    assert left() == of_killed - {f"{stored}-1.mp4", f"{stored}-1.mp4.json"} | of_own
-    killed.release()
-    remove_leftovers(other, folder, {own})
-    assert left() == kept | of_own
+    remove_leftovers(other, remove_leftovers(other, set()))
+    assert {path.name for path in (*photos.iterdir(), *clips.iterdir())} == kept
 
 
 def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_path: Path) -> None:
@@ -327,54 +324,16 @@ def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_
     for path, days in ((new, 6), (old, 8)):
         path.touch()
         os.utime(path, times=(time.time() - 86400 * days,) * 2)
-    remove_leftovers(queue, tmp_path / "data")
+    remove_leftovers(queue, remove_leftovers(queue, set()))
     assert list(latents.iterdir()) == [new]
 
 
-def test_a_server_that_was_taken_for_dead_stores_no_job_without_its_photograph(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    job, folder = new_job(), tmp_path / "data"
-    uploads = PhotoFolder(folder / "photos", server=stopped.server)
-    with pytest.raises(OutputError, match="stopped"), uploads.request(job.id) as check:
-        (folder / "photos" / job.photo).touch()
-        remove_leftovers(other, folder)
-        stopped.add(job, max_open=None, check=check)
-    assert list((folder / "photos").iterdir()) == []
-    assert other.get(job.id) is None
-
-
-def test_it_stores_none_either_while_its_photograph_is_removed(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    job, folder = new_job(), tmp_path / "data"
-    without = other.without
-    with PhotoFolder(folder / "photos", server=stopped.server).request(job.id) as check:
-        (folder / "photos" / job.photo).touch()
-
-        @contextlib.contextmanager
-        def followed(id: str) -> Iterator[bool]:
-            with without(id) as is_missing:
-                yield is_missing
-            with pytest.raises(OutputError, match="stopped"):
-                stopped.add(job, max_open=None, check=check)
-
-        other.without = followed  # type: ignore[method-assign]
-        remove_leftovers(other, folder)
-    assert list((folder / "photos").iterdir()) == []
-
-
-def test_an_upload_that_is_removed_while_it_is_decoded_is_no_mistake_of_the_client(
-    opened: Open, tmp_path: Path
-) -> None:
-    stopped, other = opened(), opened()
-    folder = tmp_path / "data"
-    photos = PhotoFolder(folder / "photos", server=stopped.server)
-    with pytest.raises(OutputError, match="stopped"), photos.request(new_id()):
-        remove_leftovers(other, folder)
-        raise InputError("'photo.png' cannot be decoded")
+def test_a_server_that_was_stopped_during_a_request_stores_no_job(opened: Open) -> None:
+    """Others have removed its image by then."""
+    queue = opened()
+    with pytest.raises(OutputError, match="stopped"):
+        queue.add(new_job(), max_open=None, until=time.time() - 1)
+    assert not queue.has_unfinished()
 
 
 def test_claims_that_end_together_are_put_back_part_by_part(
@@ -435,10 +394,10 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 
 def test_nothing_is_begun_while_the_shared_folder_is_away(opened: Open, tmp_path: Path) -> None:
     queue = opened()
-    assert not queue.database.is_disk_low
+    assert not queue.store.is_disk_low
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.database.is_disk_low
+    assert queue.store.is_disk_low
 
 
 def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
@@ -456,12 +415,12 @@ def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
 
 def test_servers_say_what_is_new(opened: Open) -> None:
     speaker, listener = opened(), opened()
-    assert listener.listen(0.0) == (False, [])
+    assert listener.database.listen(0.0) == []
     id = add(speaker)
-    assert listener.listen(30.0) == (True, [])
+    assert listener.database.listen(30.0) == ["queued"]
     taken(listener)
     speaker.ask_to_cancel(id)
-    assert listener.listen(30.0) == (False, [id])
+    assert listener.database.listen(30.0) == [id]
 
 
 def test_what_does_not_belong_together_is_refused(
@@ -477,7 +436,7 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(RequestError, match="version 99"):
         opened()
     postgres.execute("DROP TABLE queue", name)
-    with pytest.raises(RequestError, match="another program"):
+    with pytest.raises(OutputError, match='"jobs" already exists'):
         opened()
     postgres.execute("DROP TABLE jobs, owners, servers", name)
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
@@ -494,19 +453,22 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     with pytest.raises(RequestError, match="other objects, such as 'theirs'"):
         queue()
     queue(adopts=True).close()
-    assert store.mark() == (tmp_path / "data" / "queue.id").read_text()
-    with pytest.raises(RequestError, match="the store of --files is not that of the queue"):
+    queue().close()
+    (tmp_path / "data" / "queue.id").touch()
+    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
+        queue()
+    with pytest.raises(RequestError, match=r"the store .* is not that of the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
 
 
-def test_a_start_that_fails_leaves_no_mark(
+def test_a_start_that_fails_can_be_repeated(
     tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is asked outside of transactions, which the database ends after 5 s."""
     import psycopg
 
     folder, set_mark, transactions = tmp_path / "data", FileStore.set_mark, list[Any]()
-    store = FileStore(folder, f"memory://{new_id()}")
+    stores = [FileStore(folder), FileStore(tmp_path / "own", f"memory://{new_id()}")]
 
     def counted(store: FileStore, id: str) -> None:
         with psycopg.connect(database) as other:
@@ -515,34 +477,19 @@ def test_a_start_that_fails_leaves_no_mark(
         set_mark(store, id)
 
     monkeypatch.setattr(FileStore, "set_mark", counted)
-    with monkeypatch.context() as patch:
-        patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
-        with pytest.raises(OutputError, match="WRONG"):
-            JobQueue(folder, url=database, store=store)
-    assert (store.mark(), list(folder.iterdir())) == ("", [])
-    JobQueue(folder, url=database, store=store).close()
-    assert store.mark() == (folder / "queue.id").read_text()
+    for store in stores:
+        with monkeypatch.context() as patch:
+            patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
+            with pytest.raises(OutputError, match="WRONG"):
+                JobQueue(store.folder, url=database, store=store)
+        failed = store.mark()
+        queue = JobQueue(store.folder, url=database, store=store)
+        with queue.database.change() as statements:
+            assert statements.execute("SELECT id FROM queue").fetchall() == [(store.mark(),)]
+            statements.execute("DROP TABLE queue, jobs, owners, servers")
+        assert store.mark() != failed
+        queue.close()
     assert transactions == []
-
-
-def test_a_checkpoint_that_cannot_be_put_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("svdpp.serve.store._TURN_SECONDS", 0.01)
-    lines: list[str] = []
-    turns: list[None] = []
-    sink = logger.add(lines.append, level="ERROR", format="{message}")
-
-    def publish() -> None:
-        turns.append(None)
-        raise PermissionError("no links here")
-
-    with contextlib.closing(FileStore(tmp_path, f"memory://{new_id()}")) as store:
-        store.start(publish)
-        wait_until(lambda: len(turns) > 2, 30, "no turn")
-    logger.remove(sink)
-    assert len(lines) == 1
-    assert lines[0].startswith("latent checkpoints are not put")
 
 
 @pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])

@@ -143,6 +143,7 @@ def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries soon."""
+    monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(webhooks, "_FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(webhooks, "_MAX_RETRY_SECONDS", 0.05)
 
@@ -150,11 +151,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
     sender = Webhooks(store, hosts, SECRETS, video_of)
-    sender.start()
+    sender.background.start()
     try:
         yield sender
     finally:
-        sender.close()
+        sender.background.close()
 
 
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
@@ -245,7 +246,7 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         assert job is not None
         store.complete(job.id, {}, job.token)
         last = made(store, receiver.url)
-        sender.wake()
+        sender.background.wake()
         after_a_try(store, last)
         assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
     for id in (cancelled, job.id):
@@ -353,7 +354,7 @@ def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
         sending(store, slow.host, other.host) as sender,
     ):
         ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
-        sender.wake()
+        sender.background.wake()
         assert after_a_try(store, ids[-1])["status"] == "delivered"
         assert callback(store, ids[0])["status"] == "pending"
         go_on.set()
@@ -429,12 +430,12 @@ def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
         assert host == "hooks.example"
         return [(socket.AF_INET, 1, 6, "", (each, port)) for each in answers.pop(0)]
 
-    async def connect(host: str, *_: Any, **__: Any) -> None:
-        connected.append(host)
+    async def connect(remote_host: str, **_: Any) -> None:
+        connected.append(remote_host)
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr("asyncio.open_connection", connect)
+    monkeypatch.setattr("anyio.connect_tcp", connect)
     error = tried(store, "http://hooks.example/", "hooks.example")["error"]
     assert len(answers) == 9
     refused = "hooks.example has an address that is not public"

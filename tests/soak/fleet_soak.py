@@ -28,7 +28,14 @@ import httpx
 
 from tests.bench.options import options
 from tests.serve.postgres import Postgres, postgres_server
-from tests.soak.serve_checks import Row, exit_code, rows_of, summary, wrong_files
+from tests.soak.serve_checks import (
+    Row,
+    exit_code,
+    remove_leftovers_now,
+    rows_of,
+    summary,
+    wrong_files,
+)
 from tests.soak.serve_clients import Clients, requests
 from tests.soak.serve_processes import belonging
 from tests.soak.serve_server import FaultyServer
@@ -125,7 +132,8 @@ class FaultyFleet:
         return rows_of(psycopg.connect(self._database.url))
 
     def wrong_files(self, *temporary: Path) -> list[str]:
-        """What `serve_checks.wrong_files` finds."""
+        """What `serve_checks.wrong_files` finds after what servers remove in an hour."""
+        remove_leftovers_now(self.data, self._database.url)
         return wrong_files(self.data, self.rows(), _OWN, *temporary)
 
     def close(self) -> list[str]:

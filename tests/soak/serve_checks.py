@@ -18,6 +18,8 @@ from typing import Any
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import remove_leftovers
 from tests.soak.serve_clients import Request, photos
 from tests.soak.serve_server import FaultyServer
 
@@ -131,6 +133,12 @@ def unexplained_failures(rows: list[Row]) -> list[str]:
         if row.state == "failed"
         and "died 2 times during this clip" not in str((row.error or {}).get("message"))
     ]
+
+
+def remove_leftovers_now(data: Path, url: str | None = None) -> None:
+    """What servers remove in an hour."""
+    with closing(JobQueue(data, url=url)) as queue:
+        remove_leftovers(queue, remove_leftovers(queue, set()))
 
 
 def wrong_files(data: Path, rows: list[Row], own: set[str], *temporary: Path) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from svdpp.serve.database import RESERVE
 from tests.bench.options import options
-from tests.soak.serve_checks import exit_code, rows_of, summary, wrong_files
+from tests.soak.serve_checks import exit_code, remove_leftovers_now, rows_of, summary, wrong_files
 from tests.soak.serve_clients import Clients, requests
 from tests.soak.serve_server import FaultyServer
 
@@ -65,6 +65,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     finally:
         clients.close()
         code = server.stop()
+    remove_leftovers_now(server.data)
     rows = rows_of(sqlite3.connect(server.data / "queue.sqlite3"))
     wrong = {
         "files": wrong_files(server.data, rows, _OWN, server.temporary),

@@ -123,15 +123,9 @@ class ServeOptions(PipelineOptions, ImageOptions):
         super().__post_init__()
         check_seconds("--lease", self.lease)
         if self.queue is not None and not self.queue.startswith(_DATABASES):
-            raise RequestError(
-                "--queue takes the URL of a PostgreSQL database",
-                "such as postgresql://svdpp@db/svdpp; without it the queue is a file in --data",
-            )
+            raise RequestError("--queue takes a URL such as postgresql://svdpp@db/svdpp")
         if self.files is not None and (self.queue is None or "://" not in self.files):
-            raise RequestError(
-                "--files takes the URL of a store, and needs --queue",
-                "such as s3://bucket/prefix; without it the files are in --data",
-            )
+            raise RequestError("--files takes a URL such as s3://bucket/prefix, and needs --queue")
         if self.grace:
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):

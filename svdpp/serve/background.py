@@ -1,0 +1,71 @@
+"""A thread that does the same again and again, whatever happens, until it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from loguru import logger
+
+from svdpp.errors import ClosedError
+from svdpp.serve.database import AwayError
+
+# After a turn that failed.
+_RETRY_SECONDS = 1.0
+
+
+class Background:
+    """Calls `turn` in a thread, again `seconds` after each end of it, or at once after `wake`.
+
+    The first of several turns that fail is logged as `failure`; not if queue or store are away,
+    which is logged where it is noticed. When it is closed, it calls `last` instead, once. The
+    thread also ends if the queue is closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], object],
+        seconds: float,
+        *,
+        failure: str,
+        last: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._turn, self._last, self._seconds, self._failure = turn, last, seconds, failure
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_woken = threading.Event()
+        self.is_closing = False
+        """Whether the turn should end."""
+
+    def start(self) -> None:
+        """Begins the first turn."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has the next turn begin at once."""
+        self._is_woken.set()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the thread, if it was started, and waits for the end of its turn."""
+        self.is_closing = True
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        seconds, is_failing, is_over = 0.0, False, False
+        while not is_over:
+            is_over = self._is_woken.wait(seconds) and self.is_closing
+            self._is_woken.clear()
+            seconds = max(self._seconds, _RETRY_SECONDS)
+            try:
+                (self._last if is_over else self._turn)()
+                seconds, is_failing = self._seconds, False
+            except ClosedError:
+                return
+            except AwayError:
+                pass
+            except Exception as error:
+                if not is_failing:
+                    logger.opt(exception=True).error("{}: {}", self._failure, error)
+                is_failing = True
