@@ -10,9 +10,9 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, RECOVERY
-from svdpp.cli.options.inputs import PromptOptions
+from svdpp.cli.options.files import PromptOptions
 from svdpp.cli.options.layout import OF_LAYOUT
-from svdpp.cli.options.sampling import LOOKS
+from svdpp.cli.options.model import LOOKS
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError

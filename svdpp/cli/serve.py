@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.outputs import LogOptions
+from svdpp.cli.options.files import LogOptions
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.errors import Interrupted, RequestError

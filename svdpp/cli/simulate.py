@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
-from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.options.sampling import LOOKS
-from svdpp.cli.plan_report import times_of
+from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
+from svdpp.cli.options.model import LOOKS
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
@@ -146,7 +144,7 @@ def _show(console: Console, pipeline: Pipeline) -> None:
             "dtype": config.model.dtype,
             "backend": pipeline.backend,
             "clips": times["measured"].clips,
-            **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
+            **{name: one.to_json() for name, one in times.items()},
             "ranks": [_row(rank) for rank in figures.ranks],
         }
     )

@@ -11,13 +11,11 @@ import click
 
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
-from svdpp.cli.failures import worst_of
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions
+from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
-from svdpp.errors import RequestError, VerificationError
+from svdpp.errors import RequestError, VerificationError, worst_of
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.world import World, is_member
 
@@ -133,24 +131,17 @@ def verify(
 def _requests(
     options: ProofOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
-    from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
+    from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_photos, in_turn
 
-    seed = options.seed or 0
     if options.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
+    seed = options.seed or 0
     images: Sequence[Photo | None] = [None]
     sampling = options.sampling_config(from_image=from_image)
-    videos = options.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
-    # An example of what the model needs and is not given.
     example = None if options.family == "svd" else EXAMPLE_PROMPT
-    texts: list[str | None] = [*options.all_prompts()] or [example]
-    combined = [
-        ClipInput(image, text, options.negative_prompt, videos)
-        for image in images
-        for text in texts
-    ]
+    combined = options.combined(images, sampling, example=example)
     num_clips = options.at_least_one(max(2, len(combined)))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 

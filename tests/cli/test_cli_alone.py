@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -129,12 +130,10 @@ def test_an_interrupt_while_modules_are_imported(module: str) -> None:
 
 
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from svdpp.cli import plan_report
-
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(plan_report, "show_layout", broken)
+    monkeypatch.setattr(import_module("svdpp.cli.plan"), "show_layout", broken)
     answer = svdpp_here("plan")
 
     assert (answer.code, answer.out) == (1, "")

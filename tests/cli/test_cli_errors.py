@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.inputs import PromptOptions
-from svdpp.cli.options.model import ModelOptions
-from svdpp.cli.options.sampling import parse_seeds
-from svdpp.config import Dtype
+from svdpp.cli.options.files import PromptOptions
+from svdpp.cli.options.model import ModelOptions, parse_seeds
+from svdpp.config import Dtype, SvdSampling
 from svdpp.errors import InputError, RequestError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.media.pictures import png
@@ -191,4 +190,4 @@ def test_a_wrong_prompt_is_named_by_file_line_and_option(
     (tmp_path / "prompts.txt").write_bytes(content)
     options = PromptOptions(prompts=tmp_path / "prompts.txt")
     with pytest.raises(InputError, match=r"--prompts '.*prompts.txt'.* " + message):
-        options.all_prompts()
+        options.combined([], SvdSampling())

@@ -13,7 +13,7 @@ import yaml
 from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench import pipeline_config
-from svdpp.cli.options.sampling import parse_params
+from svdpp.cli.options.model import parse_params
 from svdpp.cli.request import PipelineRequest
 from svdpp.config import (
     SAMPLING_CLASSES,

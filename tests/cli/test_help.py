@@ -6,21 +6,13 @@ import copy
 import itertools
 import re
 import shlex
-from importlib import import_module
 from typing import Any
 
 import pytest
 
-from svdpp.cli.app import COMMANDS
-from svdpp.cli.command import Command
+from svdpp.cli.app import COMMANDS, command_named
 from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
 from tests.cli.shell import PHOTO, assert_error, python, svdpp_here
-
-
-def spec_of(name: str) -> Command:
-    """The declaration of a command."""
-    found: Command = getattr(import_module(f"svdpp.cli.{name}"), name)
-    return found
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -32,7 +24,7 @@ def parsed(line: str) -> dict[str, Any]:
     """
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
-    spec, calls = copy.copy(spec_of(name)), []
+    spec, calls = copy.copy(command_named(name)), []
     spec.function = lambda **values: calls.append(values)
     spec.main(arguments, standalone_mode=False)
     (values,) = calls
@@ -97,7 +89,7 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_command_lines(name: str) -> None:
-    spec = spec_of(name)
+    spec = command_named(name)
 
     assert 2 <= len(spec.examples) <= 3
     for example in spec.examples:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from svdpp.cli.console import Console
+from svdpp.cli.options.files import TraceOptions
 from svdpp.cli.request import PipelineOptions, PipelineRequest, default_world
-from svdpp.cli.run_request import RunRequest
+from svdpp.cli.run import Run
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
@@ -47,7 +49,8 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    return RunRequest(launched=None, options=values["options"]).config(num_clips)[0]
+    asked = Run(console=Console(), launched=None, options=values["options"], traces=TraceOptions())
+    return asked.config(num_clips)[0]
 
 
 SHAPES = [
@@ -138,7 +141,9 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     assert answer.code == 0
     for words in (
         "501 clips to make: 2 frames of 32x32, 2 steps",
-        "\nout/rocket_99.mp4    99\n... and 401 more\n",
+        "folder: out\n",
+        "\n... and 401 more\n",
+        "\nrocket_99.mp4 ",
         "disk\n  needed: ",
     ):
         assert words in answer.out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.outputs import TraceOptions
+from svdpp.cli.options.files import TraceOptions
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
