@@ -18,22 +18,11 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.config.model import DEMO_MODEL
 from svdpp.errors import RequestError, nearest
 
 Fit = Literal["crop", "pad", "stretch"]
 
 DEFAULT_NUM_STEPS = 28
-
-#: The demo model's defaults where they differ from diffusers' (svdpp/assets/demo-model/README.md).
-DEMO_SAMPLING: Mapping[str, Any] = {
-    "height": 128,
-    "width": 128,
-    "num_frames": 14,
-    "motion_bucket_id": 40,
-    "max_guidance_scale": 1.1,
-    "noise_aug_strength": 0.02,
-}
 
 
 @dataclass(frozen=True)
@@ -327,8 +316,3 @@ def check_frames(sampling: CommonSampling, unit: int) -> None:
         f"--frames must be a multiple of {unit} plus 1, got {frames}",
         f"nearest: --frames {below} or --frames {below + unit}",
     )
-
-
-def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """The defaults of `model_name` that differ from diffusers'; empty except for the demo model."""
-    return DEMO_SAMPLING if model_name == DEMO_MODEL else {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
+from svdpp.config.clip import identity, latents_key, parameters_sha256
 from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
