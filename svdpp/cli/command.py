@@ -18,8 +18,7 @@ from svdpp.cli.options.declare import (
     DIAGNOSTICS,
     PANELS,
     Option,
-    declared,
-    parameter,
+    parameters,
     set_by_variables,
 )
 from svdpp.errors import (
@@ -113,8 +112,6 @@ class Command(click.Command):
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.function, self.examples, self.common = function, examples, common
-        self._without = frozenset(without)
-        self._defaults, self._meanings = defaults or {}, meanings or {}
         self._hints = get_type_hints(function)
         self._hints.pop("return", None)
         super().__init__(
@@ -130,7 +127,7 @@ class Command(click.Command):
                 new: Any = self._hints[name]
                 self._groups[name] = new() if given.default is given.empty else given.default
         for group in (*self._groups.values(), TalkOptions()):
-            self.params += self._parameters(group)
+            self.params += parameters(group, without, defaults or {}, meanings or {})
         self.params.append(help_option("-h", "--help", help="Show this help."))
         self.params.append(help_option("--help-all", help="Show all options."))
 
@@ -159,19 +156,6 @@ class Command(click.Command):
                     for name, group in self._groups.items()
                 },
             )
-
-    def _parameters(self, group: Any) -> Iterator[click.Parameter]:
-        """The parameters of a group, with its values as defaults."""
-        kind: Any = type(group)
-        for name, (hint, about) in declared(kind).items():
-            if name in self._without:
-                continue
-            about = {**about, "help": self._meanings.get(name, about["help"])}
-            if name in self._defaults:
-                about["shown"] = self._defaults[name]
-            if "panel" in about:
-                about["default"] = getattr(group, name)
-            yield parameter(name, hint, about)
 
     def format_arguments(self, *_: object) -> None:
         """Writes nothing: `format_options` does, with every version of click."""

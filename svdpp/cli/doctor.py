@@ -34,13 +34,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *(*LOOKS, *PROMPT_FIELDS, "seed", "allow_mixed_devices", "lora"),
         *(*OF_LAYOUT, "costs", "share_experts"),
     ),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
-    meanings={
-        "out": "Output folder to check.",
-        "device": "cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
-        "cuda:0: over gloo. auto: GPUs if there are any, else the CPU.",
-        "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
-    },
+    meanings={"out": "Output folder to check."},
 )
 def doctor(
     context: click.Context,

@@ -43,11 +43,6 @@ class MeasureOptions(PipelineOptions, PromptOptions):
         *(*LOOKS, "checksum", "steps", "seed", "prompts", "negative_prompt", "video"),
         *(*OF_LAYOUT, "costs", "share_experts"),
     ),
-    defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
-    meanings={
-        "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
-        "prompt": "For a model that takes one; its text does not change the costs.",
-    },
 )
 def profile(
     console: Console,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice, Pairs
     from svdpp.plan.costs import Costs
-    from svdpp.plan.layout import Split
 
 #: By how the family's row divides the branches of the guidance.
 _PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
@@ -52,11 +51,8 @@ class PipelineRequest:
     """Of a model whose configs cannot be read; None: read them."""
     on_cpu: int = 2
     """Default number of ranks that share the CPU, or one GPU."""
-    default_split: Split | None = None
-    """Split of a model with one expert if the user gives no layout; None: uniform. With two experts
-    it is balanced, because they rarely have equal steps."""
     serves: bool = False
-    """Whether the clips are those of a server, whose users wait for each."""
+    """Whether the clips are those of a server: its users wait for each, and choose its steps."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
     costs: Costs | None = None
@@ -149,12 +145,14 @@ class PipelineRequest:
 
     @cached_property
     def _layout(self) -> PipelineOptions:
+        """The options, with a split if the uniform one, their default, cannot be meant."""
         layout = self.options
-        if not self._experts and self.default_split and not (layout.refined or layout.layout):
-            return replace(layout, split=self.default_split)
-        is_of_model = self._experts and self.expert_boundary is None
-        if is_of_model and layout.must_divide and not layout.split:
-            return replace(layout, split="balanced")
+        if self._experts:  # which rarely have equal steps
+            is_of_model = self.expert_boundary is None
+            if is_of_model and layout.must_divide and not layout.split:
+                return replace(layout, split="balanced")
+        elif self.serves and not (layout.refined or layout.layout):
+            return replace(layout, split="alternating")
         return layout
 
     @cached_property

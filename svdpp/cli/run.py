@@ -72,7 +72,6 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
         *("num_frames", "decode_chunk_size"),
     ),
     without=("latent_shape",),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
     console: Console,

@@ -15,7 +15,6 @@ from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
@@ -28,8 +27,6 @@ _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _FLEET = ("psycopg", "fsspec", "s3fs")
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
-#: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT: Split = "alternating"
 
 
 @command(
@@ -137,7 +134,6 @@ def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=asked.image_use != "refused",
-        default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
     ).resolve(heartbeat_timeout_seconds=asked.heartbeat_timeout)

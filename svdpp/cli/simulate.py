@@ -51,7 +51,6 @@ class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
         "folder or a hub id.",
-        "prompt": "For a model that takes one; each clip has a number behind it.",
     },
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU up to 4",

@@ -71,13 +71,8 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
     ),
     common=("world", "model", "clips", "steps", "split", "num_frames", "as_json"),
     without=("checksum",),
-    defaults={
-        "world": "all GPUs, if they divide the steps; on the CPU 2",
-        "clips": "one for each input, at least 2",
-    },
-    meanings={
-        "clips": "Number of clips: inputs in turn, each turn with the next seed.",
-    },
+    defaults={"clips": "one for each input, at least 2"},
+    meanings={"clips": "Number of clips: inputs in turn, each turn with the next seed."},
 )
 def verify(
     context: click.Context,

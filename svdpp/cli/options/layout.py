@@ -28,6 +28,7 @@ class RankOptions(ModelOptions):
         "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
         "--gpus",
         "--world",
+        shown="all GPUs, if they divide the steps; on the CPU 2",
     )
     device: str = LAYOUT.setting(
         "auto|cuda|cpu|cuda:N",
