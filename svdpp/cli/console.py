@@ -230,6 +230,8 @@ def _cell(name: str, value: Any) -> str:
         return ", ".join(cells + more) or "none"
     if value is None or value == {}:
         return "-"
+    if name == "bubble":
+        return f"{value:.0%}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
     unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""

@@ -37,6 +37,7 @@ SCHEMA_VERSION = 2
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
+_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip", "bubble")
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 _DEFAULT_WORLD = 4
@@ -269,8 +270,7 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
     )
     ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
     if console.as_json:
-        names = "makespan_seconds", "first_clip_seconds", "seconds_per_clip"
-        others = {name: theirs[name] for name in names}
+        others = {name: theirs[name] for name in _TIMES[:3]}
         console.json(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -282,20 +282,22 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
             }
         )
         return
-    _print_ranks(console, layout, ranks)
+    # Replicas that are alike are shown once.
+    shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
+    console.show({"ranks": [ranks[rank] for rank in shown]})
+    if len(shown) < layout.world_size:
+        console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
     _print_cuts(console, layout, num_clips)
     console.result()
     _print_picture(console, layout, num_clips)
     console.result()
     if reason:
         console.prose(f"auto picks {reason}")
-    _print_times(console, f"{counted(num_clips, 'clip')} on {layout.world_size} ranks", ours)
-    if layout.split != "uniform" or reason:
-        latency = {name: f"{value:.4g}" for name, value in ours["latency_seconds"].items()}
-        parts = ", ".join(f"{name} {latency[name]}" for name in ("p50", "p90", "p99"))
-        console.result(f"a clip takes {latency['mean']} s from its encode: {parts}")
+    times = {"this layout": ours}
     if layout.replica_size * layout.cfg_parallel > 1:
-        _print_times(console, f"data parallel on {layout.world_size} ranks", theirs)
+        times["data parallel"] = theirs
+    rows = {name: {key: each[key] for key in _TIMES} for name, each in times.items()}
+    console.show({counted(num_clips, "clip"): rows})
     _warn_of_idle_ranks(console, layout)
 
 
@@ -303,30 +305,9 @@ def _rank(layout: Layout, rank: int) -> dict[str, Any]:
     role, found = layout.roles[rank], layout.all_shares[rank]._asdict() | layout.roles[rank].parts
     if layout.expert_boundary is not None:
         found["experts"] = [EXPERTS[expert] for expert in sorted(role.experts)]
-    return found | {"peak_gib": layout.peak_gib[rank]}
-
-
-def _print_ranks(console: Console, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a row for each rank; if all replicas are alike, only those of the first."""
-    alike = layout.replicas_are_alike
-    replicas = range(1 if alike else layout.replicas)
-    shown = [ranks[share.rank] for replica in replicas for share in layout.shares(replica)]
-    console.table([_rank_row(layout, rank) for rank in shown])
-    if alike and layout.replicas > 1:
-        console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
-
-
-def _rank_row(layout: Layout, rank: Mapping[str, Any]) -> dict[str, str]:
-    row = {"rank": str(rank["rank"])}
     if layout.costs.ranks_per_host is not None:
-        row["host"] = str(layout.costs.host_of(rank["rank"]))
-    row |= {name: str(rank[name]) for name in ("start", "end")}
-    row["steps"] = f"{rank['mean_steps']:.4g}"
-    if names := rank.get("experts"):
-        row["expert"] = "both" if len(names) > 1 else names[0]
-    if any(peak is not None for peak in layout.peak_gib):
-        row["GiB"] = _gib([rank["peak_gib"]])
-    return row
+        found["host"] = layout.costs.host_of(rank)
+    return found | {"peak_gib": layout.peak_gib[rank]}
 
 
 def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
@@ -348,14 +329,6 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
         console.result(f"the first {num_clips} clips:")
     console.grid(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
-
-
-def _print_times(console: Console, what: str, times: Mapping[str, Any]) -> None:
-    console.result(
-        f"{what}: {times['makespan_seconds']:.4g} s, first after "
-        f"{times['first_clip_seconds']:.4g} s, bubble {times['bubble']:.0%}"
-    )
-    console.result(f"  of a long queue, one clip every {times['seconds_per_clip']:.4g} s")
 
 
 def _warn_of_idle_ranks(console: Console, layout: Layout, name: str = "") -> None:
