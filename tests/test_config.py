@@ -12,8 +12,6 @@ import pytest
 
 from svdpp.config import (
     DEFAULT_NUM_STEPS,
-    DEMO_MODEL,
-    DEMO_SAMPLING,
     ClipRequest,
     LatentSpec,
     ModelConfig,
@@ -22,7 +20,6 @@ from svdpp.config import (
     SvdSampling,
     limits,
     params_of,
-    sampling_defaults,
 )
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.costs import Costs
@@ -238,12 +235,6 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     }
 
 
-def test_the_demo_model_changes_known_knobs_only() -> None:
-    assert sampling_defaults(DEMO_MODEL) == DEMO_SAMPLING
-    assert sampling_defaults("stabilityai/stable-video-diffusion-img2vid") == {}
-    SvdSampling(**DEMO_SAMPLING)
-
-
 def test_resolved_takes_the_models_frames() -> None:
     resolved = SvdSampling().resolved(model_frames=25)
 
@@ -261,20 +252,6 @@ def test_alone_is_the_same_work_on_one_device() -> None:
 
     assert alone.layout.route(1).ranges == ((0, 0, 28),)
     assert (alone.sampling, alone.model, alone.num_threads) == (config.sampling, config.model, 2)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "record"),
-    [
-        ("/o/a_0.mp4", "mp4", "/o/a_0.mp4.json"),
-        ("/o/a_0.webp", "webp", "/o/a_0.webp.json"),
-        ("/o/a.mp4_0.gif", "gif", "/o/a.mp4_0.gif.json"),
-        ("/o/a_0", "frames", "/o/a_0.json"),
-        ("/o/a.b_0", "frames", "/o/a.b_0.json"),
-    ],
-)
-def test_the_record_lies_beside_the_clip(path: str, kind: Any, record: str) -> None:
-    assert OutputConfig(path=path, format=kind).json_path == record
 
 
 def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:

@@ -190,11 +190,11 @@ def costs_file(tmp_path: Path) -> str:
 def test_the_table_shows_the_expert_and_memory_of_each_rank(costs_file: str) -> None:
     lines = svdpp_here(*WAN, "--costs", costs_file).out.splitlines()
     assert [line.split() for line in lines[1:6]] == [
-        "rank start end mean steps encode denoise decode experts peak".split(),
-        "0 0 13 13 yes yes no high-noise 47 GiB".split(),
-        "1 13 22 9 no yes no low-noise 36 GiB".split(),
-        "2 22 31 9 no yes no low-noise 36 GiB".split(),
-        "3 31 40 9 no yes yes low-noise 36.5 GiB".split(),
+        ["rank", "start", "end", "mean", "steps", "encode", "denoise", "decode", "experts", "peak"],
+        ["0", "0", "13", "13", "yes", "yes", "no", "high-noise", "47", "GiB"],
+        ["1", "13", "22", "9", "no", "yes", "no", "low-noise", "36", "GiB"],
+        ["2", "22", "31", "9", "no", "yes", "no", "low-noise", "36", "GiB"],
+        ["3", "31", "40", "9", "no", "yes", "yes", "low-noise", "36.5", "GiB"],
     ]
     shared = svdpp_here(*WAN, "--costs", costs_file, "--share-experts").out.splitlines()
     assert shared[3].split()[1:4] == ["10", "20", "10"]

@@ -12,7 +12,7 @@ import pytest
 
 from svdpp.cli.app import COMMANDS, command_named
 from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
-from tests.cli.shell import PHOTO, assert_error, python, svdpp_here
+from tests.cli.shell import python, svdpp_here
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -102,12 +102,6 @@ def test_diffusers_spellings_are_taken() -> None:
     values = parsed("svdpp run photo.jpg --num-inference-steps 25 --num-frames 14")
 
     assert (values["options"].steps, values["options"].num_frames) == (25, 14)
-
-
-def test_a_real_model_takes_a_cpu_only_where_it_is_told_to() -> None:
-    answer = svdpp_here("run", PHOTO)
-
-    assert_error(answer, 2, "there is no GPU", "--device cpu", "--model demo")
 
 
 COMPLETE = """

@@ -234,13 +234,3 @@ def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
     assert made["input"] == "../rocket.jpg"
     assert "'rocket.jpeg' with seed 0 would both become 'rocket_0.mp4'" in lost["error"]["message"]
     assert "numbers them" in lost["error"]["hint"]
-
-
-@pytest.mark.parametrize("name", ["sea.mp4.json", "sea.run.json"])
-def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
-    Path(name).write_text('{"mine": 1}')
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", "sea.mp4")
-
-    assert answer.code in (2, 8)
-    assert_error(answer, answer.code, name)
-    assert Path(name).read_text() == '{"mine": 1}'

@@ -10,19 +10,13 @@ import pytest
 from svdpp.cli.options.files import TraceOptions
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.driver.dummies import clips, config
 from tests.faults.damage import Damage
 from tests.trace_format import check_trace
 
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
 RUN = ("run", PHOTO, *DEMO, *TINY)
-
-
-def test_a_place_that_takes_no_file_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    answer = svdpp_here("simulate", *SMALL, "--trace", str(tmp_path / "file" / "trace.json"))
-    assert_error(answer, 8, "a folder above it, is a file")
 
 
 @pytest.mark.processes
