@@ -10,7 +10,7 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, RECOVERY
-from svdpp.cli.options.files import PromptOptions
+from svdpp.cli.options.files import LogOptions, PromptOptions
 from svdpp.cli.options.layout import OF_LAYOUT
 from svdpp.cli.options.model import LOOKS
 from svdpp.cli.request import PipelineOptions, PipelineRequest
@@ -60,11 +60,11 @@ def profile(
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     config = request.with_a_step_each().resolve()[0]
     if is_member(launched):
-        from svdpp.cli.log import open_log, serve_member
+        from svdpp.cli.log import serve_member
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
-        open_log(verbosity=0, log_file=None)
+        LogOptions().open(console, launched)
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
     _check_free(options.out, overwrite=options.overwrite)

@@ -169,9 +169,19 @@ class PipelineRequest:
             return launched.size
         if asked is not None:
             return asked
-        steps, size = self._sampling.num_inference_steps, self._layout.pair_size
-        divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
-        return default_world(self._device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+        return self._default_world()
+
+    def _default_world(self) -> int:
+        """All GPUs, else `on_cpu`: as many as make pairs and, if need be, divide the steps."""
+        size, count = self._layout.pair_size, self.on_cpu
+        if self._device == "cuda":
+            import torch
+
+            count = torch.cuda.device_count()
+        stages = max(1, count // size)
+        if self._layout.must_divide:
+            stages = largest_world(self._sampling.num_inference_steps, stages)
+        return size * stages
 
     @property
     def _decodes(self) -> bool:
@@ -213,7 +223,8 @@ class PipelineRequest:
             )
         needs, limits = self._memory()
         # A server without pairs also takes clips without guidance: only the user gives that up.
-        may_pair = layout.chooses_pairs and not (self.serves and layout.cfg_parallel is None)
+        is_open = layout.chooses and layout.cfg_parallel in (None, "auto")
+        may_pair = is_open and not (self.serves and layout.cfg_parallel is None)
         return {
             **self._experts,
             "costs": replace(self._costs, **needs),
@@ -269,19 +280,3 @@ class PipelineRequest:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
         return f"{why}; {no_pairs}" if no_pairs else why
-
-
-def default_world(
-    device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True, multiple: int = 1
-) -> int:
-    """The default number of ranks: all GPUs on CUDA, else `on_cpu`; a multiple of `multiple`.
-
-    With `divide` it is the largest up to that whose number of stages divides the steps.
-    """
-    count = on_cpu
-    if device == "cuda":
-        import torch
-
-        count = max(torch.cuda.device_count(), 1)
-    stages = max(1, count // max(1, multiple))
-    return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)

@@ -77,7 +77,7 @@ def serve(
     try:
         if is_member(launched):
             config, _ = _config(options, launched)
-            _open_log(console, launched, log)
+            log.open(console, launched, warns=True)
             pipeline = Pipeline(
                 config,
                 latents_folder=str(options.data.absolute() / "latents"),
@@ -109,7 +109,7 @@ def _serve(
         if launched is None:
             family = None if asked.is_dummy else asked.family
             fork_server.start_early(family=family, device=config.device)
-        _open_log(console, launched, log)
+        log.open(console, launched, warns=True)
         if why:
             console.info(why)
         settings = _settings(asked, sizes, config)
@@ -179,16 +179,6 @@ def _secrets(asked: ServeOptions) -> list[bytes]:
     if asked.callback_hosts:
         raise RequestError("--callback-hosts needs --callback-secret-file", NEW_SECRET)
     return []
-
-
-def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
-    """Opens the log; a service also shows warnings without being asked."""
-    from loguru import logger
-
-    log.open(console, launched)
-    if not (log.verbose or console.quiet):
-        form = "{time:HH:mm:ss} {level: <7} {message}"
-        logger.add(lambda line: console.info(line.rstrip("\n")), level="WARNING", format=form)
 
 
 def _announce(

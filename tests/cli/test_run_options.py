@@ -12,7 +12,7 @@ import torch
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.files import TraceOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest, default_world
+from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.cli.run import Run
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
@@ -94,7 +94,9 @@ def test_auto_needs_the_number_of_clips(option: str) -> None:
 
 def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
     def world(**given: Any) -> int:
-        return default_world("cpu", 25, divide=PipelineOptions(**given).must_divide)
+        options = PipelineOptions(model="demo", threads=1, steps=25, **given)
+        request = PipelineRequest(options=options, num_clips=4, device="cpu")
+        return request.resolve()[0].world_size
 
     assert world() == world(layout="pipeline") == 1
     assert world(split="alternating") == world(layout="auto") == world(layout="data-parallel") == 2

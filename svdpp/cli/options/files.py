@@ -270,8 +270,11 @@ class LogOptions:
         "becomes FILE.1, and four old files are kept.",
     )
 
-    def open(self, console: Console, launched: World | None) -> None:
-        """Opens the log; of the ranks of a host only the first makes remarks."""
+    def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
+        """Opens the log; of the ranks of a host only the first makes remarks.
+
+        With `warns` warnings are shown without being asked for, too.
+        """
         from svdpp.cli.log import open_log
 
         quiet = console.quiet or (launched is not None and launched.local_rank != 0)
@@ -280,8 +283,9 @@ class LogOptions:
         open_log(
             verbosity=self.verbose,
             log_file=self.log_file,
-            write=console.err.print,
+            write=lambda text: console.err.print(text, markup=False),
             quiet=quiet,
+            warns=warns,
         )
 
 

@@ -158,11 +158,6 @@ class LayoutOptions:
         return "auto" in (self.layout, self.cfg_parallel)
 
     @property
-    def chooses_pairs(self) -> bool:
-        """Whether the forecast decides about pairs."""
-        return self.chooses and self.cfg_parallel in (None, "auto")
-
-    @property
     def fixed(self) -> dict[str, Any] | None:
         """The layout as fields, without the number of ranks of a unit; None: `auto` chooses it."""
         if self.layout == "auto":
