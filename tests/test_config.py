@@ -51,14 +51,12 @@ REFUSED = [
         for name, param in params_of(SvdSampling).items()
         for value in (param.lowest - 1, param.highest + 1, INF, -INF, NAN)
     ],
-    (SvdSampling, {"num_inference_steps": 0}, "--steps must be 1 to 1000, got 0"),
     *[
         (SvdSampling, {side: value}, f"--{side} must be a multiple of 8 from 8 to 4096, got ")
         for side in ("height", "width")
         for value in (0, 7, 100, 577)
     ],
-    (SvdSampling, {"fps": 241}, "--fps must be 1 to 240 frames a second, got 241"),
-    (SvdSampling, {"noise_aug_strength": NAN}, "must be a finite number, 0 to 10, got nan"),
+    (SvdSampling, {"fps": 241}, "--fps must be 1 to 240, got 241"),
     (
         SvdSampling,
         {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
@@ -158,13 +156,6 @@ def test_the_dummys_latent_has_a_limit() -> None:
         LatentSpec(shape=(1, 4, 2**12, 2**7, 2**8))
     with pytest.raises(RequestError, match="needs 5 positive sizes"):
         LatentSpec(shape=(1, 4, True, 8, 8))
-
-
-@pytest.mark.parametrize("number", [0, -1, 100_001, True, "8"])
-def test_the_number_of_clips_has_limits(number: Any) -> None:
-    with pytest.raises(RequestError, match=r"--clips must be .*1 to 100000, got"):
-        limits.check_num_clips(number)
-    limits.check_num_clips(100_000)
 
 
 ACCEPTED = [

@@ -41,7 +41,6 @@ class Param:
     kind: type[int] | type[float] = float
     api: str = ""
     """Its name in HTTP requests and benches, if it is another one."""
-    unit: str = ""
     above: bool = False
     """Whether it must be above `lowest`."""
     shown_default: str = ""
@@ -68,8 +67,7 @@ class Param:
         if value is None and self.default is None:
             return
         if self.kind is int:
-            unit = f" {self.unit}" if self.unit else ""
-            check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
+            check_whole(self.option, value, int(self.lowest), int(self.highest))
             return
         require(
             is_number(value) and 0 <= value <= self.highest,
@@ -93,7 +91,7 @@ SHARED: Mapping[str, Param] = {
     "height": _whole(8, MAX_SIDE, "Frame height, a multiple of 8."),
     "width": _whole(8, MAX_SIDE, "Frame width, a multiple of 8."),
     "num_frames": _whole(1, MAX_FRAMES, "Frames of each clip.", api="frames"),
-    "fps": _whole(1, 240, "Frames per second, 1 to 240.", unit="frames a second"),
+    "fps": _whole(1, 240, "Frames per second, 1 to 240."),
     "decode_chunk_size": _whole(
         1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."
     ),

@@ -70,7 +70,7 @@ SIMULATE = [
     ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
 ]
 VERIFY = [
-    (f"{_DEMO} --fps 0", "--fps must be 1 to 240 frames a second, got 0"),
+    (f"{_DEMO} --fps 0", "--fps must be 1 to 240, got 0"),
     (f"{_DEMO} --tolerance -1", "--tolerance must be 0 or more, got -1.0"),
     (f"{_DEMO} --tolerance nan", "--tolerance must be 0 or more, got nan"),
     (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
