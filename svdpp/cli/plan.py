@@ -18,16 +18,15 @@ from svdpp.cli.options.model import LOOKS
 from svdpp.cli.request import PipelineOptions, PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
+from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.experts import EXPERTS
-from svdpp.plan.forecast import Forecast, replay
+from svdpp.plan.forecast import replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from svdpp.plan.choose import Row
 
 
 #: Of the JSON of `svdpp plan`.
@@ -37,7 +36,7 @@ SCHEMA_VERSION = 2
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
-_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip", "bubble")
+_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 _DEFAULT_WORLD = 4
@@ -154,7 +153,6 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.plan.choose import compare_layouts
     from svdpp.plan.layout import check_chunks
 
     _refuse_contradictions(context, forecast, options)
@@ -264,13 +262,14 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
     """
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
     data_parallel = replace(layout, **alone, replicas=layout.world_size, decode_ranks=1)
-    ours, theirs = (
-        _details(forecast_layout(each, num_clips), steady_seconds_per_clip(each))
-        for each in (layout, data_parallel)
-    )
+    rows = [
+        Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
+        for name, each in (("this layout", layout), ("data parallel", data_parallel))
+    ]
     ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
     if console.as_json:
-        others = {name: theirs[name] for name in _TIMES[:3]}
+        ours, theirs = (_row_json(row)["forecast"] for row in rows)
+        others = {name: theirs[name] for name in _TIMES}
         console.json(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -293,12 +292,8 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
     console.result()
     if reason:
         console.prose(f"auto picks {reason}")
-    times = {"this layout": ours}
-    if layout.replica_size * layout.cfg_parallel > 1:
-        times["data parallel"] = theirs
-    rows = {name: {key: each[key] for key in _TIMES} for name, each in times.items()}
-    console.show({counted(num_clips, "clip"): rows})
-    _warn_of_idle_ranks(console, layout)
+    is_data_parallel = layout.replica_size * layout.cfg_parallel == 1
+    _print_forecasts(console, rows[:1] if is_data_parallel else rows, num_clips, layout.world_size)
 
 
 def _rank(layout: Layout, rank: int) -> dict[str, Any]:
@@ -331,27 +326,12 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _warn_of_idle_ranks(console: Console, layout: Layout, name: str = "") -> None:
-    idle = sum(not (role.encode or role.denoise or role.decode) for role in layout.roles)
-    if idle:
-        console.info(f"warning: {name}{idle} of {layout.world_size} ranks have nothing to do")
-
-
 def _facts(layout: Layout) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
     names = ["split", "replicas", "decoders", "cfg_parallel", "decode_ranks"]
     if layout.expert_boundary is not None:
         names += ["expert_boundary", "share_experts"]
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
-
-
-def _details(forecast: Forecast, steady_seconds: float) -> dict[str, Any]:
-    return {
-        **forecast.to_json(),
-        "seconds_per_clip": steady_seconds,
-        "jitter_seconds": forecast.jitter,
-        "latency_seconds": forecast.latency._asdict(),
-    }
 
 
 def _gib(peaks: Iterable[float | None]) -> str:
@@ -370,9 +350,15 @@ def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[
         about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
         console.json({"schema_version": SCHEMA_VERSION, **about})
         return
+    _print_forecasts(console, rows, counts["num_clips"], counts["world_size"])
+
+
+def _print_forecasts(
+    console: Console, rows: Sequence[Row], num_clips: int, world_size: int
+) -> None:
     console.table([_compared(row) for row in rows])
     console.result()
-    console.result(f"total: {counted(counts['num_clips'], 'clip')} on {counts['world_size']} ranks")
+    console.result(f"total: {counted(num_clips, 'clip')} on {counted(world_size, 'rank')}")
     console.result("per min: clips of a long queue; all others in seconds, of these clips")
     console.result(
         "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
@@ -382,17 +368,18 @@ def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[
     for row in rows:
         if row.note:
             console.prose(f"{row.name}: {row.note}")
-        if row.layout is not None:
-            _warn_of_idle_ranks(console, row.layout, f"{row.name}: ")
+        roles = () if row.layout is None else row.layout.roles
+        if idle := sum(not (role.encode or role.denoise or role.decode) for role in roles):
+            console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
 
 
 def _compared(row: Row) -> dict[str, str]:
     forecast, cells = row.forecast, ["-"] * len(_COMPARED)
     if forecast is not None and row.layout is not None:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
-        times = forecast.first_clip, forecast.latency.mean, forecast.jitter
-        cells = [f"{forecast.makespan:.1f}", rate, *(f"{time:.1f}" for time in times)]
-        cells += [_gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
+        times = forecast.makespan, forecast.first_clip, forecast.latency.mean, forecast.jitter
+        total, *others = (f"{round(time, 3):.4g}" for time in times)
+        cells = [total, rate, *others, _gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 
@@ -400,5 +387,10 @@ def _row_json(row: Row) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
         facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
-        facts["forecast"] = _details(row.forecast, row.seconds_per_clip)
+        facts["forecast"] = {
+            **row.forecast.to_json(),
+            "seconds_per_clip": row.seconds_per_clip,
+            "jitter_seconds": row.forecast.jitter,
+            "latency_seconds": row.forecast.latency._asdict(),
+        }
     return {"name": row.name, "note": row.note or None, **facts}

@@ -145,7 +145,7 @@ def test_ranks_without_work_are_a_warning() -> None:
     answer = svdpp_here("plan", "--world", "64", "--split", "balanced")
 
     assert answer.code == 0
-    assert "warning: 34 of 64 ranks have nothing to do\n" in answer.err
+    assert "warning: this layout: 34 of 64 ranks have nothing to do\n" in answer.err
     assert "warning" not in svdpp_here("plan", "--world", "4", "--split", "balanced").err
 
 
