@@ -33,7 +33,8 @@ class RankOptions(ModelOptions):
     device: str = LAYOUT.setting(
         "auto|cuda|cpu|cuda:N",
         "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
-        "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
+        "over gloo. auto: GPUs if there are any, else the CPU; verify and doctor use it for any "
+        "model, others for demo and dummy.",
         default="auto",
         shell_complete=completes("auto", "cuda", "cpu", "cuda:0"),
     )
