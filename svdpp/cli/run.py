@@ -219,13 +219,8 @@ class Run:
             "--fit crop keeps proportions"
         )
 
-    def pipeline(
-        self,
-        config: PipelineConfig,
-        inputs: Sequence[ClipInput] = (),
-        profile_path: str | None = None,
-    ) -> Pipeline:
-        """The pipeline of `config`, with the request's folders; rank 0 gives inputs and profile."""
+    def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
+        """The pipeline of `config`, with the request's folders; rank 0 gives the inputs."""
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.options.latents_dir
@@ -237,7 +232,6 @@ class Run:
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
-            profile_path=profile_path,
             trace_clips=_TRACE_CLIPS,
         )
 
@@ -255,7 +249,7 @@ class Run:
         num_there = check_outputs(found, self.seeds, policy)
         if policy.keeps_finished and num_there > _FEW_CLIPS:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
-        pipeline = self.pipeline(config, found, self.traces.profile_path)
+        pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
         clips = plan_clips(found, self.seeds, policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips

@@ -86,7 +86,7 @@ def simulate(
     log.open(console, launched)
     if why:
         console.info(why)
-    pipeline = Pipeline(config, profile_path=traces.profile_path)
+    pipeline = Pipeline(config)
     if is_member(launched):
         from svdpp.cli.log import serve_member
 

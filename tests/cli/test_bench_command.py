@@ -95,7 +95,8 @@ def test_a_bench_with_targets_and_its_comparison_with_itself(
     assert len(found["latents_sha256"]) == 2
     folder = tmp_path / found["folder"]
     assert json.loads((folder / "summary.json").read_text())["targets"] == found["targets"]
-    assert json.loads((folder / "profile.json").read_text())["traceEvents"]
+    kernels = json.loads((folder / "profile.json").read_text())["traceEvents"]
+    assert "aten::conv3d" in {event["name"] for event in kernels}
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned

@@ -60,7 +60,6 @@ RUN = [
     ("--max-megapixels 60", "--max-megapixels 60 is not in the range 1<=x<=50"),
     ("--model ''", "--model is empty"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
-    ("--profile photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
 ]
 
 # What these commands have of their own; the rest is that of `run`.

@@ -20,14 +20,9 @@ RUN = ("run", PHOTO, *DEMO, *TINY)
 
 
 @pytest.mark.processes
-def test_simulate_writes_a_trace_and_a_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulate_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = svdpp_here(
-        *("simulate", *SMALL, "-q", "--trace", "new/trace.json"),
-        *("--profile", "new/profile.json"),
-    )
+    answer = svdpp_here("simulate", *SMALL, "-q", "--trace", "new/trace.json")
 
     assert (answer.code, answer.err) == (0, "")
     trace = json.loads((tmp_path / "new/trace.json").read_text())
@@ -36,9 +31,6 @@ def test_simulate_writes_a_trace_and_a_profile(
     steps = [event for event in trace if event.get("cat") == "step"]
     assert len(steps) == 2 * 2
     assert {path.name for path in tmp_path.iterdir()} == {"new"}
-    profile = json.loads((tmp_path / "new/profile.json").read_text())
-    kernels = [event for event in profile["traceEvents"] if event.get("cat") == "cpu_op"]
-    assert sum(event["name"] == "aten::conv3d" for event in kernels) >= 1  # rank 0, one clip
 
 
 @pytest.mark.processes

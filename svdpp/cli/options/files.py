@@ -291,39 +291,28 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Traces of a run."""
+    """The trace of a run."""
 
     trace: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
     )
-    profile: Path | None = DIAGNOSTICS.setting(
-        "FILE.json",
-        "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
-        "every kernel in Chrome's trace format.",
-    )
 
     def check(self) -> None:
-        """Checks before any work that the files can be written at its end."""
+        """Checks before any work that the file can be written at its end."""
         from svdpp.media import output_files
 
-        for name, path in vars(self).items():
-            if path is None:
-                continue
-            if path.suffix.lower() != ".json":
-                raise RequestError(f"--{name} must end in .json, got {str(path)!r}")
-            output_files.check_writable(path.parent)
-            output_files.check_free(str(path))
+        if self.trace is None:
+            return
+        if self.trace.suffix.lower() != ".json":
+            raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
+        output_files.check_writable(self.trace.parent)
+        output_files.check_free(str(self.trace))
 
     @property
     def paths(self) -> list[str]:
         """The requested files, quoted for a shell."""
-        return [shlex.quote(str(path)) for path in vars(self).values() if path is not None]
-
-    @property
-    def profile_path(self) -> str | None:
-        """The profile for `Pipeline`; absolute, because a rank writes it."""
-        return None if self.profile is None else str(self.profile.absolute())
+        return [] if self.trace is None else [shlex.quote(str(self.trace))]
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
