@@ -78,8 +78,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
     found = _run(console, one, asked.results)
-    if console.as_json:
-        console.json([found])
+    console.json([found])
     _check(one, found)
 
 
@@ -87,9 +86,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     from svdpp.bench.compare import compare
 
     found = compare(a, b)
-    if console.as_json:
-        console.json(found.to_json())
-        return
+    console.json(found.to_json())
     words = {True: "noise", False: "differs", None: "one round"}
     rows = [
         {

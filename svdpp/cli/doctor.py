@@ -57,16 +57,15 @@ def doctor(
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
-    if console.as_json:
-        examined = {name: getattr(config, name) for name in ("device", "world_size")}
-        console.json(
-            {
-                "schema_version": 1,
-                "healthy": not failed,
-                "examined": {"model": options.model, **examined},
-                "checks": [asdict(check) for check in checks],
-            }
-        )
+    examined = {name: getattr(config, name) for name in ("device", "world_size")}
+    console.json(
+        {
+            "schema_version": 1,
+            "healthy": not failed,
+            "examined": {"model": options.model, **examined},
+            "checks": [asdict(check) for check in checks],
+        }
+    )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise click.exceptions.Exit(failed[0].exit_code)

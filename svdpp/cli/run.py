@@ -100,14 +100,14 @@ def run(
 
         serve_member(asked.pipeline(config), launched, console)
         return
-    remarks = [*filter(None, (asked.stretched(found), why))]
+    remarks = asked.stretched(found), why
     if options.dry_run:
         asked.show(config, found, remarks)
         return
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = asked.planned(config, found)
-        console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
+        console.info(*remarks, _UNLOCKED.format(why_not) if why_not else "")
         asked.make(pipeline, clips, refused)
 
 
@@ -271,7 +271,7 @@ class Run:
         if made and figures is not None:
             limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
-            console.info(*limits, *([report] if limits else []))
+            console.info(*limits, report if limits else "")
         if console.as_json:
             console.json([*clips.skipped, *made, *lost])
         else:

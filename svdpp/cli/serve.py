@@ -110,8 +110,7 @@ def _serve(
             family = None if asked.is_dummy else asked.family
             fork_server.start_early(family=family, device=config.device)
         log.open(console, launched, warns=True)
-        if why:
-            console.info(why)
+        console.info(why)
         settings = _settings(asked, sizes, config)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
@@ -203,10 +202,9 @@ def _announce(
             fields += f" -F input_reference=@{name}"
             fields += "".join(f" -F {video}=@{video}.mp4" for video in sampling.videos)
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
-    if console.as_json:
-        console.json(
-            {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
-        )
+    console.json(
+        {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
+    )
 
 
 def _check_extra(extra: str, modules: tuple[str, ...]) -> None:

@@ -84,8 +84,7 @@ def simulate(
     ).resolve()
     num_clips = options.at_least_one(2 * config.world_size)
     log.open(console, launched)
-    if why:
-        console.info(why)
+    console.info(why)
     pipeline = Pipeline(config)
     if is_member(launched):
         from svdpp.cli.log import serve_member

@@ -118,8 +118,7 @@ def verify(
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
         serve_member(pipeline, launched, console)
         return
-    if why:
-        console.info(why)
+    console.info(why)
     _compare(console, config, requests, options.tolerance)
 
 
@@ -156,10 +155,8 @@ def _compare(
         with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
         verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
-    if console.as_json:
-        console.json({**verdict.to_json(), "conditions": conditions})
-    else:
-        _print_verdict(console, verdict)
+    console.json({**verdict.to_json(), "conditions": conditions})
+    _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
 
@@ -231,10 +228,9 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     is_single = len(proofs) == 1
     if is_single and errors:
         raise errors[0]
-    if console.as_json:
-        found = [proof.to_json() for proof in proofs]
-        several = {"equal": not different and not errors, "clips": found}
-        console.json({"schema_version": 2, **(found[0] if is_single else several)})
+    found = [proof.to_json() for proof in proofs]
+    several = {"equal": not different and not errors, "clips": found}
+    console.json({"schema_version": 2, **(found[0] if is_single else several)})
     for proof in proofs:
         for check in proof.checks if is_single else ():
             word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
