@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World

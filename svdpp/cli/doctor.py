@@ -13,9 +13,9 @@ from rich.text import Text
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import FolderOptions
-from svdpp.cli.options.layout import OF_LAYOUT
 from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World

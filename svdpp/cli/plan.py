@@ -13,9 +13,9 @@ from svdpp.cli.command import command, given_options
 from svdpp.cli.console import MAX_ROWS, Console, counted
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY
 from svdpp.cli.options.files import ClipOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, OF_LAYOUT
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.choose import Row, compare_layouts
@@ -180,8 +180,8 @@ def plan(
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config.layout, num_clips, reason)
     console.info(*_remarks(forecast, options, seconds, costs))
-    if options.cfg_parallel == "auto" and (why_not := request.pairs[1]):
-        console.info(why_not)
+    if options.cfg_parallel == "auto":
+        console.info(request.pairs[1])
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:

@@ -11,9 +11,9 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, RECOVERY
 from svdpp.cli.options.files import LogOptions, PromptOptions
-from svdpp.cli.options.layout import OF_LAYOUT
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member

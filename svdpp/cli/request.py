@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
-from svdpp.cli.options.model import SamplingOptions
+from svdpp.cli.options.pipeline import ASSUMED_COSTS, PipelineOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
@@ -27,11 +26,6 @@ _PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
     "batch": ("unproven", ""),
     None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions(SamplingOptions, LayoutOptions, RankOptions):
-    """The options that together give one configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from svdpp.cli.options.files import (
     TraceOptions,
 )
 from svdpp.cli.options.model import parse_seeds
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.errors import (
     Interrupted,

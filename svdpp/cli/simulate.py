@@ -10,7 +10,8 @@ from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member

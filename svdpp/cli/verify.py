@@ -13,7 +13,8 @@ from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError, worst_of
 from svdpp.launch.process_lifetime import temp_folder

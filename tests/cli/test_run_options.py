@@ -12,7 +12,8 @@ import torch
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.files import TraceOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.cli.run import Run
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline

@@ -70,7 +70,10 @@ def _default_text(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The weights and their precision."""
+    """The weights, their precision, and the arguments of diffusers' `__call__`.
+
+    None stands for the model's default.
+    """
 
     model: str = MODEL.setting(
         "MODEL",
@@ -110,6 +113,30 @@ class ModelOptions:
         "B C F H W",
         "Shape of the dummy model's latent: five sizes, each 1 or more.",
         shown="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
+    )
+    steps: int | None = _of("num_inference_steps", "N", "--total-steps")
+    num_frames: int | None = _of("num_frames", "F")
+    decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
+    seed: int | None = VIDEO.setting(
+        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
+    )
+    height: int | None = _of("height", "PIXELS")
+    width: int | None = _of("width", "PIXELS")
+    fit: Fit = VIDEO.setting(
+        "",
+        "How to fit an image of another shape to the frame; diffusers stretches it.",
+        default="stretch",
+    )
+    fps: int | None = _of("fps", "FPS")
+    motion_bucket_id: int | None = _of("motion_bucket_id")
+    noise_aug_strength: float | None = _of("noise_aug_strength")
+    min_guidance_scale: float | None = _of("min_guidance_scale")
+    max_guidance_scale: float | None = _of("max_guidance_scale")
+    guidance_scale: float | None = _of("guidance_scale")
+    max_sequence_length: int | None = _of("max_sequence_length")
+    param: list[str] | None = PROMPTS.setting(
+        "NAME=VALUE",
+        "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
     )
 
     @property
@@ -157,49 +184,6 @@ class ModelOptions:
             **more,
         )
 
-
-_LORA = re.compile(
-    r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
-)
-
-
-def _parse_lora(text: str) -> Lora:
-    match = _LORA.fullmatch(text)
-    if match is None:
-        raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")
-    expert: Any = match["expert"]
-    return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(ModelOptions):
-    """The arguments of diffusers' `__call__`; None stands for the model's default."""
-
-    steps: int | None = _of("num_inference_steps", "N", "--total-steps")
-    num_frames: int | None = _of("num_frames", "F")
-    decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
-    seed: int | None = VIDEO.setting(
-        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
-    )
-    height: int | None = _of("height", "PIXELS")
-    width: int | None = _of("width", "PIXELS")
-    fit: Fit = VIDEO.setting(
-        "",
-        "How to fit an image of another shape to the frame; diffusers stretches it.",
-        default="stretch",
-    )
-    fps: int | None = _of("fps", "FPS")
-    motion_bucket_id: int | None = _of("motion_bucket_id")
-    noise_aug_strength: float | None = _of("noise_aug_strength")
-    min_guidance_scale: float | None = _of("min_guidance_scale")
-    max_guidance_scale: float | None = _of("max_guidance_scale")
-    guidance_scale: float | None = _of("guidance_scale")
-    max_sequence_length: int | None = _of("max_sequence_length")
-    param: list[str] | None = PROMPTS.setting(
-        "NAME=VALUE",
-        "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
-    )
-
     def sampling_config(
         self, *, from_image: bool = True, family: str | None = None
     ) -> SamplingConfig:
@@ -222,6 +206,19 @@ class SamplingOptions(ModelOptions):
             given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
         return sampling
+
+
+_LORA = re.compile(
+    r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
+)
+
+
+def _parse_lora(text: str) -> Lora:
+    match = _LORA.fullmatch(text)
+    if match is None:
+        raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")
+    expert: Any = match["expert"]
+    return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:

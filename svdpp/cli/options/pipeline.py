@@ -1,4 +1,4 @@
-"""The options for ranks: number, devices, threads, timeouts, and how they share the work."""
+"""The options of a pipeline: its model and sampler, its ranks, and how they share the work."""
 
 import os
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
 
-#: The options of `LayoutOptions` that the choice of a layout replaces.
+#: The options that the choice of a layout replaces.
 OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions(ModelOptions):
-    """The number of ranks, and what each may use."""
+class PipelineOptions(ModelOptions):
+    """The options that together give one configuration; None stands for the default."""
 
     world: int | None = LAYOUT.setting(
         "W",
@@ -54,45 +54,6 @@ class RankOptions(ModelOptions):
         "Accept ranks on different GPUs or library versions. Their bits may differ, so "
         "clips are not marked as exact."
     )
-
-    def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
-
-        With `any_on_cpu` it may be the CPU for every model.
-        """
-        if self.device != "auto":
-            return self.device
-        if visible_gpus():
-            import torch
-
-            if torch.cuda.is_available():  # False for a CPU build of torch
-                return "cuda"
-        # "Demo" is refused with a better hint.
-        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
-            return "cpu"
-        raise RequestError(
-            "there is no GPU, and this model takes minutes for each step on a CPU",
-            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
-            details={"asked": "auto", "found": 0},
-        )
-
-    def threads_on(self, device: str, num_local: int) -> int:
-        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
-
-        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
-        the number of ranks.
-        """
-        if self.threads is not None:
-            return self.threads
-        if device.startswith("cuda"):
-            return 1
-        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How the ranks share the work; None stands for the default."""
-
     layout: Literal["auto", "pipeline", "data-parallel"] | None = LAYOUT.setting(
         "",
         "How ranks share the work. pipeline: each does some steps of all clips; "
@@ -191,3 +152,36 @@ class LayoutOptions:
         if self.costs is None and not (decodes and family == "svd"):
             return Costs()
         return find_costs(self.costs or ASSUMED_COSTS)
+
+    def device_name(self, *, any_on_cpu: bool = False) -> str:
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
+
+        With `any_on_cpu` it may be the CPU for every model.
+        """
+        if self.device != "auto":
+            return self.device
+        if visible_gpus():
+            import torch
+
+            if torch.cuda.is_available():  # False for a CPU build of torch
+                return "cuda"
+        # "Demo" is refused with a better hint.
+        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
+            return "cpu"
+        raise RequestError(
+            "there is no GPU, and this model takes minutes for each step on a CPU",
+            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
+            details={"asked": "auto", "found": 0},
+        )
+
+    def threads_on(self, device: str, num_local: int) -> int:
+        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
+
+        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
+        the number of ranks.
+        """
+        if self.threads is not None:
+            return self.threads
+        if device.startswith("cuda"):
+            return 1
+        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
