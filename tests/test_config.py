@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,11 @@ from svdpp.config import (
     limits,
     params_of,
 )
+from svdpp.config.files import MAX_BYTES
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.costs import Costs
+from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
+from tests.cli.shell import ROOT
 
 INF, NAN = math.inf, math.nan
 THREADS = limits.max_threads()
@@ -253,3 +257,20 @@ def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:
         for shape in (None, (1, 4, 3, 5, 7))
     ]
     assert latents == [(1, 4, 14, 64, 64), (1, 4, 3, 5, 7), (1, 4, 2, 8, 8), (1, 4, 3, 5, 7)]
+
+
+SECURITY = (ROOT / "docs" / "security.md").read_text()
+
+
+def test_the_table_names_every_limit_and_its_value() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([0-9]+) \| `(MAX_[A-Z_]+)` \|$", SECURITY, re.MULTILINE)
+    documented = {name: float(value) for value, name in rows}
+    known = {name: float(value) for name, value in vars(limits).items() if name.startswith("MAX_")}
+    assert documented == known
+
+
+def test_so_are_those_of_plans_and_files() -> None:
+    assert MAX_RANKS == MAX_PLANNED_STEPS == 65536
+    assert "may have 65536 ranks" in SECURITY
+    assert MAX_BYTES == 1_000_000
+    assert "are read up to 1 MB" in SECURITY
