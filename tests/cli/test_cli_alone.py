@@ -42,7 +42,7 @@ COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
         (("--version",), f"svdpp {__version__}"),
         (("run", "--help"), "Usage:"),
         (("verify", "--help"), "Usage:"),
-        (("plan",), "bubble"),
+        (("plan",), "per min"),
         (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"'),
         (("run", "--help-all"), "--log-file"),
     ],

@@ -74,7 +74,7 @@ VERIFY = [
     (f"{_DEMO} --tolerance nan", "--tolerance must be 0 or more, got nan"),
     (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
-    ("a.json b.json --gpus 2 --fps 7", ": --gpus, --fps;"),
+    ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
     ("a.json --share-experts", "finished clip: --share-experts;"),
 ]
 TRACE = "--latent-shape 1 4 2 8 8 --trace file/t.json"
