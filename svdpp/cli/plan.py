@@ -18,7 +18,6 @@ from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
-from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import replay
@@ -27,6 +26,8 @@ from svdpp.plan.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from svdpp.plan.choose import Row
 
 
 #: Of the JSON of `svdpp plan`.
@@ -153,6 +154,7 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
+    from svdpp.plan.choose import compare_layouts
     from svdpp.plan.layout import check_chunks
 
     _refuse_contradictions(context, forecast, options)
@@ -260,6 +262,8 @@ def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = 
 
     `reason` says why `auto` chose the layout.
     """
+    from svdpp.plan.choose import Row
+
     alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
     data_parallel = replace(layout, **alone, replicas=layout.world_size, decode_ranks=1)
     rows = [

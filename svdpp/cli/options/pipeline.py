@@ -9,7 +9,6 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
 
@@ -160,6 +159,8 @@ class PipelineOptions(ModelOptions):
         """
         if self.device != "auto":
             return self.device
+        from svdpp.launch.gpus import visible_gpus
+
         if visible_gpus():
             import torch
 
