@@ -41,7 +41,7 @@ _CONDITIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
-    """The options of the pipeline, and inputs and tolerance of a proof."""
+    """The options of the pipeline, and the inputs of a proof."""
 
     inputs: list[str] | None = argument(
         "[INPUT...|CLIP...]",
@@ -49,19 +49,11 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
         "folder of them.",
         shown="an image that comes with svdpp",
     )
-    tolerance: float = DIAGNOSTICS.setting(
-        "ATOL", "Largest difference that counts as equal; 0 requires equal bits.", default=0.0
-    )
     image: Path | None = DIAGNOSTICS.setting(
         "PATH",
         "For finished clips: their image, or the folder that contains all that they start from.",
         shown="the path in the clip's metadata, or beside the clip",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tolerance >= 0:
-            raise RequestError(f"--tolerance must be 0 or more, got {self.tolerance}")
 
 
 @command(
@@ -120,7 +112,7 @@ def verify(
         serve_member(pipeline, launched, console)
         return
     console.info(why)
-    _compare(console, config, requests, options.tolerance)
+    _compare(console, config, requests)
 
 
 def _requests(
@@ -141,9 +133,7 @@ def _requests(
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
-def _compare(
-    console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: float
-) -> None:
+def _compare(console: Console, config: PipelineConfig, requests: list[ClipRequest]) -> None:
     from svdpp.cli.log import EventLog
     from svdpp.cli.progress import labels
     from svdpp.verification import verify as proof
@@ -155,7 +145,7 @@ def _compare(
             conditions = proof.run_pipelined(config, requests, folder, observers=observers)
         with _progress(console, "sequential", names, config.alone().layout) as progress:
             proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
+        verdict = proof.compare(config, len(requests), folder)
     console.json({**verdict.to_json(), "conditions": conditions})
     _print_verdict(console, verdict)
     if verdict.first_difference is not None:
@@ -173,7 +163,7 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
         [
             {
                 **{name: str(getattr(check, name)) for name in ("clip", "what", "step", "rank")},
-                "verdict": "equal" if check.bitwise else "within" if check.equal else "DIFFERENT",
+                "verdict": "equal" if check.bitwise else "DIFFERENT",
                 "max difference": "0" if check.bitwise else check.distance,
                 "sha256": check.sha256[:12],
             }
@@ -186,8 +176,6 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
             f"bitwise equal: {counted(clips, 'clip')}, "
             f"{len(verdict.checks)} comparisons with diffusers' sequential result"
         )
-    elif verdict.equal:
-        console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
 def _refuse_without_effect(context: click.Context) -> None:

@@ -118,13 +118,8 @@ COMPLETED = {
     "svdpp run --split ": "uniform balanced alternating",
     "svdpp run --layout ": "auto pipeline data-parallel",
     "svdpp run --format ": "mp4 gif webp frames",
-    "svdpp run --device ": "auto cuda cpu cuda:0",
     "svdpp run --dtype ": "fp32 fp16 bf16",
     "svdpp run --fit ": "crop pad stretch",
-    "svdpp plan --costs ": "svd-xt-a100 svd-xt-a100-pcie svd-xt-h100-pcie",
-    "svdpp run --model d": "demo dummy",
-    "svdpp verify --model d": "demo dummy",
-    "svdpp profile --model d": "demo dummy",
     "svdpp simulate --split a": "alternating",
     "svdpp do": "doctor",
 }

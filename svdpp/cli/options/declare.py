@@ -103,11 +103,6 @@ DIAGNOSTICS = Panel("Diagnostics")
 PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
 
 
-def completes(*values: str) -> Any:
-    """The `shell_complete` of an option that takes these values and others."""
-    return lambda context, option, text: [one for one in values if one.startswith(text)]  # noqa: ARG005
-
-
 def argument(metavar: str, help: str, **more: Any) -> Any:
     """A field that is an argument of the command; None if it is not given."""
     return field(default=None, metadata={"metavar": metavar, "help": help, **more})

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.declare import MODEL, PROMPTS, VIDEO, completes
+from svdpp.cli.options.declare import MODEL, PROMPTS, VIDEO
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -79,7 +79,6 @@ class ModelOptions:
         "MODEL",
         "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
         default=DEFAULT_MODEL,
-        shell_complete=completes(DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL),
     )
     as_family: str | None = MODEL.setting(
         "NAME", "Run the model by another family, such as wan_v2v.", "--family"

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, completes
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
@@ -35,7 +35,6 @@ class PipelineOptions(ModelOptions):
         "over gloo. auto: GPUs if there are any, else the CPU; verify and doctor use it for any "
         "model, others for demo and dummy.",
         default="auto",
-        shell_complete=completes("auto", "cuda", "cpu", "cuda:0"),
     )
     threads: int | None = LAYOUT.setting(
         "T",
@@ -89,7 +88,6 @@ class PipelineOptions(ModelOptions):
         "Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
         f"an earlier run, or published costs: {', '.join(PRESETS)}.",
         shown=ASSUMED_COSTS,
-        shell_complete=completes(*PRESETS),
     )
     share_experts: bool = LAYOUT.switch(
         "Let one rank hold both experts, so that the steps can be cut anywhere."
