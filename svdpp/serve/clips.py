@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.clip_identity import latents_key
+from svdpp.config.clip import latents_key
 from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.memory import check_memory
 from svdpp.driver.resolve import ClipWork, resolved_for
