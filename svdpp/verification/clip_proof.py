@@ -31,7 +31,7 @@ from svdpp.verification import reference
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_files import TensorStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = {"frames": 255, "audio": 32767}

@@ -23,7 +23,7 @@ from svdpp.verification.result import (
     compare_levels,
 )
 from svdpp.worker.device import reset_peak
-from svdpp.worker.tensor_store import TensorStore, solver_history
+from svdpp.worker.tensor_files import TensorStore, solver_history
 
 _PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
 _DECODED: tuple[Literal["frames", "audio"], ...] = ("frames", "audio")

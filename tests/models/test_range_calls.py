@@ -11,12 +11,11 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
 from svdpp.config import WanSampling
-from svdpp.errors import InputError, ModelError
-from svdpp.models.base import STRUCTURE, Tensors
+from svdpp.errors import ModelError
+from svdpp.models.base import Tensors
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
 from svdpp.plan.layout import Roles
-from svdpp.worker.latent_checkpoints import upgraded
 from tests.models.range_checks import model_of, nothing, read_folder, request_of
 from tests.models.tiny_families import save_tiny_wan
 
@@ -38,13 +37,6 @@ def model(tmp_path: Path) -> EngineModel:
 
 def _half(model: EngineModel) -> Tensors:
     return model.denoise(model.encode({}, request_of()), 0, 2, nothing)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(model: EngineModel) -> None:
-    packet = _half(model)
-    del packet[STRUCTURE]
-    with pytest.raises(InputError, match=r"written by svdpp 0\.3 or earlier"):
-        upgraded(packet, SAMPLING, 2)
 
 
 def test_draws_from_the_global_generator_are_refused(

@@ -19,7 +19,7 @@ from svdpp.verification.result import (
     compare_latents,
     compare_levels,
 )
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.tensor_files import TensorStore, tensor_sha256
 from tests.faults.damage import one_ulp_off
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
