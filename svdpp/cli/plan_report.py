@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.console import MAX_ROWS, Console, counted
-from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import Forecast, replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout
+from svdpp.plan.split import EXPERTS
 
 if TYPE_CHECKING:
     from svdpp.plan.choose import Row

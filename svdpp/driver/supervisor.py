@@ -24,7 +24,7 @@ from svdpp.errors import (
     reraisable,
 )
 from svdpp.launch.group import GUARD, Group
-from svdpp.plan.grid import draw_grid
+from svdpp.plan.forecast import draw_grid
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse
 
