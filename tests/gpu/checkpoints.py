@@ -12,7 +12,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import silence_libraries
-from tests.models.builders import SVD_SCHEDULER, save_tiny_checkpoint
+from tests.models.builders import save_tiny_checkpoint, svd_scheduler
 
 
 def save_checkpoint(folder: Path, *, full_size: bool) -> Path:
@@ -35,7 +35,7 @@ def save_checkpoint(folder: Path, *, full_size: bool) -> Path:
         parts["image_encoder"] = CLIPVisionModelWithProjection(config)
     pipeline = diffusers.StableVideoDiffusionPipeline(
         **{name: part.half().cpu() for name, part in parts.items()},
-        scheduler=diffusers.EulerDiscreteScheduler(**SVD_SCHEDULER),
+        scheduler=svd_scheduler(),
         feature_extractor=CLIPImageProcessorPil(),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
