@@ -14,7 +14,7 @@ from svdpp.bench.runner import Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
-from tests.bench.test_bench_runner import round_of
+from tests.bench.made_up_benches import round_of
 from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
 
 TINY = (
@@ -78,7 +78,7 @@ def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
 @pytest.mark.long
 def test_targets_of_a_real_bench(tmp_path: Path) -> None:
     asked = ("bench", "smoke", *TINY, "--pipeline.replicas=2", "-q", "--measure.repeats=4")
-    targets = ("--targets.step_seconds.p95=< 100", "--targets.makespan_seconds=< 0.000000001")
+    targets = ("--targets.step_p95_seconds=< 100", "--targets.makespan_seconds=< 0.000000001")
     answer = svdpp_alone(*asked, *targets, "--profile=true", "--json", cwd=tmp_path)
     assert answer.code == 10, answer
     assert "missed 1 target: makespan_seconds" in answer.err
