@@ -92,7 +92,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     rows = [
         {
             **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
-            **{"low": one.low, "high": one.high},
+            "range": None if one.low is None else f"{one.low:.3g}..{one.high:.3g}",
             "verdict": "drift" if one.is_baseline else words[one.is_noise],
         }
         for one in found.ratios
