@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import RequestError
 from svdpp.media.video import frames_sha256
-from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.verification.verify import verify
 from svdpp.worker.tensor_store import tensor_sha256
 from tests.faults.damage import Damage
 from tests.models.diffusers_pipeline import latents_and_frames
@@ -76,13 +75,9 @@ def test_ranks_give_the_bits_of_diffusers(
 @pytest.mark.parametrize(
     ("fault", "what"), [("ulp", "the latent"), ("state", "the solver's history")]
 )
-def test_the_proof_names_what_differs_first(
-    wan: Family, tmp_path: Path, fault: Any, what: str
-) -> None:
-    config, requests = replace(wan.config, world_size=3, split="balanced"), REQUESTS[:1]
-    run_pipelined(config, requests, tmp_path, fault=Damage(fault, 0, 0))
-    run_sequential(config, requests, tmp_path)
-    first = compare(config, len(requests), tmp_path).first_difference
+def test_the_proof_names_what_differs_first(wan: Family, fault: Any, what: str) -> None:
+    config = replace(wan.config, world_size=3, split="balanced")
+    first = verify(config, REQUESTS[:1], fault=Damage(fault, 0, 0)).first_difference
     assert first is not None
     assert (first.rank, first.max_ulp) == (0, 1)
     assert what in str(first)

@@ -21,7 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos
-from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from svdpp.verification.verify import verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -112,11 +112,8 @@ def test_verify_finds_equal_bits(
 @pytest.mark.parametrize("rank", [2, 3])
 def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> None:
     config = config_of("5b", tmp_path / "model", world_size=4)
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    run_pipelined(config, REQUESTS[:1], folder, fault=Damage("prediction", rank, 0))
-    run_sequential(config, REQUESTS[:1], folder)
-    first = compare(config, 1, folder).first_difference
+    fault = Damage("prediction", rank, 0)
+    first = verify(config, REQUESTS[:1], fault=fault).first_difference
     assert first is not None
     assert (first.what, first.rank, first.step, first.branch) == ("prediction", rank, 3, rank - 2)
     assert f"branch {rank - 2} in step 3, done by rank {rank}" in str(first)
@@ -125,12 +122,9 @@ def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "rank"), [("skip", 0), ("skip", 3), ("ulp", 1)])
-def test_a_fault_at_one_rank_is_one_of_the_pair(tmp_path: Path, kind: str, rank: int) -> None:
+def test_a_fault_at_one_rank_is_one_of_the_pair(kind: str, rank: int) -> None:
     config = dummy(world_size=4, cfg_parallel=2)
-    requests = [ClipRequest(seed=0)]
-    run_pipelined(config, requests, tmp_path, fault=Damage(kind, rank, 0))
-    run_sequential(config, requests, tmp_path)
-    first = compare(config, 1, tmp_path).first_difference
+    first = verify(config, [ClipRequest(seed=0)], fault=Damage(kind, rank, 0)).first_difference
     assert first is not None
     assert first.rank == rank // 2 * 2
 
