@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.clip_identity import latents_key
+from svdpp.config.clip import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.memory import check_memory
@@ -25,7 +25,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job
 from svdpp.serve.store import FileStore
-from svdpp.worker import latent_checkpoints
+from svdpp.worker import tensor_files
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
@@ -236,19 +236,19 @@ class ToRequest:
     def forget(self, job: Job) -> None:
         """Removes the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
-            latent_checkpoints.prune(self.latents_folder, self._metadata_and_key(job)[1])
+            tensor_files.prune(self.latents_folder, self._metadata_and_key(job)[1])
 
     def forget_all(self) -> None:
         """Removes all latent checkpoints; only if no job is unfinished."""
-        for key, _ in latent_checkpoints.saved(self.latents_folder):
-            latent_checkpoints.prune(self.latents_folder, key)
+        for key, _ in tensor_files.saved(self.latents_folder):
+            tensor_files.prune(self.latents_folder, key)
 
     def publish(self) -> None:
         """Makes the latent checkpoints of the store those of the folder, while it answers."""
         self._store.look()
-        saved = latent_checkpoints.saved(self.latents_folder)
+        saved = tensor_files.saved(self.latents_folder)
         for key, step in saved - self._published:
-            path = latent_checkpoints.path_of(self.latents_folder, key, step)
+            path = tensor_files.path_of(self.latents_folder, key, step)
             self._store.put(path, _object_of(key, step))
             self._published.add((key, step))
         for key, step in self._published - saved:
@@ -262,13 +262,13 @@ class ToRequest:
         all_steps = range(1, job.sampling.num_inference_steps + 1)
         steps = [step for step in all_steps if _object_of(key, step) in names]
         if steps and steps[-1] > self._steps_done(key):
-            path = latent_checkpoints.path_of(self.latents_folder, key, steps[-1])
+            path = tensor_files.path_of(self.latents_folder, key, steps[-1])
             self._store.fetch(path, _object_of(key, steps[-1]))
         # Only now: `publish` removes those that the folder lacks.
         self._published |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:
-        return max(latent_checkpoints.saved_steps(self.latents_folder, key), default=0)
+        return max(tensor_files.saved_steps(self.latents_folder, key), default=0)
 
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
@@ -300,4 +300,4 @@ class ToRequest:
 
 def _object_of(key: str, step: int) -> str:
     """The name of a latent checkpoint in the store."""
-    return f"{LATENTS}/{key}/{latent_checkpoints.path_of(Path(), key, step)}"
+    return f"{LATENTS}/{key}/{tensor_files.path_of(Path(), key, step)}"

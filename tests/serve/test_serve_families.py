@@ -24,7 +24,7 @@ from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities, form_of
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import FIELDS
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan

@@ -17,7 +17,7 @@ from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_leftovers
 from svdpp.serve.store import FileStore
-from svdpp.worker import latent_checkpoints
+from svdpp.worker import tensor_files
 from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import DEMO, DUMMY, PHOTO, HttpServer, error_of, wait
 from tests.serve.swift import Swift
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
     key = to_request(job).request.latents_key
     assert key is not None
     for step in (2, 4):
-        path = latent_checkpoints.path_of(to_request.latents_folder, key, step)
+        path = tensor_files.path_of(to_request.latents_folder, key, step)
         path.write_bytes(b"of another server")
         store.put(path, f"latents/{key}/{path.name}")
         path.unlink()
