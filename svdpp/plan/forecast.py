@@ -59,6 +59,15 @@ class Forecast:
     bubble: float
     """Fraction of the time of all ranks in which they are idle, 0 to 1."""
 
+    def to_json(self) -> dict[str, float]:
+        """Its main times, and the bubble."""
+        return {
+            "makespan_seconds": self.makespan,
+            "first_clip_seconds": self.first_clip,
+            "seconds_per_clip": self.seconds_per_clip,
+            "bubble": self.bubble,
+        }
+
 
 class DeadlockError(ValueError):
     """Every rank with work left waits for another: the action lists cannot be performed."""

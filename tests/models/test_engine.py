@@ -16,13 +16,12 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from transformers import TokenizersBackend
 
-from svdpp.errors import InputError, ModelError, NotFiniteError, RequestError
-from svdpp.models.base import STRUCTURE, Tensors
+from svdpp.errors import ModelError, NotFiniteError, RequestError
+from svdpp.models.base import Tensors
 from svdpp.models.engine import load
 from svdpp.models.engine.families import ltx_generator_device
 from svdpp.models.engine.model import EngineModel
 from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
-from svdpp.worker.latent_checkpoints import upgraded
 from tests.models.builders import edit_json
 from tests.models.range_checks import Row, nothing, ranks, read_folder, request_of
 from tests.models.test_rows import Rows
@@ -169,13 +168,6 @@ def test_a_distribution_of_latents_is_recorded() -> None:
 
 
 # What is refused.
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(wan: Row) -> None:
-    packet = half_done(wan)
-    del packet[STRUCTURE]
-    with pytest.raises(InputError, match=r"written by svdpp 0\.3 or earlier"):
-        upgraded(packet, wan.sampling, 2)
 
 
 def test_draws_from_the_global_generator_are_refused(
