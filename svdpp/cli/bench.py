@@ -169,14 +169,16 @@ def _options(point: BenchConfig) -> PipelineOptions:
 
 def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     from svdpp.bench.compare import COSTS, PROFILE
-    from svdpp.bench.results import Results
+    from svdpp.bench.runner import Results
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    one.profile_path = (kept.folder / PROFILE).absolute()
-    one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    one.run(console.info, kept.add)
+    progress = partial(Progress, console, costs=one.config.costs, ranks=False)
+    one.run(console.info, kept.add, progress)
+    if one.asked.profile:
+        console.info("one clip under torch.profiler, in a separate run")
+        one.profile(kept.folder / PROFILE)
     found = kept.finish()
     show_summary(console, found)
     console.result(f"results: {kept.folder}")
@@ -205,8 +207,8 @@ def _headline(one: Bench) -> str:
 
 def _check(one: Bench, found: dict[str, Any]) -> None:
     """Raises what is wrong with a bench that was measured: bits that differ, else figures."""
+    from svdpp.bench.compare import missed
     from svdpp.bench.runner import differing
-    from svdpp.bench.targets import missed
 
     if different := differing(one.rounds):
         count = counted(len(different), "clip")

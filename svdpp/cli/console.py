@@ -154,7 +154,7 @@ class Console:
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""
-        from svdpp.plan.grid import draw_grid
+        from svdpp.plan.forecast import draw_grid
 
         width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
         for line in draw_grid(spans, world_size, width=width):

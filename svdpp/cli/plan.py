@@ -19,10 +19,10 @@ from svdpp.cli.request import PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
-from svdpp.plan.experts import EXPERTS
 from svdpp.plan.forecast import replay
 from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
 from svdpp.plan.layout import Layout
+from svdpp.plan.split import EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -92,7 +92,6 @@ def _measure(
     costs = measure(
         config,
         repeats=repeats,
-        source="measured by svdpp profile",
         log=console.info,
         open_observer=partial(Progress, console, costs=config.costs),
         prompt=prompt,

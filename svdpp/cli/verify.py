@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,17 @@ from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.errors import RequestError, VerificationError, worst_of
-from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.cli.progress import Progress
     from svdpp.media.image import Photo
-    from svdpp.plan.layout import Layout
     from svdpp.verification.clip_proof import ClipProof
-    from svdpp.verification.result import VerificationResult
+    from svdpp.verification.verify import VerificationResult
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
     {
-        *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
+        *("inputs", "image", "local_files_only", "timeout", "start_timeout"),
         *("as_json", "verbose", "quiet", "debug", "log_file"),
     }
 )
@@ -82,14 +80,16 @@ def verify(
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
     """
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.verification.clip_files import are_clips
+    from svdpp.verification.clip_files import find_clips
 
     log.open(console, launched)
     inputs = options.inputs or []
-    if are_clips(inputs) and options.as_family is None:
+    clips, passed_over = find_clips([] if options.as_family else inputs)
+    if clips:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, inputs, options)
+            console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
+            _verify_clips(console, clips, options)
         return
     if options.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
@@ -135,27 +135,21 @@ def _requests(
 
 def _compare(console: Console, config: PipelineConfig, requests: list[ClipRequest]) -> None:
     from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import labels
-    from svdpp.verification import verify as proof
+    from svdpp.cli.progress import Progress, labels
+    from svdpp.verification.verify import verify as prove
 
-    names = labels(requests)
-    with temp_folder("svdpp-verify-") as folder:
-        with _progress(console, "pipelined", names, config.layout) as progress:
-            observers = (progress, EventLog(config.layout))
-            conditions = proof.run_pipelined(config, requests, folder, observers=observers)
-        with _progress(console, "sequential", names, config.alone().layout) as progress:
-            proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder)
-    console.json({**verdict.to_json(), "conditions": conditions})
-    _print_verdict(console, verdict)
+    verdict = prove(
+        config,
+        requests,
+        observers=(EventLog(config.layout),),
+        open_observer=partial(Progress, console, labels=labels(requests)),
+    )
+    if console.as_json:
+        console.json(verdict.to_json())
+    else:
+        _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
-
-
-def _progress(console: Console, title: str, names: Sequence[str], layout: Layout) -> Progress:
-    from svdpp.cli.progress import Progress
-
-    return Progress(console, title, layout.schedule(len(names)), labels=names)
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
@@ -189,14 +183,11 @@ def _refuse_without_effect(context: click.Context) -> None:
         )
 
 
-def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions) -> None:
-    from svdpp.verification.clip_files import find_clips
+def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions) -> None:
+    from svdpp.cli.progress import Progress
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
-    paths, passed_over = find_clips(inputs)
-    console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
     settings = Settings(
-        threads=options.threads,
         image=options.image,
         local_files_only=options.local_files_only,
         timeout=options.timeout,
@@ -205,7 +196,8 @@ def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
-        with _progress(console, "verify", names, tasks[0].config.alone().layout) as progress:
+        schedule = tasks[0].config.layout.schedule(len(tasks))
+        with Progress(console, "verify", schedule, labels=names) as progress:
             proofs += prove(tasks, observers=(progress,))
     _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
 

@@ -22,7 +22,6 @@ from pydantic import (
 from svdpp import __version__
 from svdpp.config import (
     SAMPLING_CLASSES,
-    Fit,
     OutputConfig,
     PipelineConfig,
     SamplingConfig,
@@ -171,13 +170,7 @@ class _ClipMetadata(BaseModel):
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False
-    num_inference_steps: int
-    height: int
-    width: int
     num_frames: int
-    fps: int
-    decode_chunk_size: int | None
-    fit: Fit
     format: VideoFormat
     crf: int
     versions: dict[str, str] = Field(default_factory=dict)

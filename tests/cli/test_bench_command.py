@@ -14,7 +14,7 @@ from svdpp.bench.runner import Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
-from tests.bench.test_bench_runner import round_of
+from tests.bench.made_up_benches import round_of
 from tests.cli.shell import assert_error, svdpp_here
 
 TINY = (
@@ -81,7 +81,7 @@ def test_a_bench_with_targets_and_its_comparison_with_itself(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ("bench", "smoke", *TINY, "--measure.repeats=4", "--profile=true")
-    targets = ("--targets.step_seconds.p95=< 100", "--targets.makespan_seconds=< 0.000000001")
+    targets = ("--targets.step_p95_seconds=< 100", "--targets.makespan_seconds=< 0.000000001")
     answer = svdpp_here(*asked, *targets, "--json")
 
     assert answer.code == 10, answer

@@ -201,7 +201,7 @@ def test_json_shows_the_experts(costs_file: str) -> None:
 
     options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory", "80", "--json")
     plan = json.loads(svdpp_here(*options).out)
-    assert plan["layout"]["reason"].endswith("; each rank holds both experts")
+    assert plan["layout"]["reason"].endswith("; 4 of 4 ranks hold both experts")
     assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
 
 
