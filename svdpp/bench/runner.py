@@ -168,15 +168,7 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
-        apart = replace(
-            config,
-            split="uniform",
-            replicas=config.world_size,
-            decoders=1,
-            cfg_parallel=1,
-            decode_ranks=1,
-        )
-        cases[DATA_PARALLEL] = apart
+        cases[DATA_PARALLEL] = config.data_parallel()
     return {**cases, ONE_DEVICE: config.alone()}
 
 

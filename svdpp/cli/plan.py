@@ -16,6 +16,7 @@ from svdpp.cli.options.files import ClipOptions
 from svdpp.cli.options.model import LOOKS
 from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions
 from svdpp.cli.request import PipelineRequest
+from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
@@ -194,7 +195,7 @@ def plan(
         if options.decode_ranks is not None and config.chunks:
             check_chunks(options.decode_ranks, config.chunks)
         reason = "" if request.choice is None else request.choice.reason
-        show_layout(console, config.layout, num_clips, reason)
+        show_layout(console, config, num_clips, reason)
     console.info(*_remarks(options, costs))
     if options.cfg_parallel == "auto":
         console.info(request.pairs[1])
@@ -202,7 +203,6 @@ def plan(
 
 def _memory(options: PipelineOptions) -> dict[str, Any]:
     """The estimated memory of the model's parts, as fields of `Costs`."""
-    from svdpp.config import PipelineConfig
     from svdpp.driver.memory import estimate_parts
     from svdpp.driver.resolve import resolve
 
@@ -246,15 +246,14 @@ def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
         )
 
 
-def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = "") -> None:
-    """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
+def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
+    """Prints the ranks, picture and forecast of a pipeline, with the forecast of data parallel.
 
     `reason` says why `auto` chose the layout.
     """
     from svdpp.plan.choose import Row
 
-    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
-    data_parallel = replace(layout, **alone, replicas=layout.world_size, decode_ranks=1)
+    layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
         for name, each in (("this layout", layout), ("data parallel", data_parallel))

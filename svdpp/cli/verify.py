@@ -144,10 +144,8 @@ def _compare(console: Console, config: PipelineConfig, requests: list[ClipReques
         observers=(EventLog(config.layout),),
         open_observer=partial(Progress, console, labels=labels(requests)),
     )
-    if console.as_json:
-        console.json(verdict.to_json())
-    else:
-        _print_verdict(console, verdict)
+    console.json(verdict.to_json())
+    _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
 

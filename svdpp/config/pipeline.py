@@ -154,6 +154,10 @@ def sampling_defaults(model_name: str) -> Mapping[str, Any]:
     return DEMO_SAMPLING if model_name == DEMO_MODEL else {}
 
 
+# The fields of a layout in which a rank shares no clip with another one.
+_WHOLE: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1, "decode_ranks": 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps."""
@@ -262,9 +266,11 @@ class PipelineConfig:
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
-        plain: dict[str, Any] = {"split": "uniform", "costs": Costs()}
-        plain |= {"replicas": 1, "decoders": 1, "cfg_parallel": 1, "decode_ranks": 1}
-        return replace(self, world_size=1, **plain)
+        return replace(self, world_size=1, replicas=1, costs=Costs(), **_WHOLE)
+
+    def data_parallel(self) -> PipelineConfig:
+        """The same configuration with whole clips on each rank."""
+        return replace(self, replicas=self.world_size, **_WHOLE)
 
     @property
     def decodes(self) -> bool:
