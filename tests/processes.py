@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from svdpp.launch.group import RankContext
-from svdpp.launch.started import start_ranks
+from svdpp.launch.group import RankContext, start_ranks
 from tests.driver.dummies import HANG_SECONDS
 
 RankFunction = Callable[..., Any]

@@ -14,12 +14,10 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.image import fit_photo, read_photo
-from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model, to_bytes
 from svdpp.plan.layout import Roles
 from svdpp.verification.whole_call import stack_frames
-from svdpp.worker.latent_checkpoints import upgraded
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.range_checks import check_every_cut, nothing, ranks
@@ -109,31 +107,6 @@ def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
         packet = whole.encode(whole.prepare(_photo()), REQUEST)
         packet = whole.denoise(packet, 0, 3, nothing)
         assert torch.equal(whole.decode(packet), decoder.decode(packet))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_checkpoints_of_earlier_versions_go_on(tiny: Path, dtype: Any, guidance: float) -> None:
-    sampling = replace(SMALL, max_guidance_scale=guidance)
-    rank = _load(
-        ModelConfig(name=str(tiny), dtype=dtype), sampling, encode=True, denoise=True, decode=True
-    )
-    packet = rank.encode(rank.prepare(_photo()), REQUEST)
-    old = {
-        "image_embedding": packet["record.0"][-1:],
-        "image_latents": packet["record.2"][-1:].to(packet["record.0"].dtype),
-        "added_time_ids": packet["record.3"][-1:],
-    }
-
-    def as_before(tensors: Tensors, steps: int) -> Tensors:
-        return upgraded({**old, LATENTS: tensors[LATENTS]}, sampling, steps)
-
-    last = rank.denoise(packet, 0, 3, nothing)
-    for step in range(3):
-        ours = rank.denoise(as_before(packet, step), step, 3, nothing)
-        assert torch.equal(ours[LATENTS], last[LATENTS]), step
-        packet = rank.denoise(packet, step, step + 1, nothing)
-    assert torch.equal(rank.decode(as_before(last, 3)), rank.decode(last))
 
 
 def test_frames_become_bytes_as_diffusers_makes_them() -> None:

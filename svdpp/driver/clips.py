@@ -15,7 +15,6 @@ from svdpp.config import ClipRequest
 from svdpp.errors import SvdppError, error_from_dict, reraisable
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.latent_checkpoints import prune
 from svdpp.worker.messages import (
     Cancel,
     ClipDone,
@@ -26,7 +25,7 @@ from svdpp.worker.messages import (
     StepDone,
     StoredTensor,
 )
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_files import TensorStore, prune
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,7 @@ class OpenClips:
     clips and wait for them.
 
     Args:
-        world_size: number of ranks, which are all told to skip a cancelled clip.
-        send: sends a message to a rank.
+        send_to_all: sends a message to every rank: to skip a cancelled clip.
         latents_folder: where ranks keep latent checkpoints.
         tensor_folder: where tensors go that ranks send, for verification.
         max_failures: how many of the latest losses `failures` keeps; None: all.
@@ -142,17 +140,15 @@ class OpenClips:
 
     def __init__(
         self,
-        world_size: int,
-        send: Callable[[int, bytes], None],
+        send_to_all: Callable[[bytes], None],
         *,
         latents_folder: str | None = None,
         tensor_folder: str | None = None,
         max_failures: int | None = None,
     ) -> None:
-        self._world_size = world_size
-        self._send = send
+        self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Of the latest clips that may have left files: the request, and whether it was finished.
+        # Of the latest clips that may have left files: the request, and whether it was lost.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
@@ -214,16 +210,11 @@ class OpenClips:
             case StepDone():
                 self._advance(event.clip, rank, event.step + 1)
             case ClipDone():
-                if (handle := self._settle(event.clip, is_finished=True)) is None:
-                    self._let_go(event.clip)  # already lost, or cancelled
-                else:
-                    handle.set_result(ClipResult(event.clip, handle.request, event.metadata))
-            case ClipDropped():
-                self._let_go(event.clip)
-            case ClipFailed():
-                error = error_from_dict(event.error)
-                if (handle := self._settle(event.clip, error)) is not None:
-                    handle.set_exception(error)
+                self._settle(event.clip, event.metadata)
+            case ClipDropped() if event.clip in self._cancelled:
+                self._settle(event.clip, None)
+            case ClipFailed() if event.clip in self._open:
+                self._settle(event.clip, error_from_dict(event.error))
             case _:
                 pass
 
@@ -242,19 +233,10 @@ class OpenClips:
                 return handle.cancelled()
             has_begun = handle.progress.rank is not None
             self._cancelled[handle.clip] = handle.request
-        for rank in range(self._world_size):
-            self._send(rank, Cancel(clip=handle.clip).to_bytes())
+        self._send_to_all(Cancel(clip=handle.clip).to_bytes())
         if not has_begun:
-            self._end_cancelled(handle.clip)
+            self._complete(handle, None)
         return True
-
-    def _let_go(self, clip: int) -> None:
-        """Ends `clip` as cancelled if a caller has cancelled it: no rank works on it any longer."""
-        with self._changed:
-            request = self._cancelled.pop(clip, None)
-        if request is not None:
-            self._end_cancelled(clip)
-            self._note_settled(request, is_finished=True)
 
     def end(self, error: BaseException) -> None:
         """Sets `error` for all unfinished clips, and takes no more; the first call counts."""
@@ -291,37 +273,42 @@ class OpenClips:
                 raise reraisable(self._end)
             return None
 
-    def _settle(
-        self, clip: int, error: SvdppError | None = None, *, is_finished: bool = False
-    ) -> ClipHandle | None:
-        """Removes `clip` from the open clips; the caller sets its handle, without the lock."""
-        with self._changed:
-            handle = self._open.pop(clip, None)
-            if handle is None:
-                return None
-            if error is not None:
-                self._failures.append(ClipFailure(clip, handle.request, error))
-            elif is_finished and clip in self._awaited:
-                self._finished[clip] = handle
-            self._awaited.discard(clip)
-            if error is not None or is_finished:
-                self._cancelled.pop(clip, None)
-            self._changed.notify_all()
-        if error is not None or is_finished:
-            self._note_settled(handle.request, is_finished=is_finished)
-        return handle
+    def _settle(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
+        """Notes that the ranks are done with `clip`; `outcome` as for `_complete`.
 
-    def _end_cancelled(self, clip: int) -> None:
-        handle = self._settle(clip)
-        if handle is not None:
-            handle._end_cancelled()
-
-    def _note_settled(self, request: ClipRequest, *, is_finished: bool) -> None:
-        """Removes the checkpoints of a finished clip; keeps those of a lost one, to resume it."""
+        Removes the checkpoints of a finished or cancelled clip; keeps those of a lost one, to
+        resume it.
+        """
+        handle = self._open.get(clip)
+        request = self._cancelled.get(clip) if handle is None else handle.request
+        if request is None:  # of a clip that was lost before
+            return
+        is_lost = isinstance(outcome, SvdppError)
         if request.output is not None or request.latents_key is not None:
-            self._recent.append((request, is_finished))
-        if is_finished:
+            self._recent.append((request, is_lost))
+        if not is_lost:
             self._prune(request)
+        if handle is not None:
+            self._complete(handle, outcome)
+        self._cancelled.pop(clip, None)  # last: until it is completed, it may be cancelled
+
+    def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
+        """Ends an open clip by its metadata, by the error that lost it, or as cancelled (None)."""
+        with self._changed:
+            if self._open.pop(handle.clip, None) is None:
+                return
+            if isinstance(outcome, SvdppError):
+                self._failures.append(ClipFailure(handle.clip, handle.request, outcome))
+            elif outcome is not None and handle.clip in self._awaited:
+                self._finished[handle.clip] = handle
+            self._awaited.discard(handle.clip)
+            self._changed.notify_all()
+        if outcome is None:
+            handle._end_cancelled()
+        elif isinstance(outcome, SvdppError):
+            handle.set_exception(outcome)
+        else:
+            handle.set_result(ClipResult(handle.clip, handle.request, outcome))
 
     def _prune(self, request: ClipRequest) -> None:
         if self._latents_folder is not None and request.latents_key is not None:
@@ -329,8 +316,8 @@ class OpenClips:
 
     def clean_up(self) -> None:
         """Removes partly written and late files of clips, after all ranks have ended."""
-        for request, is_finished in self._recent:
-            if is_finished:
+        for request, is_lost in self._recent:
+            if not is_lost:
                 self._prune(request)
         unfinished = [handle.request for handle in self._unfinished]
         requests = [*(request for request, _ in self._recent), *unfinished]

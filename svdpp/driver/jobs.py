@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
-from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
+from svdpp.config.clip import identity, latents_key, parameters_sha256
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.worker import latent_checkpoints
+from svdpp.worker import tensor_files
 from svdpp.worker.clip_metadata import (
     checked_clip_metadata,
     clip_metadata,
@@ -84,7 +84,7 @@ def check_outputs(
     """Checks outputs and encoder before the model is searched for; returns how many exist."""
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
-    check_num_clips(len(inputs) * len(seeds), "inputs x seeds")
+    check_whole("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
     for _, _, error in _shared_names(inputs, seeds, policy):
         raise error
     # One listing, because a run may have 100,000 clips.
@@ -140,7 +140,7 @@ def plan_clips(
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
     plan, are_large = ClipPlan(), []
     folder = policy.latents_folder
-    saved = {key for key, _ in latent_checkpoints.saved(folder)} if folder else set()
+    saved = {key for key, _ in tensor_files.saved(folder)} if folder else set()
     weights = None if folder is None else weights_identity(checkpoint)
     last, metadata = None, {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
@@ -155,11 +155,11 @@ def plan_clips(
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
-                latent_checkpoints.prune(folder, key)  # of a run killed before it removed them
+                tensor_files.prune(folder, key)  # of a run killed before it removed them
             continue
         steps = []
         if folder is not None and policy.keeps_finished and key in saved:
-            steps = latent_checkpoints.saved_steps(folder, key)
+            steps = tensor_files.saved_steps(folder, key)
         photo = made_from.photo
         are_large.append(
             photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6

@@ -12,7 +12,6 @@ from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
-from svdpp.worker.device import MEMORY_OF
 
 #: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
 #: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
@@ -25,8 +24,6 @@ _IMAGE_BYTES = 768 * 2**20
 _DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_KNOBS = {str(kind).lower(): knob for kind, (_, knob) in MEMORY_OF.items()}
-_KNOBS["weights"] = "a smaller --world, or --dtype bf16, lowers it"
 # A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
 # handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
 CUDA_PROCESS_BYTES = 600_000_000
@@ -116,51 +113,38 @@ def check_memory(
     if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
         return
     free = available_bytes()
-    needed, knob = _needed_together(config, checkpoint, ranks)
+    needed = _needed_together(config, checkpoint, ranks)
     if needed > free:
         noun = "rank needs" if len(ranks) == 1 else "ranks need"
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
             f"{gib_text(needed)}, {gib_text(free)} free",
-            knob,
+            "a smaller --world, --height and --width, --frames or --decode-chunk-size, or --dtype "
+            "bf16, lowers it",
         )
 
 
-def _needed_together(
-    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
-) -> tuple[int, str]:
-    """The bytes that all ranks need, and the option that lowers the largest share."""
+def _needed_together(config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]) -> int:
+    """The bytes that all ranks need; weights that they share count once."""
     parts = estimate_parts(config, checkpoint)
-    activations = dict.fromkeys(_KNOBS, 0)
+    num_bytes = 0
     weights: dict[tuple[Roles, int], int] = {}
     for rank, roles in enumerate(ranks):
-        memories = ((share, parts.of_rank(share)) for share in roles.split())
-        held = {share: memory for share, memory in memories if memory.peak_bytes}
-        for share, memory in held.items():
+        shares = {share: parts.of_rank(share) for share in roles.split()}
+        for share, memory in shares.items():
             owner = 0 if _are_shared(config, checkpoint, share) else rank
             weights[share, owner] = memory.weight_bytes
-        if held:
-            largest = max(held, key=lambda share: held[share].activation_bytes)
-            (name,) = (name for name, has_role in largest.parts.items() if has_role)
-            activations[name] += held[largest].activation_bytes
-    activations["weights"] = sum(weights.values()) + len(ranks) * _RANK_BYTES
-    knob = max(activations, key=lambda name: activations[name])
-    num_bytes = _image_bytes(checkpoint, ranks) + sum(activations.values())
-    return num_bytes, _KNOBS[knob]
+        num_bytes += max((memory.activation_bytes for memory in shares.values()), default=0)
+        num_bytes += _RANK_BYTES + _IMAGE_BYTES * roles.encode
+    return num_bytes + sum(weights.values())
 
 
-def _image_bytes(checkpoint: Checkpoint | None, ranks: Sequence[Roles]) -> int:
-    return 0 if checkpoint is None else _IMAGE_BYTES * sum(roles.encode for roles in ranks)
-
-
-def _are_shared(config: PipelineConfig, checkpoint: Checkpoint | None, roles: Roles) -> bool:
+def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
     """Whether ranks with these roles map the same pages of the weights' files.
 
     They do if the files have the dtype in which the components are loaded; otherwise each has a
     copy.
     """
-    if checkpoint is None:
-        return False
 
     def is_mapped(part: str) -> bool:
         dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, overload
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import require
-from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult, OpenClips
+from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import ClipWork, check_metadata, resolve
-from svdpp.driver.supervisor import RankSession, Supervisor
-from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
@@ -23,7 +20,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import Forecast, Span, replay, summarise
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
-from svdpp.worker.messages import ClipJob, Event, Work
+from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
@@ -106,37 +103,24 @@ class Pipeline(PipelineRanks):
             *(setup, backend, world),
             ignores_signals=ranks_ignore_signals,
             shared_paths=shared_paths,
+            history_clips=history_clips,
+            trace_clips=history_clips if trace_clips is None else trace_clips,
         )
         self._history_clips = history_clips
         self._work = ClipWork(
             self.config, self.checkpoint, keeps_latents=latents_folder is not None
-        )
-        self._clips = OpenClips(
-            config.world_size,
-            lambda rank, message: self._entered.supervisor.send(rank, message),
-            latents_folder=latents_folder,
-            tensor_folder=tensor_folder,
-            max_failures=history_clips,
         )
         # Of the whole run, for its forecast.
         self._requests: list[ClipRequest] = []
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
-        self.trace = Trace(config.world_size, history_clips if trace_clips is None else trace_clips)
-        """The measurements so far."""
         self._is_entered = False
-        self._session: RankSession | None = None
 
     @property
     def failures(self) -> list[ClipFailure]:
         """The lost clips, in the order of their failures."""
         return self._clips.failures
-
-    @property
-    def run_error(self) -> BaseException | None:
-        """What ended the run before its last clip; None while it goes on, or if it succeeded."""
-        return None if self._session is None else self._session.failure
 
     # --- clips ----------------------------------------------------------------------------------
 
@@ -203,14 +187,14 @@ class Pipeline(PipelineRanks):
         num_steps = list(map(self._work.num_steps, checked))
         marked = [self._marked(own) for own in check_metadata(metadata, len(checked))]
         with self._submitting:
-            session = self._check_open()
+            supervisor = self._check_open()
             first = self._clips.num_added
             messages = self._work.messages(checked, marked, first)
-            with session.all_or_nothing():
+            with self._all_or_nothing():
                 handles = self._clips.add(checked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
-                    session.supervisor.send(rank, message)
+                    supervisor.send(rank, message)
             if self._history_clips is None:
                 self._requests += checked
         return handles
@@ -220,15 +204,15 @@ class Pipeline(PipelineRanks):
 
         Each rank that encodes then sends `ImageReady`.
         """
-        session = self._check_open()
+        supervisor = self._check_open()
         job = ClipJob(clip=-1, request=self._work.resolved(request))
         message = Work(actions=(), jobs=(job,)).to_bytes()
         for rank, roles in enumerate(self.config.layout.roles):
             if roles.encode:
-                session.supervisor.send(rank, message)
+                supervisor.send(rank, message)
 
     def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        is_unproven = self._devices.is_mixed or divides_batches(self.config, self.checkpoint)
+        is_unproven = self._is_mixed or divides_batches(self.config, self.checkpoint)
         return {**metadata, "exact": "unproven"} if is_unproven else metadata
 
     # --- plan and forecast ----------------------------------------------------------------------
@@ -266,15 +250,7 @@ class Pipeline(PipelineRanks):
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
         self.check_memory()
-        self.trace.begun = self.trace.ready = time.monotonic()
-        supervisor = Supervisor(self._open(), self.config, self._take_event, trace=self.trace)
-        is_launched = self.world is not None
-        self._session = RankSession(supervisor, self._clips, is_launched=is_launched)
-        try:
-            self._session.start()
-        except BaseException as error:
-            self._session.drop(error)
-            raise
+        self._start()
         return self
 
     def __exit__(
@@ -293,7 +269,7 @@ class Pipeline(PipelineRanks):
             raise
 
     def _leave_by(self, error: BaseException) -> None:
-        failure = None if self._session is None else self._session.drop(error)
+        failure = self._drop(error)
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self.world is not None:
@@ -306,36 +282,11 @@ class Pipeline(PipelineRanks):
         With `drain` it waits for all submitted clips first; otherwise it drops the unfinished ones
         at once, and their handles raise `ClosedError`.
         """
-        session = self._session
-        if session is None:
-            return
         if not drain:
-            if (failure := session.drop(None)) is not None:
+            if (failure := self._drop(None)) is not None:
                 raise reraisable(failure)
-            return
-        self._clips.check_may_wait()
-        with self._submitting:
-            session.is_closing = True
-        session.close()
-
-    def _check_open(self) -> RankSession:
-        session = self._entered
-        if session.is_closing:
-            raise ClosedError("the pipeline is closed: it takes no more clips")
-        return session
-
-    @property
-    def _entered(self) -> RankSession:
-        if self._session is None:
-            raise ClosedError(
-                "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
-            )
-        return self._session
-
-    def _take_event(self, rank: int, event: Event) -> None:
-        try:
-            self._devices(rank, event)
-            for observer in self._observers:
-                observer(rank, event)
-        finally:  # last, so that observers have seen a clip's event before its result is available
-            self._clips(rank, event)
+        elif self._supervisor is not None:
+            self._clips.check_may_wait()
+            with self._submitting:
+                self._is_closing = True
+            self._wait_for_end()

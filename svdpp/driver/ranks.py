@@ -1,20 +1,21 @@
-"""The ranks of a pipeline: how they start or join, what they must have in common, their devices."""
+"""The ranks of a pipeline: how they start or join, what they must have in common, how they end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
-from svdpp.config import SAMPLING_CLASSES, ModelConfig, PipelineConfig
-from svdpp.driver.stalls import silence_limit
-from svdpp.driver.supervisor import Observer
-from svdpp.errors import ClosedError, RequestError
+from svdpp.config import PipelineConfig
+from svdpp.driver.clips import OpenClips
+from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
+from svdpp.driver.trace import Trace
+from svdpp.errors import ClosedError, Interrupted, RequestError, SvdppError, reraisable
 from svdpp.launch import fork_server, process_group
-from svdpp.launch.connections import Terms
-from svdpp.launch.group import Group
-from svdpp.launch.joined import join_ranks
-from svdpp.launch.started import start_ranks
+from svdpp.launch.group import Group, start_ranks
+from svdpp.launch.joined import Terms, join_ranks
 from svdpp.launch.world import World, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
@@ -22,21 +23,18 @@ from svdpp.worker.joined_rank import serve_joined
 from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 
-#: Fields of the configuration that ranks must agree on: all but those that may differ by host.
-_SHARED_FIELDS = frozenset(
-    {
-        field.name
-        for kind in (PipelineConfig, ModelConfig, *SAMPLING_CLASSES.values())
-        for field in fields(kind)
-    }
-    - {"sampling", "loras", "local_files_only", "start_timeout_seconds"}
-)
+# Fields of the configuration that may differ by host, or are compared otherwise.
+_NOT_SHARED = ("sampling", "loras", "local_files_only", "start_timeout_seconds")
+# A dropped pipeline ends within one poll, unless an observer blocks its thread.
+_DROP_SECONDS = 5.0
 
 
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
-    Without a launcher, `serve` raises `ClosedError`.
+    A thread takes their events from start to end, so that ranks never wait for a reader. It ends
+    when the pipeline is closing and all clips are settled, when a rank fails, or by `_drop`. Any
+    thread may call the methods.
 
     A launcher's ranks ignore signals (`start_ranks`) only on rank 0's host.
     """
@@ -49,19 +47,40 @@ class PipelineRanks:
         *,
         ignores_signals: bool = False,
         shared_paths: Sequence[str] = (),
+        history_clips: int | None = None,
+        trace_clips: int | None = None,
     ) -> None:
+        config = setup.config
         self.world = world
         """What the launcher says of this process; None if it starts the ranks itself."""
         self.backend = backend
+        self.trace = Trace(config.world_size, trace_clips)
+        """The measurements so far."""
+        self.run_error: BaseException | None = None
+        """What ended the run before its last clip; None while it goes on, or if it succeeded."""
         self._setup = setup
         self._ignores_signals = ignores_signals
-        config = setup.config
-        self._devices = DeviceCheck(
-            config.world_size, backend, allow_mixed=config.allow_mixed_devices
-        )
         folders = [setup.latents_folder] if setup.latents_folder else []
         self._shared_paths = (*folders, *shared_paths)
         self._observers: tuple[Observer, ...] = ()
+        self._started: dict[int, Started] = {}
+        self._is_mixed = False
+        self._clips = OpenClips(
+            lambda message: self._entered.send_to_all(message),
+            latents_folder=setup.latents_folder,
+            tensor_folder=setup.tensor_folder,
+            max_failures=history_clips,
+        )
+        self._supervisor: Supervisor | None = None
+        # A daemon, so that a program that never leaves the block still ends, and its ranks too.
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._clips.finisher = self._thread
+        self._has_begun = threading.Event()
+        self._has_ended = threading.Event()
+        self._cleaning = threading.RLock()  # a signal handler may close during a close
+        self._dropped = ClosedError("the pipeline was closed before the clip was finished")
+        # Whether no more clips may be sent, and whether all is over and cleaned up.
+        self._is_closing = self._is_closed = False
 
     @property
     def is_member(self) -> bool:
@@ -136,18 +155,145 @@ class PipelineRanks:
             raise ClosedError("no launcher has started this process: enter the pipeline's block")
         return self.world
 
+    # --- the life of the ranks ------------------------------------------------------------------
+
+    @property
+    def _entered(self) -> Supervisor:
+        if self._supervisor is None:
+            raise ClosedError(
+                "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
+            )
+        return self._supervisor
+
+    def _check_open(self) -> Supervisor:
+        supervisor = self._entered
+        if self._is_closing:
+            raise ClosedError("the pipeline is closed: it takes no more clips")
+        return supervisor
+
+    def _start(self) -> None:
+        """Starts or joins the ranks, and waits until all are ready for work."""
+        self.trace.begun = self.trace.ready = time.monotonic()
+        self._supervisor = Supervisor(
+            self._open(), self._setup.config, self._take_event, trace=self.trace
+        )
+        try:
+            self._thread.start()
+            self._has_begun.wait()
+            if self.run_error is not None:
+                raise reraisable(self.run_error)
+            if self._has_ended.is_set():
+                raise ClosedError("the pipeline was closed while its ranks started")
+        except BaseException as error:
+            self._drop(error)
+            raise
+
+    def _wait_for_end(self) -> None:
+        """Waits until all work is done and the ranks have ended; set `_is_closing` first."""
+        if self._is_closed:
+            return
+        self._has_ended.wait()
+        self._clean_up(self.run_error)
+        if self.run_error is not None:
+            raise reraisable(self.run_error)
+
+    def _drop(self, error: BaseException | None) -> BaseException | None:
+        """Ends the ranks at once, whatever they are doing.
+
+        In the pipeline's thread, that is in an observer or a callback, it returns before they end.
+
+        `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
+        Returns what had already ended the run; None if all is over, or nothing has begun.
+        """
+        if self._supervisor is None:
+            return None
+        self._is_closing = True
+        self._supervisor.abort(self._dropped)
+        if threading.current_thread() is self._thread or self._is_closed:
+            return None
+        if not self._has_ended.wait(_DROP_SECONDS):
+            self._end(self._dropped)  # an observer blocks the thread: do not wait for it
+        failure = self.run_error
+        if self.world is not None and isinstance(error, Interrupted):
+            if failure is None:
+                failure = self._supervisor.late_cause()
+            elif failure is self._supervisor.interruption:
+                failure = None  # the signal went to all ranks, and another's report came first
+        self._clean_up(failure or error)
+        return failure
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Ends the run if an exception, such as a signal's, leaves the block.
+
+        For the block that sends work to the ranks: ranks that got it would wait for the others.
+        """
+        try:
+            yield
+        except BaseException as error:
+            reason = f"only some of the ranks got the clips: {type(error).__name__}"
+            self._entered.abort(SvdppError(reason))
+            raise
+
+    def _run(self) -> None:
+        reason = self._supervise()
+        try:
+            # With launched ranks, `_drop` still has to find out whether one of them has failed.
+            if self.run_error is not None or (reason is self._dropped and self.world is None):
+                self._entered.kill(self.run_error)
+        finally:
+            self._end(reason)
+
+    def _supervise(self) -> BaseException:
+        try:
+            is_over = lambda: self._is_closing and self._clips.is_idle  # noqa: E731
+            self._entered.supervise(is_over, self._has_begun.set)
+        except BaseException as error:
+            if error is not self._dropped:
+                self.run_error = error
+            return error
+        return ClosedError("the pipeline is closed: its ranks have ended")
+
+    def _end(self, reason: BaseException) -> None:
+        self._clips.end(reason)
+        self._has_ended.set()
+        self._has_begun.set()
+
+    def _clean_up(self, reason: BaseException | None) -> None:
+        with self._cleaning:
+            if self._is_closed:
+                return
+            self._entered.kill(reason)
+            self._is_closed = True
+            self._clips.clean_up()
+
+    def _take_event(self, rank: int, event: Event) -> None:
+        config = self._setup.config
+        try:
+            if isinstance(event, Started):
+                self._started[rank] = event
+                if len(self._started) == config.world_size:
+                    self._is_mixed = are_mixed(
+                        self._started, self.backend, allowed=config.allow_mixed_devices
+                    )
+            for observer in self._observers:
+                observer(rank, event)
+        finally:  # last, so that observers have seen a clip's event before its result is available
+            self._clips(rank, event)
+
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
     """What must be equal on every rank, by name: options, versions, the model's weights.
 
     Each host has its own command line, so the ranks compare these when they join.
     """
-    parts = {**vars(config), **vars(config.sampling), **vars(config.model)}
-    parts["model"] = parts.pop("name")
+    parts = (config, config.sampling, config.model)
+    values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    values["model"] = values.pop("name")
     options = {
         name.removesuffix("_seconds").replace("_", " "): str(value)
-        for name, value in parts.items()
-        if name in _SHARED_FIELDS
+        for name, value in values.items()
+        if name not in _NOT_SHARED
     }
     # A commit identifies the weights of a hub model, a fingerprint those of a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
@@ -156,46 +302,31 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     return {**options, **{name: str(version) for name, version in versions().items()}}
 
 
-class DeviceCheck:
-    """An observer that collects the ranks' devices and compares them when all have started."""
+def are_mixed(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
+    """Whether ranks differ in what their bits depend on, which must be `allowed`.
 
-    def __init__(self, world_size: int, backend: str, *, allow_mixed: bool) -> None:
-        self._world_size = world_size
-        self._backend = backend
-        self._allow_mixed = allow_mixed
-        self._started: dict[int, Started] = {}
-        self.is_mixed = False
-        """Whether ranks differ in what bits depend on; known when all have started."""
-
-    def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event."""
-        if not isinstance(event, Started):
-            return
-        self._started[rank] = event
-        if len(self._started) == self._world_size:
-            self._check_own_gpus()
-            for rank, started in sorted(self._started.items()):
-                for name, value in started.conditions.items():
-                    if value != (first := self._started[0].conditions.get(name)):
-                        self._differ(rank, name, value, first)
-
-    def _check_own_gpus(self) -> None:
-        owners: dict[str, int] = {}
-        for rank, started in sorted(self._started.items()):
-            if started.uuid is None or self._backend != "nccl":
-                continue
-            if (other := owners.setdefault(started.uuid, rank)) != rank:
-                raise RequestError(
-                    f"ranks {other} and {rank} have the same GPU ({started.uuid}), and NCCL allows "
-                    "one rank per GPU",
-                    "give each task its own GPU, or use --device cuda:0 to share one over gloo",
-                )
-
-    def _differ(self, rank: int, name: str, value: Any, first: Any) -> None:
-        self.is_mixed = True
-        if not self._allow_mixed:
+    Refuses ranks that share a GPU under NCCL.
+    """
+    owners: dict[str, int] = {}
+    for rank, event in sorted(started.items()):
+        if event.uuid is None or backend != "nccl":
+            continue
+        if (other := owners.setdefault(event.uuid, rank)) != rank:
             raise RequestError(
-                f"rank {rank} has {name} {value}, rank 0 has {first}: their bits may differ",
-                "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
-                "unproven",
+                f"ranks {other} and {rank} have the same GPU ({event.uuid}), and NCCL allows one "
+                "rank per GPU",
+                "give each task its own GPU, or use --device cuda:0 to share one over gloo",
             )
+    differences = [
+        f"rank {rank} has {name} {value}, rank 0 has {first}"
+        for rank, event in sorted(started.items())
+        for name, value in event.conditions.items()
+        if value != (first := started[0].conditions.get(name))
+    ]
+    if differences and not allowed:
+        raise RequestError(
+            f"{differences[0]}: their bits may differ",
+            "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
+            "unproven",
+        )
+    return bool(differences)

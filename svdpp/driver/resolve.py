@@ -252,18 +252,16 @@ class ClipWork:
             first + index: ClipJob(clip=first + index, request=request, metadata=metadata[index])
             for index, request in enumerate(requests)
         }
-        for clip, job in jobs.items():
-            try:
-                job.to_bytes()
-            except (TypeError, ValueError) as error:
-                name = f"clip {clip - first} of the list"
-                text = f"{name} cannot be sent to the ranks: {first_line(error)}"
-                raise RequestError(text) from error
-        return {
-            rank: self._work(actions, jobs).to_bytes()
-            for rank, actions in enumerate(self.schedule(requests, first))
-            if actions
-        }
+        schedule = self.schedule(requests, first)
+        try:
+            return {
+                rank: self._work(actions, jobs).to_bytes()
+                for rank, actions in enumerate(schedule)
+                if actions
+            }
+        except (TypeError, ValueError) as error:
+            text = f"the clips cannot be sent to the ranks: {first_line(error)}"
+            raise RequestError(text) from error
 
     def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
         finished = {action.clip for action in actions if action.kind is Kind.FINISH}

@@ -29,7 +29,6 @@ _WRITE_SHARE = 0.02
 # Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
 _SETTLED = ("done", "failed")
-_BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -107,8 +106,11 @@ class RunManifest:
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """Takes one event of a rank."""
         match event:
-            case Heartbeat(action=Action() as action) | ActionDone(action=action):
-                self._see_action(action)
+            case (
+                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+            ):
+                self._set(clip, "running")
             case ClipDone():
                 self._set(event.clip, "done", **how_made(event.metadata))
             case ClipFailed():
@@ -123,12 +125,8 @@ class RunManifest:
         self._measured = redact_all(figures)
         self._changed = True
 
-    def _see_action(self, action: Action) -> None:
-        if action.kind in _BEGINNINGS and self._clips[action.clip]["state"] == "pending":
-            self._set(action.clip, "running")
-
     def _set(self, clip: int, state: State, **more: Any) -> None:
-        if self._clips[clip]["state"] in _SETTLED:
+        if self._clips[clip]["state"] in (*_SETTLED, state):
             return
         self._clips[clip].update(state=state, **redact_all(more))
         self._changed = True

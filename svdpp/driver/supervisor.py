@@ -1,32 +1,38 @@
-"""The parent's supervision of the ranks: their events, why a run failed, their end."""
+"""The parent's supervision of the ranks: their events, which one has stalled, why a run failed."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.clips import OpenClips
-from svdpp.driver.stalls import Liveness
 from svdpp.driver.trace import Trace
 from svdpp.errors import (
     BrokenLinkError,
-    ClosedError,
     Interrupted,
     RankError,
     SvdppError,
     error_from_dict,
-    reraisable,
 )
 from svdpp.launch.group import GUARD, Group
-from svdpp.plan.grid import draw_grid
+from svdpp.plan.forecast import draw_grid
 from svdpp.plan.schedule import Schedule
-from svdpp.worker.messages import Event, Failed, Stop, describe_position, parse
+from svdpp.worker.messages import (
+    Event,
+    Failed,
+    Finished,
+    GpuSample,
+    Heartbeat,
+    Joined,
+    StepDone,
+    Stop,
+    describe_position,
+    parse,
+)
 
 _POLL_SECONDS = 0.1
 # After the first failure, time for the other ranks' reports: the cause often arrives later.
@@ -73,6 +79,11 @@ class Supervisor:
         """Sends a message to `rank`, from any thread; does nothing if the rank has ended."""
         self._group.send(rank, message)
 
+    def send_to_all(self, message: bytes) -> None:
+        """Sends a message to every rank."""
+        for rank in range(self._group.world_size):
+            self.send(rank, message)
+
     def abort(self, error: BaseException) -> None:
         """Makes the current or next call of `step` raise `error`; from any thread."""
         self._aborted = error
@@ -102,20 +113,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends the ranks in order: each reports that it is done, and exits with code 0."""
-        self._send_stop()
+        self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
         while not self._liveness.all_finished:
             self.step()
             if time.monotonic() > deadline:
                 raise RankError("ranks did not end after their last clip")
         # Only now: a rank that ends takes with it what NCCL has not delivered.
-        self._send_stop()
+        self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
             raise RankError("ranks reported the end of their work, but did not exit with code 0")
-
-    def _send_stop(self) -> None:
-        for rank in range(self._group.world_size):
-            self.send(rank, Stop().to_bytes())
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
@@ -252,118 +259,175 @@ def _is_interrupt(event: Failed) -> bool:
     return bool(event.error["type"] == Interrupted.__name__)
 
 
-# A dropped session ends within one poll, unless an observer blocks its thread.
-_DROP_SECONDS = 5.0
+# --- stalls -------------------------------------------------------------------------------------
+
+# Before a rank has joined, a library may hold the GIL for long, such as CUDA's initialisation with
+# many GPUs; so its silence counts only after this many times the limit for joined ranks.
+_PATIENCE_AT_START = 8
+# The parent polls several times a second; a longer pause means that it was stopped itself.
+_PAUSE_SECONDS = 3.0
+_SLOW_DISK = "raise --start-timeout for a slow disk"
+_LINK = (
+    "on GPUs try NCCL_P2P_DISABLE=1, a larger /dev/shm (docker run --shm-size=8g), or "
+    "PIPELINE_BACKEND=gloo; between hosts check the firewall"
+)
 
 
-class RankSession:
-    """Supervises ranks in a thread until all work is done, a rank fails, or `drop` is called.
+@dataclass
+class _Seen:
+    heard: float
+    """Time of the last message."""
+    progressed: float
+    """Until when it has made progress, or had nothing to do."""
+    acted: float
+    """Time of the last message that was not a heartbeat."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    started: bool = False
+    joined: bool = False
+    finished: bool = False
 
-    The thread takes the ranks' events from start to end, so that ranks never wait for a reader.
-    Any thread may call the methods.
 
-    `clips` are the session's work: the ranks end when they are closing and all clips are settled.
+@dataclass(frozen=True)
+class Stall:
+    """A stalled rank, and what is wrong with it."""
+
+    rank: int
+    reason: str
+    hint: str
+    silent: bool = False
+    """Whether the rank sends no messages."""
+
+
+class Liveness:
+    """Distinguishes a stalled rank from a slow one and from those that wait for it.
+
+    All times are seconds on one clock, and begin `now`. All ranks must join within the start
+    timeout. A rank is stalled after `silence_limit` without a heartbeat (eight times that before it
+    has joined), or, once all have joined, after the timeout of computing without progress.
     """
 
-    def __init__(self, supervisor: Supervisor, clips: OpenClips, *, is_launched: bool) -> None:
-        self.supervisor = supervisor
-        self._clips = clips
-        self._is_launched = is_launched
-        self._has_begun = threading.Event()
-        self._has_ended = threading.Event()
-        self._cleaning = threading.RLock()  # a signal handler may close during a close
-        self._is_closed = False
-        self._dropped = ClosedError("the pipeline was closed before the clip was finished")
-        self.is_closing = False
-        """Whether no more work may be sent."""
-        self.failure: BaseException | None = None
-        """The error that ended the session; None if its work ended it, or `drop`."""
-        # A daemon, so that a program that never leaves the block still ends, and its ranks too.
-        self.thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        clips.finisher = self.thread
+    def __init__(self, config: PipelineConfig, now: float) -> None:
+        self._begun = self._polled = now
+        self._start_timeout = config.start_timeout_seconds
+        self._heartbeat_timeout = silence_limit(config)
+        self._timeout = config.timeout_seconds
+        self._seen = [_Seen(now, now, now) for _ in range(config.world_size)]
 
-    def start(self) -> None:
-        """Starts the thread and waits until all ranks are ready for work."""
-        self.thread.start()
-        self._has_begun.wait()
-        if self.failure is not None:
-            raise reraisable(self.failure)
-        if self._has_ended.is_set():
-            raise ClosedError("the pipeline was closed while its ranks started")
-
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Ends the session if an exception, such as a signal's, leaves the block.
-
-        For the block that sends work to the ranks: ranks that got it would wait for the others.
-        """
-        try:
-            yield
-        except BaseException as error:
-            reason = f"only some of the ranks got the clips: {type(error).__name__}"
-            self.supervisor.abort(SvdppError(reason))
-            raise
-
-    def close(self) -> None:
-        """Waits until all work is done and the ranks have ended; set `is_closing` first."""
-        if self._is_closed:
+    def heard(self, rank: int, event: Event, now: float) -> None:
+        """Takes one event."""
+        self._discount_pause(now)
+        if isinstance(event, GpuSample):
+            return  # of a thread that goes on even if the rank is stuck
+        seen = self._seen[rank]
+        seen.started = True
+        seen.heard = now
+        if isinstance(event, Heartbeat):
+            # An idle rank makes no progress, and is not stalled. One that waited has its packet.
+            is_idle = event.action is None and not event.writing
+            if is_idle or (seen.heartbeat.waiting and not event.waiting):
+                seen.progressed = now
+            seen.heartbeat = event
             return
-        self._has_ended.wait()
-        self._finish(self.failure)
-        if self.failure is not None:
-            raise reraisable(self.failure)
+        seen.progressed = seen.acted = now
+        if isinstance(event, StepDone):
+            seen.heartbeat = _at_next_step(seen.heartbeat, event)
+        seen.joined = seen.joined or isinstance(event, Joined)
+        seen.finished = seen.finished or isinstance(event, Finished)
 
-    def drop(self, error: BaseException | None) -> BaseException | None:
-        """Ends the ranks at once, whatever they are doing.
+    def position(self, rank: int) -> Heartbeat:
+        """What `rank` was doing at its last event."""
+        return self._seen[rank].heartbeat
 
-        In the session's thread, that is in an observer or a callback, it returns before they end.
+    def is_finished(self, rank: int) -> bool:
+        """Whether `rank` has reported the end of its work."""
+        return self._seen[rank].finished
 
-        `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
-        Returns what had already ended the session; None if it is closed already.
+    @property
+    def all_joined(self) -> bool:
+        """Whether every rank is ready for work."""
+        return all(seen.joined for seen in self._seen)
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank has reported the end of its work."""
+        return all(seen.finished for seen in self._seen)
+
+    def stall(self, now: float) -> Stall | None:
+        """The stalled rank at time `now`; None if there is none."""
+        self._discount_pause(now)
+        running = [rank for rank, seen in enumerate(self._seen) if not seen.finished]
+        for rank in running:
+            seen = self._seen[rank]
+            limit = self._heartbeat_timeout * (1 if seen.joined else _PATIENCE_AT_START)
+            if seen.started and now - seen.heard > limit:
+                reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
+                hint = "check whether it is stopped, or its machine is out of memory"
+                return Stall(rank, reason, hint, silent=True)
+        if not self.all_joined and now - self._begun > self._start_timeout:
+            return self._late(running)
+        return self._without_progress(running, now)
+
+    def _late(self, running: list[int]) -> Stall:
+        """The rank that delays the start; a rank that is not yet connecting comes first."""
+
+        def progress(rank: int) -> tuple[bool, bool, bool]:
+            seen = self._seen[rank]
+            return seen.joined, seen.heartbeat.peer >= 0, seen.started
+
+        rank = min(running, key=progress)
+        seen, within = self._seen[rank], f"within {self._start_timeout:.0f} s"
+        if not seen.started:
+            return Stall(rank, f"never started {within}", _SLOW_DISK)
+        if seen.heartbeat.peer >= 0:
+            return Stall(rank, f"did not finish {seen.heartbeat.phase} {within}", _LINK)
+        doing = f" ({seen.heartbeat.phase})" if seen.heartbeat.phase else ""
+        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK)
+
+    def _discount_pause(self, now: float) -> None:
+        """Subtracts the time for which this process, and perhaps the ranks, were stopped.
+
+        Ctrl-Z stops the whole terminal group; a suspended machine stops everything.
         """
-        self.is_closing = True
-        self.supervisor.abort(self._dropped)
-        if threading.current_thread() is self.thread or self._is_closed:
+        pause, self._polled = now - self._polled, now
+        if pause > _PAUSE_SECONDS:
+            self._begun += pause
+            for seen in self._seen:
+                seen.heard += pause
+                seen.progressed += pause
+                seen.acted += pause
+
+    def _without_progress(self, running: list[int], now: float) -> Stall | None:
+        if not self.all_joined:
             return None
-        if not self._has_ended.wait(_DROP_SECONDS):
-            self._end(self._dropped)  # an observer blocks the thread: do not wait for it
-        failure = self.failure
-        if self._is_launched and isinstance(error, Interrupted):
-            if failure is None:
-                failure = self.supervisor.late_cause()
-            elif failure is self.supervisor.interruption:
-                failure = None  # the signal went to all ranks, and another's report came first
-        self._finish(failure or error)
-        return failure
+        slow = [r for r in running if now - self._seen[r].progressed > self._timeout]
+        heartbeats = {rank: self._seen[rank].heartbeat for rank in running}
+        # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
+        # has had something to write for all that time.
+        causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
+        if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
+            # Not if one has just sent its packet, which the waiting rank has not reported yet.
+            acted = max((self._seen[rank].acted for rank in running), default=now)
+            causes = slow if now - acted > self._timeout else []
+        if not causes:
+            return None
+        rank = min(causes, key=lambda rank: self._seen[rank].progressed)
+        waited = now - self._seen[rank].progressed
+        if heartbeats[rank].writing and (
+            heartbeats[rank].waiting or heartbeats[rank].action is None
+        ):
+            reason = f"has waited for its disk for {waited:.0f} s"
+            return Stall(rank, reason, "check that the folder it writes to still responds")
+        reason = f"has made no progress for {waited:.0f} s"
+        return Stall(rank, reason, "raise --timeout if a single step takes that long")
 
-    def _run(self) -> None:
-        reason = self._supervise()
-        try:
-            # With launched ranks, `drop` still has to find out whether one of them has failed.
-            if self.failure is not None or (reason is self._dropped and not self._is_launched):
-                self.supervisor.kill(self.failure)
-        finally:
-            self._end(reason)
 
-    def _supervise(self) -> BaseException:
-        try:
-            is_over = lambda: self.is_closing and self._clips.is_idle  # noqa: E731
-            self.supervisor.supervise(is_over, self._has_begun.set)
-        except BaseException as error:
-            if error is not self._dropped:
-                self.failure = error
-            return error
-        return ClosedError("the pipeline is closed: its ranks have ended")
+def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
+    if heartbeat.action is None:
+        return heartbeat
+    last = heartbeat.action.end - 1
+    return heartbeat.model_copy(update={"step": min(done.step + 1, last)})
 
-    def _end(self, reason: BaseException) -> None:
-        self._clips.end(reason)
-        self._has_ended.set()
-        self._has_begun.set()
 
-    def _finish(self, reason: BaseException | None) -> None:
-        with self._cleaning:
-            if self._is_closed:
-                return
-            self.supervisor.kill(reason)
-            self._is_closed = True
-            self._clips.clean_up()
+def silence_limit(config: PipelineConfig) -> float:
+    """Seconds without a heartbeat after which a rank is stalled; shorter than its `timeout`."""
+    return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)

@@ -1,28 +1,283 @@
-"""How rank 0 joins the ranks that torchrun or srun started.
+"""The ranks that torchrun or srun started: one TCP connection each to rank 0, which joins them.
 
-Each rank has one connection to rank 0 (`connections`), over which both first check what they share.
-At the end, or after a failure, rank 0 sends an END message to each rank: no rank outlives the run.
+Rank 0 listens on one address. Its endpoint is in the launcher's store, with a secret, and both ends
+prove that they know it. The kernel closes a connection whose host is down or unreachable:
+each end sends something every second, and the connection ends if nothing is acknowledged. Over it
+each rank measures the offset between its host's clocks and rank 0's, and both check what they
+share. At the end, or after a failure, rank 0 sends an END message to each rank: no rank outlives
+the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import multiprocessing
 import os
+import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.errors import OutputError, RankError, RequestError, error_from_dict
-from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import RankHello, RankListener, Terms
-from svdpp.launch.group import BEGIN, Channel, Entry, Group, Member, QueuedChannel, RankContext
+from svdpp.launch import process_group, process_lifetime
+from svdpp.launch.group import (
+    BEGIN,
+    Channel,
+    Clock,
+    Entry,
+    Group,
+    Member,
+    QueuedChannel,
+    RankContext,
+)
+from svdpp.launch.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_KEY = "svdpp/rank_0"
+_HANDSHAKE_SECONDS = 10
+_POLL_SECONDS = 0.1
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHello:
+    """The first message of a rank: who it is, and which of rank 0's probes its host lacks.
+
+    `error` says why the rank cannot start, as `error_to_dict` gives it.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    shared_settings: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where rank 0 listens, and the files that all hosts must see."""
+
+    address: str
+    port: int
+    secret: str
+    host: str
+    probes: list[str]
+
+    @property
+    def token(self) -> str:
+        """A name for this attempt, which messages may show."""
+        return hashlib.sha256(self.secret.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How the ranks of a launcher's world join.
+
+    `shared_settings` must be equal on all ranks, and rank 0's `shared_paths` be there on all hosts.
+    All ranks must connect within `start_timeout`. A host counts as lost after `peer_timeout`
+    without an acknowledgement.
+    """
+
+    world: World
+    backend: str = "gloo"
+    shared_settings: dict[str, str] = field(default_factory=dict)
+    shared_paths: tuple[str, ...] = ()
+    start_timeout: float
+    peer_timeout: float
+
+    def hello(self, error: dict[str, Any] | None = None) -> RankHello:
+        """The first message of this process's rank."""
+        return RankHello(
+            rank=self.world.rank,
+            local_rank=self.world.local_rank,
+            host=socket.gethostname(),
+            shared_settings=self.shared_settings,
+            error=error,
+        )
+
+
+class RankListener:
+    """Rank 0's end: listens on one address and accepts each rank's connection.
+
+    A connection without an acknowledgement for `peer_timeout` is closed.
+    """
+
+    def __init__(
+        self, store: Store, address: str, peer_timeout: float, probes: Sequence[str] = ()
+    ) -> None:
+        self._peer_timeout = peer_timeout
+        self._secret = secrets.token_bytes(32)
+        self._socket = socket.create_server(
+            (address, 0), family=_family(address), backlog=_BACKLOG, dualstack_ipv6=False
+        )
+        self._socket.settimeout(_POLL_SECONDS)
+        self.endpoint = Endpoint(
+            address=address,
+            port=self._socket.getsockname()[1],
+            secret=self._secret.hex(),
+            host=socket.gethostname(),
+            probes=list(probes),
+        )
+        store.set(_KEY, json.dumps(asdict(self.endpoint)))
+
+    def accept(self) -> tuple[RankHello, Connection] | None:
+        """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
+        try:
+            accepted, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        connection = _to_connection(accepted, self._peer_timeout)
+        try:
+            with _handshake_deadline(connection):
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                return RankHello(**json.loads(connection.recv_bytes())), connection
+        except (OSError, EOFError, AuthenticationError, ValueError, TypeError):
+            connection.close()
+            return None
+
+    def close(self) -> None:
+        """Stops listening; accepted connections stay open."""
+        self._socket.close()
+
+
+def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
+    """Connects this rank to rank 0, whose listener may open later.
+
+    The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
+    repeated until rank 0 has stored its own.
+    """
+    deadline = time.monotonic() + terms.start_timeout
+    while time.monotonic() < deadline:
+        try:
+            stored = store.get(_KEY) if store.check([_KEY]) else None
+            endpoint = None if stored is None else Endpoint(**json.loads(stored))
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
+                "see the output of rank 0 on its host",
+            ) from error
+        except TypeError as error:  # of the fields
+            raise RankError(
+                f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
+                "use the same versions on every host",
+            ) from error
+        if endpoint is not None:
+            connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
+            if connection is not None:
+                return connection, endpoint
+        time.sleep(_POLL_SECONDS)
+    raise RankError(
+        f"rank {hello.rank} ({hello.host}) could not connect to rank 0 in time",
+        "raise --start-timeout, or check on the host of rank 0 why it does not start",
+    )
+
+
+def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
+    """Receives the next message, for exchanges in which both ends send in turn.
+
+    The kernel's timeout does not cover a stopped process, whose host still acknowledges.
+    """
+    if not connection.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return connection.recv_bytes(max_bytes)
+
+
+def _try_to_connect(endpoint: Endpoint, hello: RankHello, peer_timeout: float) -> Connection | None:
+    target, secret = (endpoint.address, endpoint.port), bytes.fromhex(endpoint.secret)
+    hello = replace(hello, missing=[path for path in endpoint.probes if not os.path.exists(path)])
+    try:
+        connected = socket.create_connection(target, timeout=_HANDSHAKE_SECONDS)
+    except OSError:
+        return None
+    connected.settimeout(None)
+    connection = _to_connection(connected, peer_timeout)
+    try:
+        with _handshake_deadline(connection):
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+            connection.send_bytes(json.dumps(asdict(hello)).encode())
+    except (OSError, EOFError, AuthenticationError):
+        connection.close()
+        return None
+    return connection
+
+
+def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(peer_timeout * 1000))
+    # TCP_USER_TIMEOUT covers only unacknowledged data; an end that only listens needs keepalive.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(peer_timeout / 3)))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(peer_timeout / 6)))
+    connected.setblocking(True)
+    return Connection(connected.detach())
+
+
+@contextlib.contextmanager
+def _handshake_deadline(connection: Connection) -> Iterator[None]:
+    """Bounds each read in the block: any process can connect to the port and send nothing."""
+    _set_read_timeout(connection, _HANDSHAKE_SECONDS)
+    yield
+    _set_read_timeout(connection, 0)
+
+
+def _set_read_timeout(connection: Connection, seconds: int) -> None:
+    with socket.socket(fileno=connection.fileno()) as view:
+        view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+        view.detach()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+_NUM_ROUNDS = 8
+_TIMES = struct.Struct("<dd")
+
+
+def compare_clocks(connection: Connection, deadline: float) -> Clock:
+    """Measures the offset to the clocks of rank 0, which runs `answer_clock`.
+
+    Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
+    have read its clocks halfway through it.
+    """
+    fastest = float("inf")
+    clock = Clock()
+    for _ in range(_NUM_ROUNDS):
+        start = time.monotonic()
+        connection.send_bytes(b"?")
+        monotonic, wall = _TIMES.unpack(receive(connection, deadline, _TIMES.size))
+        now = time.time()  # first: a pause between the two makes the round slow, so it loses
+        seconds = time.monotonic() - start
+        if seconds < fastest:
+            fastest = seconds
+            clock = Clock(start + seconds / 2 - monotonic, now - seconds / 2 - wall)
+    return clock
+
+
+def answer_clock(connection: Connection, deadline: float) -> None:
+    """Sends this host's clock times to the other end, which runs `compare_clocks`."""
+    for _ in range(_NUM_ROUNDS):
+        receive(connection, deadline, 1)
+        connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))
+
+
+# --- rank 0 joins them --------------------------------------------------------------------------
 
 
 def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
@@ -108,7 +363,7 @@ def _welcome(
         error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
         raise error
     try:
-        connections.answer_clock(connection, deadline)
+        answer_clock(connection, deadline)
     except TimeoutError as error:
         raise RankError(
             f"rank {hello.rank} ({hello.host}) connected, but does not respond",

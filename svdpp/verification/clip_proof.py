@@ -26,12 +26,12 @@ from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.hub import show_name
+from svdpp.models.files import show_name
 from svdpp.verification import reference
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_files import TensorStore
 
 
 @dataclass(frozen=True, kw_only=True)

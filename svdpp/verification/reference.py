@@ -21,8 +21,7 @@ from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
-from svdpp.launch.group import RankContext
-from svdpp.launch.started import start_ranks
+from svdpp.launch.group import RankContext, start_ranks
 from svdpp.media import video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
@@ -34,7 +33,7 @@ from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model, run_rank, wait_for_stop
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import (
+from svdpp.worker.tensor_files import (
     TensorStore,
     audio_hashes,
     keep_result,

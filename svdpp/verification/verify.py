@@ -19,7 +19,7 @@ from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
 from svdpp.verification.reference import run_reference
 from svdpp.worker.device import reset_peak
-from svdpp.worker.tensor_store import TensorStore, solver_history, tensor_sha256
+from svdpp.worker.tensor_files import TensorStore, solver_history, tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = {"frames": 255, "audio": 32767}

@@ -16,6 +16,7 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -25,7 +26,7 @@ from svdpp.models.engine.load import (
     silence_libraries,
 )
 from svdpp.models.engine.model import audio_of, call_arguments
-from svdpp.models.engine.patches import replaced, step_callback
+from svdpp.models.engine.records import replaced
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, snapshot
 

@@ -22,14 +22,13 @@ from pydantic import (
 from svdpp import __version__
 from svdpp.config import (
     SAMPLING_CLASSES,
-    Fit,
     OutputConfig,
     PipelineConfig,
     SamplingConfig,
     VideoFormat,
     sampling_from,
 )
-from svdpp.config.clip_identity import parameters_sha256, sampling_fields
+from svdpp.config.clip import parameters_sha256, sampling_fields
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault
@@ -171,13 +170,7 @@ class _ClipMetadata(BaseModel):
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False
-    num_inference_steps: int
-    height: int
-    width: int
     num_frames: int
-    fps: int
-    decode_chunk_size: int | None
-    fit: Fit
     format: VideoFormat
     crf: int
     versions: dict[str, str] = Field(default_factory=dict)

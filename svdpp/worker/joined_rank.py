@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
-from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import Clock, Terms
-from svdpp.launch.group import END, Channel, Entry, RankContext
+from svdpp.launch import joined, process_group, process_lifetime
+from svdpp.launch.group import END, Channel, Clock, Entry, RankContext
+from svdpp.launch.joined import Terms
 from svdpp.launch.world import World
 from svdpp.worker.messages import Event, Failed, Heartbeat, describe_position, parse
 
@@ -49,7 +49,7 @@ def serve_joined(
     else:
         process_lifetime.exit_on_signals(_exit_on_signal)
     _, store = process_group.open_store(terms.world, terms.start_timeout)
-    connection, endpoint = connections.connect(store, terms.hello(), terms)
+    connection, endpoint = joined.connect(store, terms.hello(), terms)
     clock = _compared_clock(connection, terms.start_timeout)
     parent = _ParentLink(connection, endpoint.host, terms, device, observers, say)
     _parents[:] = [parent]
@@ -74,7 +74,7 @@ def serve_joined(
 
 def _compared_clock(connection: Connection, seconds: float) -> Clock:
     try:
-        return connections.compare_clocks(connection, time.monotonic() + seconds)
+        return joined.compare_clocks(connection, time.monotonic() + seconds)
     except TimeoutError as error:
         raise RankError(
             "rank 0 does not answer", "check whether it is stopped or its host is down"
@@ -90,7 +90,7 @@ def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bo
     terms = Terms(world=world, start_timeout=timeout, peer_timeout=timeout)
     try:
         _, store = process_group.open_store(world, timeout)
-        connections.connect(store, terms.hello(error), terms)
+        joined.connect(store, terms.hello(error), terms)
     except (RankError, RequestError):
         return False
     return True

@@ -28,7 +28,6 @@ from svdpp.worker.device import (
     peak_bytes,
     take_device,
 )
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import (
     Cancel,
     Finished,
@@ -39,10 +38,10 @@ from svdpp.worker.messages import (
     parse,
 )
 from svdpp.worker.reporter import PROFILED_RANK, ClipProfiler, Reporter
-from svdpp.worker.side_threads import ClipWriter
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.steps import RankTools
-from svdpp.worker.tensor_store import TensorStore
+from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +127,15 @@ def _prepared_stage(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    tensor_store, checkpoints, profiler = None, None, None
+    tensor_store, checkpoint_writer, profiler = None, None, None
     if setup.tensor_folder is not None:
         # A rank that may be on another host sends its tensors.
         send = reporter.tensor if is_member(context.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
-        checkpoints = LatentCheckpoints(Path(setup.latents_folder), conditions)
+        folder = LatentCheckpoints(Path(setup.latents_folder), conditions)
+        checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
     if setup.profile_path is not None and rank == PROFILED_RANK:
         profiler = ClipProfiler(Path(setup.profile_path), name)
     tools = RankTools(
@@ -148,7 +148,9 @@ def _prepared_stage(
     )
     writer = ClipWriter(reporter, conditions, device, tensor_store, host=context.host)
     return PipelineStage(
-        *(tools, model, writer, config.sampling), checkpoints=checkpoints, profiler=profiler
+        *(tools, model, writer, config.sampling),
+        checkpoint_writer=checkpoint_writer,
+        profiler=profiler,
     )
 
 
@@ -171,7 +173,7 @@ def _connected_transport(
             "predictions": [layout.pairs, back],
             "decode": connect_rounds(layout.decode_links),
         },
-        reporter.connecting,
+        lambda peer: reporter.phase(f"opening its link with rank {peer}", peer),
     )
     return transport
 

@@ -97,10 +97,6 @@ class Reporter:
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
 
-    def connecting(self, peer: int) -> None:
-        """Reports that a link to or from `peer` is being opened."""
-        self.phase(f"opening its link with rank {peer}", peer)
-
     def transfer(self, transfer: Transfer) -> None:
         """Reports a clip's packet that was received or sent; steps and decodes include others."""
         values = transfer._asdict()

@@ -21,10 +21,15 @@ from svdpp.media import output_files, video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, Prepared, Source
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
 from svdpp.worker.messages import ClipDone, ClipJob
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, audio_hashes, keep_result, tensor_sha256
+from svdpp.worker.tensor_files import (
+    LatentCheckpoints,
+    TensorStore,
+    audio_hashes,
+    keep_result,
+    tensor_sha256,
+)
 
 # A slow disk holds the rank back instead of filling its memory.
 _MAX_WAITING = 2
@@ -162,11 +167,9 @@ class LatentCheckpointWriter(BoundedExecutor):
     The first one is reported, and again the first one after one that could be written.
     """
 
-    def __init__(
-        self, checkpoints: LatentCheckpoints, device: torch.device, reporter: Reporter
-    ) -> None:
+    def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
         super().__init__("checkpoints", device, reporter)
-        self._checkpoints = checkpoints
+        self.folder = folder
         self._is_losing = False
 
     def put(self, key: str, packet: Packet) -> None:
@@ -180,7 +183,7 @@ class LatentCheckpointWriter(BoundedExecutor):
                 for name, tensor in packet.tensors.items()
             }
             stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
-            self._checkpoints.save(key, replace(packet, tensors=on_host), stays)
+            self.folder.save(key, replace(packet, tensors=on_host), stays)
             self._is_losing = False
         except OutputError as error:
             if not self._is_losing:

@@ -18,7 +18,6 @@ from svdpp.errors import InputError, NotFiniteError
 from svdpp.models.base import LATENTS, Audio, Prepared, Source, VideoModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.device import out_of_memory_named
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, upgraded
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
@@ -58,7 +57,7 @@ class PipelineStage:
         clip_writer: ClipWriter,
         sampling: SamplingConfig,
         *,
-        checkpoints: LatentCheckpoints | None = None,
+        checkpoint_writer: LatentCheckpointWriter | None = None,
         profiler: ClipProfiler | None = None,
     ) -> None:
         self._tools = tools
@@ -72,11 +71,7 @@ class PipelineStage:
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._photos = PhotoReader(self._prepare, model.device)
-        self._checkpoints = checkpoints
-        self._checkpoint_writer: LatentCheckpointWriter | None = None
-        if checkpoints is not None:
-            writer = LatentCheckpointWriter(checkpoints, model.device, self._reporter)
-            self._checkpoint_writer = writer
+        self._checkpoint_writer = checkpoint_writer
         self._profiler = profiler
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
@@ -161,15 +156,15 @@ class PipelineStage:
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
     def _load(self, action: Action) -> None:
-        assert self._checkpoints is not None, f"{action} without latent checkpoints"
+        assert self._checkpoint_writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._tools.check_wanted(action.clip)
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
-            packet = self._checkpoints.load(key, action.clip, action.start, self._device)
-            packet.tensors = upgraded(packet.tensors, self._sampling_of(action), action.start)
-            self._packets[action.clip] = packet
+            self._packets[action.clip] = self._checkpoint_writer.folder.load(
+                key, action.clip, action.start, self._device
+            )
 
     def _recv(self, action: Action) -> None:
         self._pending[action.clip] = self._transport.post_receive(

@@ -18,7 +18,7 @@ from svdpp.plan.actions import Action
 from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import StepDone
 from svdpp.worker.reporter import Reporter
-from svdpp.worker.tensor_store import TensorStore, solver_history
+from svdpp.worker.tensor_files import TensorStore, solver_history
 
 
 class NotWantedError(Exception):

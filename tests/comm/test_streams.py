@@ -22,9 +22,8 @@ ALLOWED = {
     "models/engine/model.py": {"all"},  # finite?
     "models/engine/values.py": {"numpy"},  # structure: on the host
     # Take tensors on the host, from `to_host` or from files:
-    "worker/tensor_store.py": {"numpy"},
+    "worker/tensor_files.py": {"numpy"},
     "worker/side_threads.py": {"numpy"},
-    "worker/latent_checkpoints.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
     "verification/clip_proof.py": {"numpy"},

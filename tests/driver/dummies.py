@@ -45,5 +45,5 @@ def clips(*seeds: int) -> list[ClipRequest]:
 
 def pids(pipeline: Pipeline) -> list[int]:
     """Process ids of the ranks, by rank."""
-    found: list[int] = pipeline._session.supervisor._group.pids  # type: ignore[union-attr]
+    found: list[int] = pipeline._entered._group.pids
     return found

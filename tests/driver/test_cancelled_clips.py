@@ -15,7 +15,7 @@ from svdpp.driver.clips import ClipProgress
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
-from svdpp.worker import latent_checkpoints
+from svdpp.worker import tensor_files
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
 from tests.models.small_svd import small_svd
@@ -95,7 +95,7 @@ def test_a_cancelled_clip_leaves_neither_file_nor_latent_checkpoint(
     fault = _held(release, 2, "step8")
     with Pipeline(small_svd(3, steps=12), latents_folder=str(latents), fault=fault) as pipeline:
         handle = pipeline.submit(request)
-        while not latent_checkpoints.saved_steps(latents, "a" * 64):
+        while not tensor_files.saved_steps(latents, "a" * 64):
             assert not handle.done()
         assert handle.cancel()
         release.touch()

@@ -16,7 +16,7 @@ from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.reference import run_reference
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.driver.dummies import config
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.small_svd import small_svd

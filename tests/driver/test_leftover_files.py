@@ -13,8 +13,8 @@ from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, OutputConfig
 from svdpp.driver.clips import OpenClips
 from svdpp.errors import ClosedError, InputError, error_to_dict
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, saved_steps
 from svdpp.worker.messages import ClipDone, ClipFailed
+from svdpp.worker.tensor_files import LatentCheckpoints, saved_steps
 
 _DIES_WHILE_WRITING = """
 import os, sys
@@ -44,7 +44,7 @@ def _is_kept(folder: Path, request: ClipRequest) -> bool:
 
 def _clips(folder: Path | None, *requests: ClipRequest) -> OpenClips:
     """The first of them is finished, the second is lost, and the third is on its way."""
-    clips = OpenClips(1, lambda *_: None, latents_folder=None if folder is None else str(folder))
+    clips = OpenClips(lambda _: None, latents_folder=None if folder is None else str(folder))
     clips.add(requests, [28] * len(requests), for_results=False)
     clips(0, ClipDone(clip=0, metadata={}))
     clips(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))

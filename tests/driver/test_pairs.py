@@ -1,4 +1,4 @@
-"""Pairs of ranks, one for each branch of the guidance: the bits of diffusers' own pipelines."""
+"""Pairs of ranks, one for each branch, and ranks of two experts: the bits of diffusers' own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from svdpp.config import (
     WanSampling,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos
-from svdpp.verification.verify import verify
+from svdpp.verification.verify import Check, verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -75,6 +75,8 @@ def requests_of(config: PipelineConfig) -> list[ClipRequest]:
         ("t2v-two-experts", "fp32", {"world_size": 4, "split": "alternating"}),
         ("i2v", "bf16", {"world_size": 4, "replicas": 2}),
         ("5b", "fp32", {"share_experts": False}),
+        ("t2v-two-experts", "fp32", {"cfg_parallel": 1, "share_experts": True}),
+        ("t2v-two-experts", "fp32", {"cfg_parallel": 1, "world_size": 3, "split": "alternating"}),
         *(
             pytest.param(*case, marks=MORE)
             for case in [
@@ -108,25 +110,37 @@ def test_verify_finds_equal_bits(
     )
 
 
+def _first_difference(config: PipelineConfig, fault: Damage) -> Check:
+    first = verify(config, REQUESTS[:1], fault=fault).first_difference
+    assert first is not None
+    return first
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", [2, 3])
 def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> None:
     config = config_of("5b", tmp_path / "model", world_size=4)
-    fault = Damage("prediction", rank, 0)
-    first = verify(config, REQUESTS[:1], fault=fault).first_difference
-    assert first is not None
+    first = _first_difference(config, Damage("prediction", rank, 0))
     assert (first.what, first.rank, first.step, first.branch) == ("prediction", rank, 3, rank - 2)
     assert f"branch {rank - 2} in step 3, done by rank {rank}" in str(first)
     assert first.max_ulp == 1
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "rank"), [("skip", 0), ("skip", 3), ("ulp", 1)])
-def test_a_fault_at_one_rank_is_one_of_the_pair(kind: str, rank: int) -> None:
-    config = dummy(world_size=4, cfg_parallel=2)
-    first = verify(config, [ClipRequest(seed=0)], fault=Damage(kind, rank, 0)).first_difference
-    assert first is not None
-    assert first.rank == rank // 2 * 2
+def test_the_proof_names_the_solvers_history_if_it_differs_first(tmp_path: Path) -> None:
+    changes = {"world_size": 3, "cfg_parallel": 1, "split": "balanced"}
+    config = config_of("t2v-two-experts", tmp_path / "model", **changes)
+    first = _first_difference(config, Damage("state", 0, 0))
+    assert (first.rank, first.max_ulp) == (0, 1)
+    assert "the solver's history" in str(first)
+
+
+def test_ranks_without_an_encoder_of_images_refuse_photographs(tmp_path: Path) -> None:
+    config, checkpoint = resolve(config_of("t2v-two-experts", tmp_path))
+    assert isinstance(config.sampling, WanSampling)
+    asked = replace(REQUESTS[0], sampling=replace(config.sampling, from_image=True))
+    with pytest.raises(RequestError, match="started for clips from text alone"):
+        ClipWork(config, checkpoint).resolved(asked)
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
-from svdpp.driver import supervisor
+from svdpp.driver import ranks
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
 from svdpp.media.inputs import example_photos
@@ -81,7 +81,7 @@ def test_leaving_by_an_exception_drops_what_is_not_finished(stuck: Pipeline) -> 
 def test_a_close_that_waits_ends_when_another_thread_closes_at_once(stuck: Pipeline) -> None:
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(stuck.close) for _ in range(3)]
-        while not stuck._session.is_closing:  # type: ignore[union-attr]
+        while not stuck._is_closing:
             assert not waiting[0].done()
         with pytest.raises(ClosedError):
             stuck.submit(clips(2))
@@ -95,7 +95,7 @@ def test_a_signal_while_the_block_waits_for_its_clips_ends_the_ranks(
     def interrupt() -> None:
         raise Interrupted(2)
 
-    monkeypatch.setattr(stuck._session, "close", interrupt)
+    monkeypatch.setattr(stuck, "_wait_for_end", interrupt)
     with pytest.raises(Interrupted):
         stuck.__exit__(None, None, None)
 
@@ -104,13 +104,13 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
-    send = stuck._entered.supervisor.send
+    send = stuck._entered.send
 
     def interrupt(rank: int, message: bytes) -> None:
         send(rank, message)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stuck._entered.supervisor, "send", interrupt)
+    monkeypatch.setattr(stuck._entered, "send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stuck.submit(clips(2))
     with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
@@ -119,7 +119,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
 
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
     """The handler runs in the interrupted thread, which may be in a submit or a close."""
-    with stuck._submitting, stuck._session._cleaning:  # type: ignore[union-attr]
+    with stuck._submitting, stuck._cleaning:
         stuck.close(drain=False)
         stuck.close()
 
@@ -142,7 +142,7 @@ def test_every_thread_that_closes_hears_of_a_failure(drain: bool) -> None:
 def test_an_observer_that_never_returns_cannot_keep_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "_DROP_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "_DROP_SECONDS", 0.1)
     blocked, release = threading.Event(), threading.Event()
 
     def block(rank: int, event: Event) -> None:  # noqa: ARG001
@@ -159,7 +159,7 @@ def test_an_observer_that_never_returns_cannot_keep_the_ranks(
     assert not any(map(is_there, pids(pipeline)))
     assert isinstance(handle.exception(HANG_SECONDS), ClosedError)
     release.set()
-    pipeline._session.thread.join(HANG_SECONDS)  # type: ignore[union-attr]
+    pipeline._thread.join(HANG_SECONDS)
     assert pipeline.run_error is None
 
 

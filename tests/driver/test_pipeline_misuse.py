@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 REFUSED_METADATA: dict[str, tuple[Any, type[Exception], str]] = {
     "too few": ([{}], RequestError, "got 1 metadata for 2 clips: give one for each clip"),
     "too many": ([{}] * 3, RequestError, "got 3 metadata for 2 clips"),
-    "an object": ([{}, {"input": object()}], RequestError, "clip 1 of the list cannot be sent"),
+    "an object": ([{}, {"input": object()}], RequestError, "the clips cannot be sent to the ranks"),
 }
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.ranks import DeviceCheck, shared_settings
-from svdpp.driver.stalls import silence_limit
+from svdpp.driver.ranks import are_mixed, shared_settings
+from svdpp.driver.supervisor import silence_limit
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.messages import Event, Started
@@ -25,10 +25,8 @@ def _started(uuid: str | None, conditions: dict[str, Any] = H100) -> Started:
 
 
 def _check(events: list[Started], *, backend: str = "nccl", allow_mixed: bool = False) -> bool:
-    check = DeviceCheck(len(events), backend, allow_mixed=allow_mixed)
-    for rank, event in reversed(list(enumerate(events))):
-        check(rank, event)
-    return check.is_mixed
+    last_first = dict(reversed(list(enumerate(events))))
+    return are_mixed(last_first, backend, allowed=allow_mixed)
 
 
 def test_equal_gpus_are_well() -> None:
@@ -67,7 +65,7 @@ def test_clips_of_mixed_devices_are_not_called_exact() -> None:
     def as_if_mixed(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, Started):
             conditions.append(event.conditions)
-            pipeline._devices.is_mixed = True
+            pipeline._is_mixed = True
 
     pipeline.observe(as_if_mixed)
     with pipeline:

@@ -20,8 +20,8 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import InputError, RankError
 from svdpp.plan.actions import Kind
 from svdpp.worker import device
-from svdpp.worker.latent_checkpoints import LatentCheckpoints, prune, saved_steps
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
+from svdpp.worker.tensor_files import LatentCheckpoints, prune, saved_steps
 from tests.driver.dummies import HANG_SECONDS, config, pids, plain_latent
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until

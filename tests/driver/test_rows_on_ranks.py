@@ -20,8 +20,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import conditions_of
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
-from svdpp.worker.tensor_store import audio_hashes, tensor_sha256
+from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256
 from tests.cli.shell import svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing

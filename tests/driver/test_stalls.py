@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from svdpp.driver.stalls import Liveness, Stall
+from svdpp.driver.supervisor import Liveness, Stall
 from svdpp.worker.messages import (
     ClipDone,
     Event,

@@ -20,7 +20,7 @@ from svdpp.plan.actions import Action
 from svdpp.worker.reporter import Reporter
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.steps import Denoising
-from svdpp.worker.tensor_store import solver_history
+from svdpp.worker.tensor_files import solver_history
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,7 @@ class Damage:
     the latent that leaves the rank to the next larger floating-point number, `state` one of the
     history of a multistep solver, `prediction` one of the first prediction that a rank of a pair
     sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
-    rank with NaN; `header` changes `field` of the header that the rank sends. A fault at one rank
-    of a pair is one of the pair, whose ranks do the same steps.
+    rank with NaN; `header` changes `field` of the header that the rank sends.
 
     Places, of which the first three come before all clips: `start` (before the rank's first
     report), `load` (of the model), `join` (before it connects to the other ranks), `step<k>` of the
@@ -138,14 +137,14 @@ class Damage:
     ) -> Tensors:
         if self.strikes("nan", rank, action.clip):
             tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
-        if any(self.strikes("skip", each, action.clip) for each in (rank, action.peer)):
+        if self.strikes("skip", rank, action.clip):
             # An encoded packet must be stepped from its first step on.
             start, end = (start + 1, end) if start else (start, end - 1)
         tensors = model.denoise(tensors, start, end, *rest)
         name = LATENTS
         if self.strikes("state", rank, action.clip):
             name = next(iter(solver_history(tensors)))
-        elif not any(self.strikes("ulp", each, action.clip) for each in (rank, action.peer)):
+        elif not self.strikes("ulp", rank, action.clip):
             return tensors
         return {**tensors, name: one_ulp_off(tensors[name])}
 

@@ -121,15 +121,6 @@ def wait_until(
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, on which any of `pids` listens."""
-    sockets, rows = set(), {}
-    for pid in pids:
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A":  # TCP_LISTEN
-                    rows[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                sockets.add(os.readlink(descriptor))
-    return {address for socket, address in rows.items() if socket in sockets}
+    """Addresses on which any of `pids` listens."""
+    sockets = psutil.net_connections("tcp")
+    return {s.laddr.ip for s in sockets if s.pid in pids and s.status == psutil.CONN_LISTEN}

@@ -16,7 +16,7 @@ from tests.faults.processes import command_line, listening
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+LOOPBACK = {"127.0.0.1", "::1"}
 
 
 def test_ranks_listen_on_loopback_and_end_with_a_killed_parent(start: StartCommand) -> None:

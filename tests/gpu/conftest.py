@@ -16,7 +16,7 @@ from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import silence_libraries
 from tests.gpu.machine import REHEARSAL, Machine, Report, find_machine
-from tests.models.builders import SVD_SCHEDULER, save_tiny_checkpoint
+from tests.models.builders import save_tiny_checkpoint, svd_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,7 +73,7 @@ def _save_full_size(folder: Path) -> Path:
         parts["image_encoder"] = CLIPVisionModelWithProjection(config)
     pipeline = diffusers.StableVideoDiffusionPipeline(
         **{name: part.half().cpu() for name, part in parts.items()},
-        scheduler=diffusers.EulerDiscreteScheduler(**SVD_SCHEDULER),
+        scheduler=svd_scheduler(),
         feature_extractor=CLIPImageProcessorPil(),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)

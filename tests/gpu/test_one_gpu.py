@@ -20,8 +20,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
-from svdpp.launch.group import RankContext
-from svdpp.launch.started import start_ranks
+from svdpp.launch.group import RankContext, start_ranks
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import verify
 from svdpp.worker.messages import GpuSample

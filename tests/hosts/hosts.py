@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.cli.shell import ROOT
 from tests.faults.processes import MARK, marked, wait_until
 
@@ -255,10 +257,9 @@ def _run(*arguments: str) -> str:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    with contextlib.suppress(OSError):
-        for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if pair.startswith(f"{name}=".encode()):
-                return pair.decode().partition("=")[2]
+    with contextlib.suppress(psutil.Error):
+        value: str | None = psutil.Process(pid).environ().get(name)
+        return value
     return None
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 _HERE = Path(__file__).parent
@@ -73,16 +74,10 @@ def _stop(pid: int, seconds: float) -> None:
 
 
 def _running_descendants() -> list[int]:
-    """Processes below this one, in a fixed order; without ended ones."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if state not in "TZX":
-                children.setdefault(int(parent), []).append(int(entry.parent.name))
-    found, todo = [], [os.getpid()]
-    while todo:
-        own = sorted(children.get(todo.pop(), []))
-        found += own
-        todo += own
-    return found
+    """Processes below this one, in a fixed order; without stopped and ended ones."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                found.append(process.pid)
+    return sorted(found)

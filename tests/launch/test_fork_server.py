@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.launch.group import RankContext
-from svdpp.launch.started import start_ranks
+from svdpp.launch.group import RankContext, start_ranks
 from tests.faults.processes import is_there, wait_until
 
 _START_AND_DIE = """

@@ -1,4 +1,4 @@
-"""Rank 0 and a launcher's rank before the work begins: every wait for the other ends."""
+"""The ranks of a launcher: connections, handshake, clocks, channels; every wait for rank 0 ends."""
 
 from __future__ import annotations
 
@@ -18,33 +18,188 @@ from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import HashStore
 
 from svdpp.errors import Interrupted, OutputError, RankError, RequestError
-from svdpp.launch import connections, process_group, process_lifetime
-from svdpp.launch.connections import Terms
-from svdpp.launch.group import BEGIN, END, Group, RankContext
-from svdpp.launch.joined import join_ranks
+from svdpp.launch import joined, process_group, process_lifetime
+from svdpp.launch.group import BEGIN, END, Channel, Group, QueuedChannel, RankContext
+from svdpp.launch.joined import RankHello, RankListener, Terms, join_ranks
+from svdpp.launch.process_group import choose_interface
 from svdpp.launch.world import World
 from svdpp.worker import joined_rank
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
-from tests.launch.test_connections import TERMS, InMemoryStore
 
 # The tests replace the exit of a process by SystemExit, also in threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+TERMS = Terms(
+    world=World(rank=1, local_rank=1, size=2, local_size=2, launcher="torchrun"),
+    shared_settings={"dtype": "fp16"},
+    start_timeout=20,
+    peer_timeout=5,
+)
+HELLO = replace(TERMS.hello(), host="here")
+
+
+@pytest.fixture
+def bare_store() -> HashStore:
+    """Stands in for the launcher's store, within this process."""
+    return HashStore()
+
+
+@pytest.fixture
+def listener(bare_store: HashStore) -> Iterator[RankListener]:
+    listener = RankListener(bare_store, "127.0.0.1", peer_timeout=5)
+    yield listener
+    listener.close()
+
+
+def _accept(listener: RankListener) -> RankHello:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if (accepted := listener.accept()) is not None:
+            return accepted[0]
+    raise AssertionError("no rank connected")
+
+
+def test_clients_without_the_secret_are_rejected(
+    bare_store: HashStore, listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "_HANDSHAKE_SECONDS", 1)
+    target = listener.endpoint.address, listener.endpoint.port
+    with socket.create_connection(target), socket.create_connection(target) as loud:
+        loud.sendall(b"\0\0\0\x20" + b"x" * 32)
+        assert [listener.accept(), listener.accept()] == [None, None]
+        with ThreadPoolExecutor() as rank:
+            rank.submit(joined.connect, bare_store, HELLO, TERMS)
+            assert _accept(listener) == HELLO, "a rank with the secret must still be accepted"
+
+
+def test_the_endpoint_of_an_earlier_attempt_is_skipped(
+    bare_store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed, connect = threading.Event(), socket.create_connection
+
+    def connecting(*arguments: Any, **options: Any) -> socket.socket:
+        try:
+            return connect(*arguments, **options)
+        except OSError:
+            has_failed.set()
+            raise
+
+    monkeypatch.setattr(socket, "create_connection", connecting)
+    RankListener(bare_store, "127.0.0.1", peer_timeout=5).close()
+    with ThreadPoolExecutor() as rank:
+        rank.submit(joined.connect, bare_store, HELLO, TERMS)
+        assert has_failed.wait(20)
+        now = RankListener(bare_store, "127.0.0.1", peer_timeout=5)
+        assert _accept(now) == HELLO
+        now.close()
+
+
+def test_a_rank_0_of_another_version_is_told(bare_store: HashStore) -> None:
+    bare_store.set(joined._KEY, '{"address": "127.0.0.1", "port": 1, "secret": "00"}')
+    with pytest.raises(RankError, match="and rank 0 have different versions of svdpp"):
+        joined.connect(bare_store, HELLO, TERMS)
+
+
+def test_a_rank_without_rank_0_gives_up_in_time(bare_store: HashStore) -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
+        joined.connect(bare_store, HELLO, replace(TERMS, start_timeout=0.3))
+
+
+@pytest.mark.parametrize("num_pauses", [0, joined._NUM_ROUNDS // 2])
+def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch, num_pauses: int) -> None:
+    """Also by a thread that is paused, at first, before it reads its wall clock."""
+    pauses, own, wall_clock = iter(range(num_pauses)), threading.current_thread(), time.time
+
+    def read() -> float:
+        if threading.current_thread() is own and next(pauses, None) is not None:
+            time.sleep(0.1)
+        return wall_clock()
+
+    (ours, theirs), deadline = Pipe(), time.monotonic() + 20
+    with ThreadPoolExecutor() as rank_0:
+        rank_0.submit(joined.answer_clock, theirs, deadline)
+        monkeypatch.setattr(time, "time", read)
+        offset = joined.compare_clocks(ours, deadline)
+    assert abs(offset.monotonic_ahead) < 0.05
+    assert abs(offset.wall_ahead) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("peer", "environment"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
+)
+def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
+    peer: str, environment: dict[str, str]
+) -> None:
+    assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME names 'none0'"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "127.0.0.1, which other hosts cannot reach"),
+        ({}, "which other hosts cannot reach"),
+    ],
+)
+def test_unusable_interfaces_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        choose_interface("127.0.0.1", spans_hosts=True, environment=environment)
+
+
+MESSAGES = [bytes([number]) * 2**20 for number in range(3)]
+
+
+def _senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sender"]
+
+
+def test_messages_to_a_busy_rank_are_queued_in_order() -> None:
+    ours, theirs = Pipe()
+    parent, rank = QueuedChannel(ours), Channel(theirs)
+    for message in MESSAGES:
+        parent.send(message)  # each is larger than a pipe's buffer
+    rank.send(b"busy")
+    assert parent.receive(10) == b"busy"
+    assert [rank.receive(10) for _ in MESSAGES] == MESSAGES
+    parent.close()
+    parent.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_send_and_close_do_not_wait_for_the_rank_and_leave_no_thread(has_ended: bool) -> None:
+    before = _senders()
+    ours, theirs = Pipe()
+    parent = QueuedChannel(ours)
+    if has_ended:
+        theirs.close()
+    for message in MESSAGES:
+        parent.send(message)
+    parent.close()
+    assert parent.connection.closed
+    assert _senders() == before
+    theirs.close()
+
+
+# --- rank 0 and a rank before the work begins ---------------------------------------------------
 
 WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher="torchrun")
 RANK_1 = replace(WORLD, rank=1, host=1)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryStore]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     """The store of a world within this process; nothing ends the process."""
 
     def exit_process(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    store = InMemoryStore()
+    store = HashStore()
     monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", store))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
     monkeypatch.setattr(process_lifetime, "exit_process", exit_process)
@@ -75,13 +230,13 @@ def _link(connection: Any, said: list[str]) -> joined_rank._ParentLink:
 
 def _connected(store: Any, rank: int, **settings: str) -> Connection:
     terms = replace(_terms(replace(RANK_1, rank=rank)), shared_settings=settings)
-    connection, _ = connections.connect(store, terms.hello(), terms)
+    connection, _ = joined.connect(store, terms.hello(), terms)
     joined_rank._compared_clock(connection, 20)
     return connection
 
 
 def _group_of_two(
-    store: InMemoryStore, start_timeout: float = 20, shared_paths: tuple[str, ...] = ()
+    store: HashStore, start_timeout: float = 20, shared_paths: tuple[str, ...] = ()
 ) -> Group:
     """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
 
@@ -96,15 +251,15 @@ def _group_of_two(
 
 @pytest.mark.long
 @pytest.mark.timing
-def test_a_rank_that_stops_after_it_connected_is_named(store: InMemoryStore) -> None:
+def test_a_rank_that_stops_after_it_connected_is_named(store: HashStore) -> None:
     with ThreadPoolExecutor() as rank:
-        connected = rank.submit(connections.connect, store, TERMS.hello(), TERMS)
+        connected = rank.submit(joined.connect, store, TERMS.hello(), TERMS)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             join_ranks(_terms(WORLD, allowing_for_others(1)), _rank_0, None)
         connected.result()[0].close()  # it was open until now
 
 
-def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemoryStore) -> None:
+def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: HashStore) -> None:
     world = replace(WORLD, size=3)
     with ThreadPoolExecutor() as ranks:
         group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
@@ -113,24 +268,24 @@ def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: InMemor
         with pytest.raises(RequestError, match=r"rank 1 \(here\) was started with steps 9"):
             group.result(20)
     for connection in others:
-        end = connections.receive(connection, time.monotonic() + 20)
+        end = joined.receive(connection, time.monotonic() + 20)
         assert json.loads(end.removeprefix(END))["code"] == RequestError.exit_code
 
 
-def test_a_second_process_of_the_same_rank_ends_the_first(store: InMemoryStore) -> None:
+def test_a_second_process_of_the_same_rank_ends_the_first(store: HashStore) -> None:
     """It would wait for rank 0 as long as that one runs."""
     world = replace(WORLD, size=3)
     with ThreadPoolExecutor() as ranks:
         group = ranks.submit(join_ranks, _terms(world), _rank_0, None)
         first, second, _ = (ranks.submit(_connected, store, rank).result(20) for rank in (1, 1, 2))
         with pytest.raises(EOFError):
-            connections.receive(first, time.monotonic() + 20)
-        assert connections.receive(second, time.monotonic() + 20) == BEGIN
+            joined.receive(first, time.monotonic() + 20)
+        assert joined.receive(second, time.monotonic() + 20) == BEGIN
         group.result(20).kill()
 
 
 def test_what_all_hosts_share_is_looked_for_there(
-    store: InMemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process stands for both hosts; the second sees no folder named `private`."""
     image, out = tmp_path / "photo.jpg", tmp_path / "out"
@@ -156,7 +311,7 @@ def test_what_all_hosts_share_is_looked_for_there(
         )
 
 
-def test_a_rank_reports_the_signal_that_ends_it(store: InMemoryStore) -> None:
+def test_a_rank_reports_the_signal_that_ends_it(store: HashStore) -> None:
     group = _group_of_two(store)
     (parent,) = joined_rank._parents
     assert parent.receive(20) is not None, "the sign to begin"

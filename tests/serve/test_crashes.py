@@ -20,7 +20,7 @@ from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.serve.database import RESERVE
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import DUMMY, HttpServer, wait

@@ -28,7 +28,7 @@ from svdpp.config import ClipRequest, LatentSpec
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
 from svdpp.worker import device
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.bench.options import options
 from tests.faults.processes import MARK, marked
 from tests.soak.worker import CONFIG, missing

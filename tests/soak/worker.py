@@ -16,13 +16,13 @@ from pathlib import Path
 
 import click
 
+from svdpp.cli.command import answered
 from svdpp.cli.console import Console
-from svdpp.cli.failures import answered
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
 from svdpp.plan.costs import Costs
-from svdpp.worker.latent_checkpoints import saved_steps
+from svdpp.worker.tensor_files import saved_steps
 
 CONFIG = PipelineConfig(
     world_size=4,
@@ -60,7 +60,7 @@ def work(folder: Path, num_clips: int) -> None:
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
-        group = pipeline._entered.supervisor._group
+        group = pipeline._entered._group
         resumed = sum(request.done_steps > 0 for request in todo)
         _say(ready=group.pids, resumed=resumed)
         pipeline.submit(todo)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.verification.verify import Check, Place, VerificationResult, compare_tensors
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.tensor_files import TensorStore, tensor_sha256
 from tests.faults.damage import one_ulp_off
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

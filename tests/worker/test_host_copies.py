@@ -23,12 +23,11 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
-from svdpp.worker import latent_checkpoints, side_threads, stage, tensor_store
-from svdpp.worker.latent_checkpoints import LatentCheckpoints
+from svdpp.worker import side_threads, stage, tensor_files
 from svdpp.worker.messages import ClipJob, Work
-from svdpp.worker.side_threads import ClipWriter
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.steps import RankTools
-from svdpp.worker.tensor_store import TensorStore, tensor_sha256
+from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
 
 CPU = torch.device("cpu")
@@ -62,11 +61,10 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         data: bytes = safetensors_save(tensors, **options)
         return data
 
-    safetensors_save = tensor_store.save
+    safetensors_save = tensor_files.save
     monkeypatch.setattr(DummyModel, "encode", encode_there)
     monkeypatch.setattr(DummyModel, "decode", decode_there)
-    for module in (tensor_store, latent_checkpoints):
-        monkeypatch.setattr(module, "save", save)
+    monkeypatch.setattr(tensor_files, "save", save)
 
 
 @pytest.fixture(autouse=True)
@@ -119,12 +117,13 @@ def test_a_rank(tmp_path: Path) -> None:
     reporter, link = Mock(), Mock()
     written = Mock()
     kept = TensorStore(tmp_path)
+    checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
     rank = stage.PipelineStage(
         RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
         _model(),
         ClipWriter(written, {}, CPU, kept),
         SvdSampling(),
-        checkpoints=LatentCheckpoints(tmp_path / "checkpoints", {}),
+        checkpoint_writer=LatentCheckpointWriter(checkpoints, CPU, reporter),
     )
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"

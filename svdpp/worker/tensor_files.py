@@ -1,27 +1,28 @@
-"""Latent checkpoints: packets written to disk at each transfer, also as svdpp 0.3 wrote them."""
+"""Files of tensors: latent checkpoints at each transfer, and what a run keeps for comparison."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from svdpp.comm.packet import Packet
-from svdpp.config import SamplingConfig
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
+from svdpp.media.video import Frames
+from svdpp.models.base import STATE, Audio, Tensors
 
-_SCHEMA_VERSION = 2
+#: 2 was of development versions, some of which kept less of a clip.
+_SCHEMA_VERSION = 3
 _KEY = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
+_CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
@@ -91,7 +92,7 @@ class LatentCheckpoints:
                     f"not {needed}",
                     hint,
                 )
-        stays = metadata.get("in_host_memory", ())
+        stays = metadata["in_host_memory"]
         placed = {
             name: tensor if name in stays else tensor.to(device) for name, tensor in tensors.items()
         }
@@ -114,7 +115,7 @@ def path_of(folder: Path, key: str, step: int) -> Path:
 def saved(folder: Path) -> set[tuple[str, int]]:
     """The keys and steps of all packets in `folder`."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return {(match[1], int(match[2])) for match in map(_NAME.fullmatch, names) if match}
+    return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
@@ -149,47 +150,75 @@ def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def upgraded(tensors: Tensors, sampling: SamplingConfig, steps: int) -> Tensors:
-    """The tensors of a checkpoint after `steps` as a packet of this version has them."""
-    if STRUCTURE in tensors or tensors.keys() == {LATENTS}:  # the second are the dummy's
+# --- for comparison -----------------------------------------------------------------------------
+
+_STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def audio_hashes(audio: Audio | None) -> dict[str, Any]:
+    """What a clip's metadata say of its sound, in host memory; nothing if it has none."""
+    if audio is None:
+        return {}
+    return {"audio_sha256": tensor_sha256(audio.samples), "audio_sample_rate": audio.rate}
+
+
+class TensorStore:
+    """A folder with what a run keeps of each clip, in host memory, by name.
+
+    The names are `step7` (the latent after seven steps, and a multistep solver's history),
+    `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
+
+    `send` gets each file's name and content, for another process to pass to `put`; None: files
+    are written to `folder`, which exists.
+    """
+
+    def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
+        self._folder = folder
+        self._keep = self.put if send is None else send
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a file that another process has sent; ValueError if its name is not valid."""
+        if not _STORED.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a tensor store's file")
+        (self._folder / name).write_bytes(data)
+
+    def keep(self, clip: int, name: str, tensors: Tensors) -> None:
+        """Keeps tensors of `clip`."""
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self._keep(f"clip{clip}_{name}", save(contiguous))
+
+    def load(self, clip: int, name: str) -> Tensors:
+        """The kept tensors; FileNotFoundError if there are none."""
+        tensors: Tensors = load_file(self._folder / f"clip{clip}_{name}")
         return tensors
-    if sampling.family != "svd":
-        raise InputError(
-            "the latent checkpoint was written by svdpp 0.3 or earlier, which kept less of a clip",
-            "delete it: the clip then starts again",
-        )
-    return _of_svd(tensors, sampling, steps)
+
+    def has(self, clip: int, name: str) -> bool:
+        """Whether tensors of `clip` are kept by that name."""
+        return (self._folder / f"clip{clip}_{name}").exists()
+
+    def forget(self, clip: int, *names: str) -> None:
+        """Removes the kept tensors, if there are any."""
+        for name in names:
+            (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
-def _of_svd(tensors: Tensors, sampling: Any, steps: int) -> Tensors:
-    """The results that SVD's call replays; 0.3 kept them without their unconditional halves."""
-    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedulerOutput
+def keep_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
+    """Keeps the frames of `clip`, and its sound if it has any."""
+    store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
+    if audio is not None:
+        store.keep(clip, "audio", {"audio": audio.samples})
 
-    from svdpp.models.engine.values import Packer, describe
 
-    def both(tensor: torch.Tensor, *, same: bool = False) -> torch.Tensor:
-        other = tensor if same else torch.zeros_like(tensor)
-        return torch.cat([other, tensor]) if sampling.guided else tensor
-
-    packer, latents = Packer(), tensors[LATENTS]
-    packed = packer.pack(latents, LATENTS)
-    pixels = torch.empty(1, 3, sampling.height, sampling.width, device="meta")
-    embedding, ids = both(tensors["image_embedding"]), both(tensors["added_time_ids"], same=True)
-    results = {
-        "_encode_image": packer.pack(embedding, "record.0"),
-        "video_processor.preprocess": describe(pixels),
-        "_encode_vae_image": packer.pack(both(tensors["image_latents"]), "record.2"),
-        "_get_add_time_ids": packer.pack(ids, "record.3"),
-        "prepare_latents": describe(latents) if steps else packed,
+def solver_history(tensors: Tensors) -> Tensors:
+    """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(STATE) and tensor.is_floating_point()
     }
-    result = EulerDiscreteSchedulerOutput(prev_sample=latents, pred_original_sample=None)
-    step = {
-        "latents": packed,
-        "chunks": [[[describe(result)]]],
-        "states": [{"kind": "dict", "items": {"_step_index": {"kind": "plain", "value": steps}}}],
-        "outputs": [describe((both(latents),))],
-        "generators": packer.pack([torch.Generator().get_state()], GENERATOR),
-    }
-    records = [{"name": name, "result": each, "drew": None} for name, each in results.items()]
-    structure = {"records": records, "step": step if steps else None}
-    return packer.packet({**structure, "given": {"negative_prompt": False}})

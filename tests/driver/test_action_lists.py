@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +15,10 @@ from svdpp.launch import fork_server
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
-from svdpp.worker.tensor_store import tensor_sha256
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.driver.dummies import clips, config, pids, plain_latent
 from tests.faults.damage import Damage
-from tests.faults.processes import allowing_for_others, is_there
+from tests.faults.processes import is_there
 
 pytestmark = pytest.mark.processes
 
@@ -98,19 +95,6 @@ def test_processes_perform_exactly_the_planned_lists(layout: dict[str, Any]) -> 
     assert len(spans) == len(pipeline.trace.spans)
 
 
-def test_ranks_are_started_once_and_clips_given_as_they_come() -> None:
-    with Pipeline(config()) as pipeline:
-        pipeline.submit(clips(5))
-        first = next(pipeline.results())
-        pipeline.submit(clips(6, 7))
-        pipeline.submit(clips(8))
-        rest = list(pipeline.results())
-        assert list(pipeline.results()) == []
-    assert [first.clip, *(result.clip for result in rest)] == [0, 1, 2, 3]
-    hashes = [r.metadata["latents_sha256"] for r in (first, *rest)]
-    assert hashes == _plain_loop(4, (5, 6, 7, 8))
-
-
 @pytest.mark.promise
 def test_a_killed_rank_is_named_and_the_others_end() -> None:
     pipeline = Pipeline(config(3, steps=6), fault=Damage("hang", 1, 1))
@@ -123,33 +107,6 @@ def test_a_killed_rank_is_named_and_the_others_end() -> None:
     _assert_nothing_is_left(pipeline)
 
 
-@pytest.mark.timing
-def test_a_rank_without_progress_is_named_by_the_timeout() -> None:
-    slow = config(3, steps=6, timeout_seconds=allowing_for_others(3))
-    pipeline = Pipeline(slow, fault=Damage("hang", 1, 1))
-    with pytest.raises(RankError) as caught, pipeline:
-        pipeline.run(clips(0, 1, 2))
-    assert re.search(r"rank 1 .* has made no progress .* clip 1, step 2", str(caught.value))
-    assert "--timeout" in caught.value.hint
-
-
 def _assert_nothing_is_left(pipeline: Pipeline) -> None:
     assert not any(map(is_there, pids(pipeline)))
-    assert not pipeline._session.supervisor._group._folder.exists()  # type: ignore[union-attr, attr-defined]
-
-
-def test_more_work_can_be_given_to_ranks_that_are_busy(tmp_path: Path) -> None:
-    """Ranks read further work only after their current work; a pipe holds less than this."""
-    gate, pad = tmp_path / "gate", {"pad": "x" * 2**20}
-    stop = Damage("hang", 0, 0, place="step0", until=str(gate))
-    with Pipeline(config(), fault=stop) as pipeline:
-        pipeline.submit(clips(1))
-        given = threading.Thread(target=pipeline.submit, args=[clips(2), [pad]])
-        given.start()
-        given.join(30)
-        is_given = not given.is_alive()
-        gate.touch()
-        results = list(pipeline.results())
-    assert is_given
-    assert [result.clip for result in results] == [0, 1]
-    assert results[1].metadata["pad"] == pad["pad"]
+    assert not pipeline._entered._group._folder.exists()  # type: ignore[union-attr]
