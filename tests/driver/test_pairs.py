@@ -45,7 +45,7 @@ MORE = [pytest.mark.long, pytest.mark.full]
 #: How each model is saved, and whether clips are made from an image.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "t2v-two-experts": ({"boundary_ratio": 0.875}, False),
-    "i2v": ({"image_to_video": True}, True),
+    "i2v": ({"image": True}, True),
     "5b": ({"expand_timesteps": True}, False),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

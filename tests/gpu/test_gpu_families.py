@@ -17,7 +17,7 @@ from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report
 from tests.models.test_rows import CASES, T2V, TIMESTEP, Case
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
