@@ -33,9 +33,9 @@ FIGURES = (
 )
 
 #: Ratios closer to 1 than this are never called different, however small their spread.
-NEGLIGIBLE = 0.01
+_NEGLIGIBLE = 0.01
 #: With fewer rounds too many equal benches would be called different.
-MIN_ROUNDS = 3
+_MIN_ROUNDS = 3
 
 #: Speed-ups of the pipeline, by the case that they are over.
 _SPEEDUPS = {
@@ -56,15 +56,6 @@ Summary = Mapping[str, Any]
 def is_share(figure: str) -> bool:
     """Whether `figure` is a share of a whole; shares can be 0, and their mean is arithmetic."""
     return figure == "bubble" or figure.endswith("_share")
-
-
-def check_rounds(repeats: int, what: str) -> None:
-    """Checks that a bench has enough rounds to distinguish a difference from noise."""
-    if repeats < MIN_ROUNDS:
-        raise RequestError(
-            f"{what} {MIN_ROUNDS} rounds or more, to know the noise, got {repeats}",
-            f"--measure.repeats={MIN_ROUNDS + 2}",
-        )
 
 
 def interval(
@@ -104,7 +95,7 @@ class Ratio:
     @property
     def is_noise(self) -> bool | None:
         """Whether the difference is within noise; None if unknown."""
-        if self.is_baseline or abs(math.log(self.value)) < NEGLIGIBLE:
+        if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
             return None
@@ -134,18 +125,15 @@ class Target(NamedTuple):
     bound: float
 
 
-def parse_target(name: str, text: str) -> Target:
-    """The target in a line of a configuration, such as `overhead: "<= 1.05"`."""
-    if name not in _NAMES:
-        hint = nearest(name, _NAMES, f"known: {', '.join(_NAMES)}")
-        raise RequestError(f"targets: no figure {name!r}", hint)
-    parts = _BOUND.fullmatch(text.strip())
-    if parts is None:
+def check_targets(targets: Mapping[str, str], repeats: int) -> None:
+    """Checks names and bounds, and that there are enough rounds to tell a miss from noise."""
+    for name, bound in targets.items():
+        _parsed(name, bound)
+    if targets and repeats < _MIN_ROUNDS:
         raise RequestError(
-            f"targets.{name}: {text!r} is not a bound", 'a bound is ">= 0.95", "< 1.2" or "<= 1%"'
+            f"targets need {_MIN_ROUNDS} rounds or more, to know the noise, got {repeats}",
+            f"--measure.repeats={_MIN_ROUNDS + 2}",
         )
-    sign, number, percent = parts.groups()
-    return Target(name, sign.startswith("<"), float(number) / (100 if percent else 1))
 
 
 def check_measurable(targets: Collection[str], cases: Collection[str], *, has_gpu: bool) -> None:
@@ -162,7 +150,7 @@ def check_measurable(targets: Collection[str], cases: Collection[str], *, has_gp
 
 def outcome(name: str, text: str, summary: Summary) -> dict[str, Any]:
     """A target's value, its range by the spread of the rounds, and the verdict."""
-    target = parse_target(name, text)
+    target = _parsed(name, text)
     if name in _SPEEDUPS:
         found = summary["speedups"].get(_SPEEDUPS[name], {"rounds": [], "over_rounds": None})
         value, rounds = found["over_rounds"], found["rounds"]
@@ -184,6 +172,20 @@ def missed(outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [name for name, outcome in outcomes.items() if outcome["verdict"] in lost]
 
 
+def _parsed(name: str, text: str) -> Target:
+    """The target in a line of a configuration, such as `overhead: "<= 1.05"`."""
+    if name not in _NAMES:
+        hint = nearest(name, _NAMES, f"known: {', '.join(_NAMES)}")
+        raise RequestError(f"targets: no figure {name!r}", hint)
+    parts = _BOUND.fullmatch(text.strip())
+    if parts is None:
+        raise RequestError(
+            f"targets.{name}: {text!r} is not a bound", 'a bound is ">= 0.95", "< 1.2" or "<= 1%"'
+        )
+    sign, number, percent = parts.groups()
+    return Target(name, sign.startswith("<"), float(number) / (100 if percent else 1))
+
+
 def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | None, bool]:
     """The range of the true figure, and whether it includes the bound.
 
@@ -192,7 +194,7 @@ def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | N
     """
     if target.name.startswith("peak_"):
         return None, None, False  # the largest of all rounds, and not a mean
-    if len(rounds) < MIN_ROUNDS:
+    if len(rounds) < _MIN_ROUNDS:
         return None, None, True  # this case ran out of memory in the other rounds
     bounds = [target.bound] * (len(rounds) - 1)
     if not is_share(target.name) and min(target.bound, *rounds) > 0:
@@ -253,7 +255,7 @@ class Comparison:
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compares the bench in folder `b` with that in folder `a`."""
-    one, other = read_summary(a), read_summary(b)
+    one, other = _read_summary(a), _read_summary(b)
     machines = _differences(_read_machine(a), _read_machine(b))
     configs = one["config"], other["config"]
     same_work = _baseline(configs[0]) == _baseline(configs[1])
@@ -268,7 +270,7 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-def read_summary(folder: Path) -> Summary:
+def _read_summary(folder: Path) -> Summary:
     """The `summary.json` of the bench in `folder`, checked by taking all that is compared."""
     path = folder / SUMMARY
     summary = _read(path)

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from svdpp.bench.compare import check_rounds, parse_target
+from svdpp.bench.compare import check_targets
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED
@@ -149,10 +149,7 @@ class BenchConfig(Section):
 
     @model_validator(mode="after")
     def _targets_can_be_judged(self) -> BenchConfig:
-        for name, bound in self.targets.items():
-            parse_target(name, bound)
-        if self.targets:
-            check_rounds(self.measure.repeats, "targets need")
+        check_targets(self.targets, self.measure.repeats)
         return self
 
     def resolved(self, config: PipelineConfig) -> BenchConfig:

@@ -155,8 +155,8 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
         [
             {
                 **{name: str(getattr(check, name)) for name in ("clip", "what", "step", "rank")},
-                "verdict": "equal" if check.bitwise else "DIFFERENT",
-                "max difference": "0" if check.bitwise else check.distance,
+                "verdict": "equal" if check.equal else "DIFFERENT",
+                "max difference": "0" if check.equal else check.distance,
                 "sha256": check.sha256[:12],
             }
             for check in verdict.checks

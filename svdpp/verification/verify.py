@@ -51,8 +51,7 @@ class Check:
     step: int
     rank: int
     equal: bool
-    """Bitwise, or within the tolerance if there is one."""
-    bitwise: bool
+    """Whether every bit is."""
     max_abs_diff: float
     """Infinite if one side has NaN there. Of frames and audio, a share of the highest level."""
     max_ulp: int
@@ -104,14 +103,9 @@ class VerificationResult:
     """What the bits depend on besides the requests, as the ranks have found it."""
 
     @property
-    def equal(self) -> bool:
-        """Whether every check is equal."""
-        return self.first_difference is None
-
-    @property
     def bitwise(self) -> bool:
         """Whether every bit is equal."""
-        return all(check.bitwise for check in self.checks)
+        return self.first_difference is None
 
     @property
     def max_abs_diff(self) -> float:
@@ -127,10 +121,10 @@ class VerificationResult:
         """The verdict as plain values."""
         return {
             "schema_version": 1,
-            "equal": self.equal,
-            "bitwise": self.bitwise,
+            "equal": self.bitwise,
+            "bitwise": self.bitwise,  # as in versions that took a tolerance
             "max_abs_diff": self.max_abs_diff,
-            "checks": [asdict(check) for check in self.checks],
+            "checks": [{**asdict(check), "bitwise": check.equal} for check in self.checks],
             "conditions": dict(self.conditions),
         }
 
@@ -139,7 +133,6 @@ def verify(
     config: PipelineConfig,
     requests: Sequence[ClipRequest],
     *,
-    tolerance: float = 0.0,
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
@@ -149,7 +142,6 @@ def verify(
     Args:
         config: of the pipelined run; the reference has the same model, options and threads.
         requests: of the clips; their outputs are not written.
-        tolerance: the largest difference that counts as equal; 0 requires equal bits.
         fault: for tests; see `Pipeline`.
         observers: of the ranks.
         open_observer: opens an observer for each of the two runs, "pipelined" and "sequential".
@@ -177,7 +169,7 @@ def verify(
                 config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
             )
         ours, theirs = TensorStore(pipelined), TensorStore(sequential)
-        clips = (_compare_clip(config, n, ours, theirs, tolerance) for n in range(len(requests)))
+        clips = (_compare_clip(config, n, ours, theirs) for n in range(len(requests)))
         return VerificationResult(tuple(itertools.chain.from_iterable(clips)), conditions)
 
 
@@ -208,7 +200,7 @@ def run_pipelined(
 
 
 def _compare_clip(
-    config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore, tolerance: float
+    config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore
 ) -> Iterator[Check]:
     num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
     yield from _first_different_prediction(config, ours, theirs, clip)
@@ -216,15 +208,13 @@ def _compare_clip(
         place = Place(clip, end, rank)
         our, their = ours.load(clip, f"step{end}"), theirs.load(clip, f"step{end}")
         what: What = "final_latent" if end == num_steps else "latent"
-        latents = our[LATENTS], their[LATENTS]
-        yield compare_tensors(what, *latents, place=place, tolerance=tolerance, axes=axes)
+        yield compare_tensors(what, our[LATENTS], their[LATENTS], place, axes)
         yield from _first_different_history(our, their, place)
     place = Place(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
     for name, axes in _DECODED.items() if config.decodes else ():
         if name == "frames" or theirs.has(clip, name):
             our, their = ours.load(clip, name), theirs.load(clip, name)
-            levels = our[name], their[name]
-            yield compare_tensors(name, *levels, place=place, tolerance=tolerance, axes=axes)
+            yield compare_tensors(name, our[name], their[name], place, axes)
 
 
 def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> list[Check]:
@@ -233,7 +223,7 @@ def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> li
     for name, tensor in solver_history(ours).items():
         if name in expected:  # else of a copy that the pipeline has made of its scheduler
             check = compare_tensors("solver_history", tensor, expected[name], place)
-            if not check.bitwise:
+            if not check.equal:
                 return [check]
     return []
 
@@ -250,8 +240,8 @@ def _first_different_prediction(
         name = f"step{step}_branch{branch}"
         our, their = ours.load(clip, name)[PREDICTION], theirs.load(clip, name)[PREDICTION]
         place = Place(clip, step, first_rank + branch)
-        check = compare_tensors("prediction", our, their, place, axes=axes)
-        if not check.bitwise:
+        check = compare_tensors("prediction", our, their, place, axes)
+        if not check.equal:
             return [replace(check, branch=branch)]
     return []
 
@@ -272,15 +262,13 @@ def compare_tensors(
     ours: torch.Tensor,
     theirs: torch.Tensor,
     place: Place,
-    *,
-    tolerance: float = 0.0,
     axes: str = "",
 ) -> Check:
     """Compares two tensors of one shape and dtype, in host memory."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
     differs = _bits(ours) != _bits(theirs)
-    bitwise, psnr_db = not bool(differs.any()), None
+    equal, psnr_db = not bool(differs.any()), None
     max_ulp = int((_ordered(ours) - _ordered(theirs)).abs().max())
     if what in _LEVELS:
         max_abs_diff = max_ulp / _LEVELS[what]
@@ -289,15 +277,14 @@ def compare_tensors(
         difference = (ours.double() - theirs.double()).abs().nan_to_num(nan=torch.inf)
         difference = torch.where(differs, difference, 0.0)
         max_abs_diff = float(difference.max())
-        psnr_db = None if bitwise else _psnr_db(difference, theirs)
+        psnr_db = None if equal else _psnr_db(difference, theirs)
     return Check(
         **place._asdict(),
         what=what,
-        equal=bitwise or 0 < tolerance >= max_abs_diff,
-        bitwise=bitwise,
+        equal=equal,
         max_abs_diff=max_abs_diff,
         max_ulp=max_ulp,
-        first_index=None if bitwise else _first_index(differs),
+        first_index=None if equal else _first_index(differs),
         sha256=tensor_sha256(ours),
         axes=axes,
         psnr_db=psnr_db,
