@@ -13,12 +13,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from svdpp import errors
-from svdpp.cli.app import COMMANDS, App
+from svdpp.cli.app import COMMANDS, App, command_named
 from svdpp.cli.command import Command, panels_of
 from svdpp.cli.models import describe
 from svdpp.cli.options.declare import Argument
@@ -90,7 +89,7 @@ def reference() -> str:
     links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
     blocks.append("**Commands**\n\n" + "\n".join(links))
     for name in COMMANDS:
-        blocks += _command(getattr(import_module(f"svdpp.cli.{name}"), name))
+        blocks += _command(command_named(name))
     return "\n\n".join([*blocks, *_exit_codes()]) + "\n"
 
 

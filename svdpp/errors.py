@@ -209,6 +209,12 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
     return kind(record["message"], record["hint"], details=record.get("details"))
 
 
+def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
+    """The error with the highest exit code; its message begins with `count`, of how many."""
+    worst = max(errors, key=exit_code_of)
+    return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
+
+
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """A hint on a misspelt `name`: the known one that is most like it, or `otherwise`."""
     near = get_close_matches(name, known, n=1)

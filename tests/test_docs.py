@@ -1,20 +1,140 @@
-"""The documentation names files that exist, and its links lead somewhere."""
+"""The documentation: files and links exist; each command runs as written, or says here why not.
+
+docs/scheduling.md, docs/api.md and docs/serving.md have tests of their own for what their commands
+print (tests/cli/test_cli_plan.py, tests/driver/test_api_docs.py, tests/serve/test_serving_docs.py).
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
+from svdpp.cli.app import COMMANDS, App
+from svdpp.media.inputs import example_photos
+from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
+
+ALL_PAGES = sorted(
     path
     for pattern in ("*.md", "docs/*.md", "deploy/*.md", ".github/**/*.md")
     for path in ROOT.glob(pattern)
 )
+#: docs/cli.md is generated from the commands.
+PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/cli.md"})]
 
-_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+#: The beginnings of commands that are not run, with the reason. Those of svdpp are parsed.
+NOT_RUN = {
+    "pip install": "make has installed it",
+    "make ": "the Makefile is not for a copy of the documentation's files",
+    "export ": "for the network between hosts",
+    "torchrun ": "tests/cli/test_end_to_end.py runs torchrun; others need several hosts",
+    "srun ": "needs Slurm",
+    "curl ": "tests/serve/test_serving_docs.py asks a server",
+    "svdpp serve": "runs until it is stopped; tests/serve",
+    "svdpp bench": "takes minutes; tests/cli/test_bench_command.py",
+    "svdpp verify --model path/to/checkpoint": "any checkpoint",
+    "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
+    "svdpp run --model Wan-AI/": "downloads weights from the hub",
+    "svdpp run photo.jpg --gpus 4 --split": "needs many frames; tests/driver/test_decode_ranks.py",
+    "svdpp plan --memory --model Wan-AI/": "downloads configs from the hub",
+    "svdpp plan --costs tight.json": "the file is on the page; tests/cli/test_cli_plan.py",
+    "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",
+    "svdpp plan --world 4096": "takes seconds; tests/cli/test_cli_plan.py",
+}
+#: What a command gets by variables, so that it needs no GPU, no download and little time.
+_SIZE = {"SVDPP_FRAMES": "2", "SVDPP_HEIGHT": "32", "SVDPP_WIDTH": "32", "SVDPP_THREADS": "1"}
+_DEMO = {"SVDPP_MODEL": "demo", "SVDPP_DEVICE": "cpu", "SVDPP_OVERWRITE": "1"}
+SETTINGS = {"run": {**_SIZE, **_DEMO, "SVDPP_STEPS": "8"}, "verify": {**_SIZE, "SVDPP_STEPS": "8"}}
+
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_ASKED = re.compile(rf"svdpp ({'|'.join(COMMANDS)})((?: [^`\n#]+)?)")
+_PROGRAM = re.compile(r"(?:\$ )?((?:svdpp|pip|make|export|torchrun|srun|curl) .*)")
+
+
+def _commands(page: Path) -> Iterator[str]:
+    """The commands of a page's blocks, without comments, on one line each."""
+    for language, block in _FENCE.findall(page.read_text(encoding="utf-8")):
+        if language not in ("", "bash", "console"):
+            continue
+        lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
+        programs = [_PROGRAM.fullmatch(re.sub(r"\s+# .*", "", line)) for line in lines]
+        if programs and (programs[0] or lines[0].startswith("#!")):  # otherwise it is an output
+            yield from (program[1] for program in programs if program)
+
+
+def _reason(command: str) -> str:
+    """Why a command is not run; empty if it is."""
+    return next((why for start, why in NOT_RUN.items() if command.startswith(start)), "")
+
+
+_SHOWN = {page.name: list(_commands(page)) for page in PAGES}
+
+
+def test_every_page_is_read() -> None:
+    assert sum(map(len, _SHOWN.values())) > 40
+    unused = [
+        start
+        for start in NOT_RUN
+        if not any(each.startswith(start) for shown in _SHOWN.values() for each in shown)
+    ]
+    assert unused == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_exists(page: Path) -> None:
+    """Also those of commands within a sentence or a table."""
+    app = App()
+    context = click.Context(app)
+    for name, arguments in _ASKED.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+        command = app.get_command(context, name)
+        assert command is not None
+        known = {option for each in command.params for option in each.opts}
+        asked = set(re.findall(r"(?<= )--[a-z-]+(?=[ =]|$)", arguments))
+        assert asked <= known, (name, arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the pages name."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "photos").mkdir()
+    for name in ("rocket.jpg", "photo.jpg", "photo.png", "photos/cat.jpg"):
+        shutil.copy(PHOTO, folder / name)
+    shutil.copytree(example_photos()[0].parent, folder / "svdpp/assets/photos")
+    for more in ((), ("--format", "frames")):
+        run = ("run", str(folder / "photos/cat.jpg"), *DEMO, *TINY, "--seeds", "1", *more)
+        answer = svdpp_here(*run, "--out", str(folder / "clips"), "--overwrite")
+        assert answer.code == 0, answer
+    shutil.copytree(folder / "clips", folder / "out")
+    for name in ("cat_1.mp4", "cat_1.mp4.json"):
+        shutil.copy(folder / "clips" / name, folder)
+    return folder
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("page", [name for name, shown in _SHOWN.items() if shown])
+def test_commands_run(
+    page: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shutil.copytree(folder, tmp_path / "here")
+    monkeypatch.chdir(here)
+    for command in _SHOWN[page]:
+        if not _reason(command):
+            name, *arguments = shlex.split(command)[1:]
+            answer = svdpp_here(name, *arguments, env=SETTINGS.get(name))
+            print(command, answer.out, answer.err, sep="\n")
+            assert answer.code == 0, command
+
+
+# --- files and links ---------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _SOURCE_FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|yaml))`")
 
@@ -25,9 +145,9 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+    links = _LINK.findall(_BLOCK.sub("", page.read_text(encoding="utf-8")))
     wrong = []
     for link in links:
         if link.startswith(("http://", "https://", "../../")):  # the last: pages of the repository
@@ -40,7 +160,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_source_files_exist(page: Path) -> None:
     if page.name == "CHANGELOG.md":
         return  # it tells of files of earlier versions

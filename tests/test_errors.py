@@ -8,7 +8,6 @@ import signal
 import pytest
 
 from svdpp import errors
-from svdpp.cli.failures import worst_of
 from svdpp.errors import (
     BrokenLinkError,
     ClosedError,
@@ -29,6 +28,7 @@ from svdpp.errors import (
     error_to_dict,
     exit_code_of,
     reraisable,
+    worst_of,
 )
 
 EXIT_CODES = {

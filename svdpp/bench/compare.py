@@ -1,16 +1,17 @@
-"""The figures of benches: their names, ratios between two benches, and whether they are noise."""
+"""The figures of benches: whether two differ or are noise, targets, and two benches compared."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, nearest
 
 #: The case that is measured, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
@@ -35,6 +36,14 @@ FIGURES = (
 NEGLIGIBLE = 0.01
 #: With fewer rounds too many equal benches would be called different.
 MIN_ROUNDS = 3
+
+#: Speed-ups of the pipeline, by the case that they are over.
+_SPEEDUPS = {
+    "pipeline_over_data_parallel": DATA_PARALLEL,
+    "pipeline_over_diffusers": ONE_DEVICE,
+}
+_NAMES = (*_SPEEDUPS, *FIGURES)
+_BOUND = re.compile(r"(<=|>=|<|>)\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)")
 
 _COMPARED = {
     "steady_clips_per_minute": "clips/min",
@@ -111,6 +120,93 @@ def ratio(
     means = statistics.geometric_mean(a), statistics.geometric_mean(b)
     value = means[1] / means[0]
     return Ratio(name=name, a=means[0], b=means[1], value=value, low=low, high=high, **more)
+
+
+# --- targets -----------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A bound for one figure of the pipeline."""
+
+    name: str
+    is_upper: bool
+    """Whether the figure must be below the bound."""
+    bound: float
+
+
+def parse_target(name: str, text: str) -> Target:
+    """The target in a line of a configuration, such as `overhead: "<= 1.05"`."""
+    if name not in _NAMES:
+        hint = nearest(name, _NAMES, f"known: {', '.join(_NAMES)}")
+        raise RequestError(f"targets: no figure {name!r}", hint)
+    parts = _BOUND.fullmatch(text.strip())
+    if parts is None:
+        raise RequestError(
+            f"targets.{name}: {text!r} is not a bound", 'a bound is ">= 0.95", "< 1.2" or "<= 1%"'
+        )
+    sign, number, percent = parts.groups()
+    return Target(name, sign.startswith("<"), float(number) / (100 if percent else 1))
+
+
+def check_measurable(targets: Collection[str], cases: Collection[str], *, has_gpu: bool) -> None:
+    """Checks before a bench that it will measure all figures with a target."""
+    for name in targets:
+        if _SPEEDUPS.get(name, PIPELINE) not in cases:
+            why = f"{_SPEEDUPS[name]} is not a case beside this pipeline"
+        elif name == "peak_allocated_gib" and not has_gpu:
+            why = "on the CPU only peak_reserved_gib is measured"
+        else:
+            continue
+        raise RequestError(f"targets.{name}: {why}", f"leave targets.{name} out")
+
+
+def outcome(name: str, text: str, summary: Summary) -> dict[str, Any]:
+    """A target's value, its range by the spread of the rounds, and the verdict."""
+    target = parse_target(name, text)
+    if name in _SPEEDUPS:
+        found = summary["speedups"].get(_SPEEDUPS[name], {"rounds": [], "over_rounds": None})
+        value, rounds = found["over_rounds"], found["rounds"]
+    else:
+        case = summary["cases"][PIPELINE]
+        value = case["over_rounds"][name]
+        rounds = [figures[name] for figures in case["rounds"] if figures[name] is not None]
+    low, high, verdict = None, None, "not measured"
+    if value is not None:
+        low, high, is_noise = _range(target, rounds)
+        is_met = value <= target.bound if target.is_upper else value >= target.bound
+        verdict = "met" if is_met else "within noise" if is_noise else "missed"
+    return {"target": text, "value": value, "low": low, "high": high, "verdict": verdict}
+
+
+def missed(outcomes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the targets that were missed beyond the noise, or not measured."""
+    lost = ("missed", "not measured")
+    return [name for name, outcome in outcomes.items() if outcome["verdict"] in lost]
+
+
+def _range(target: Target, rounds: list[float]) -> tuple[float | None, float | None, bool]:
+    """The range of the true figure, and whether it includes the bound.
+
+    Like a comparison it takes logarithms, but not of shares, which can be 0. A bound has no spread
+    of its own, so the range is twice as wide.
+    """
+    if target.name.startswith("peak_"):
+        return None, None, False  # the largest of all rounds, and not a mean
+    if len(rounds) < MIN_ROUNDS:
+        return None, None, True  # this case ran out of memory in the other rounds
+    bounds = [target.bound] * (len(rounds) - 1)
+    if not is_share(target.name) and min(target.bound, *rounds) > 0:
+        found = ratio("", bounds, rounds)
+        assert found.low is not None
+        assert found.high is not None
+        return target.bound * found.low, target.bound * found.high, found.is_noise is True
+    around = interval(bounds, rounds)
+    assert around is not None
+    low, high = around
+    return target.bound + low, target.bound + high, low <= 0 <= high
+
+
+# --- two benches -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

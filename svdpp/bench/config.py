@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from svdpp.bench.compare import check_rounds
-from svdpp.bench.targets import parse_target
+from svdpp.bench.compare import check_rounds, parse_target
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED
@@ -250,8 +248,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     dotted, equals, value = text.partition("=")
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
-    is_target = dotted.startswith("targets.")  # the name of a target may have a dot
-    *sections, field = dotted.split(".", 1) if is_target else dotted.split(".")
+    *sections, field = dotted.split(".")
     place = content
     for section in sections:
         if place.get(section) is None:
@@ -259,8 +256,9 @@ def _override(content: dict[str, Any], text: str) -> None:
         place = place[section]
         if not isinstance(place, dict):
             raise RequestError(f"{text!r}: {section!r} is not a section")
+    is_target = sections == ["targets"]  # whose '>' YAML takes for a block of text
     try:
-        place[field] = value if is_target else _parsed(value)  # YAML takes '>' for a block of text
+        place[field] = value if is_target else _parsed(value)
     except yaml.YAMLError as error:
         raise RequestError(f"{text!r}: the value is not YAML") from error
 
@@ -275,8 +273,6 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
 
 def _known(where: str) -> str:
     """A hint: a field of the same name elsewhere, a similar one, or the sections."""
-    names = dict(_fields(BenchConfig))
-    elsewhere = [name for name in names if name.rpartition(".")[2] == where.rpartition(".")[2]]
-    if near := elsewhere or difflib.get_close_matches(where, names, n=1):
-        return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(BenchConfig.model_fields)}"
+    names, last = dict(_fields(BenchConfig)), where.rpartition(".")[2]
+    same = (name for name in names if name.rpartition(".")[2] == last)
+    return nearest(next(same, where), names, f"known: {', '.join(BenchConfig.model_fields)}")

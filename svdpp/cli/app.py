@@ -10,9 +10,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from svdpp import __version__
-from svdpp.cli.command import Context, help_option
+from svdpp.cli.command import Command, Context, help_option
 from svdpp.cli.console import Console
-from svdpp.cli.failures import wrong_usage
+from svdpp.cli.options.declare import HIDDEN_NAMES, set_by_variables
 from svdpp.errors import RequestError, SvdppError, nearest
 
 #: The first sentence of each command's help. A command's module is imported only to run it.
@@ -29,6 +29,9 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "Check in half a minute that a run has what it needs.",
     "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
 }
+
+# Where a command is not in the module of its name.
+_MODULES = {"env": "doctor"}
 
 _HELP = """Run video diffusion on several devices by splitting the denoising steps.
 
@@ -56,11 +59,44 @@ def run_command_line(arguments: Sequence[str]) -> int:
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code
     except click.ClickException as error:
-        return wrong_usage(error, arguments)
+        return _wrong_usage(error, arguments)
     except click.Abort:
         return 1
     except SystemExit as error:  # after a completion, or if the reader of stdout has ended
         return 128 + signal.SIGPIPE if error.code else 0
+
+
+def _wrong_usage(error: click.ClickException, arguments: Sequence[str]) -> int:
+    """Reports a command line that click refuses, and returns the exit code."""
+    sentence, near = _usage_sentence(error)
+    context = getattr(error, "ctx", None)
+    named = " ".join(["svdpp", *arguments[:1]])  # click does not say where a value is missing
+    path = context.command_path if context is not None else named
+    refused = RequestError(sentence, near or f"{path} --help shows its usage")
+    variables = {} if context is None else set_by_variables(context)
+    Console(as_json="--json" in arguments, variables=variables).error(refused)
+    return refused.exit_code
+
+
+def _usage_sentence(error: click.ClickException) -> tuple[str, str]:
+    """What is wrong with the command line, and the nearest option; "" if none is near."""
+    if isinstance(error, click.NoSuchOption):
+        name, known = error.option_name, {*(error.possibilities or ())} - HIDDEN_NAMES
+        return f"no such option: {name}", nearest(name, known)
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        names = [name for name in error.param.opts if name.startswith("--")]
+        shown = "/".join(name for name in names if name not in HIDDEN_NAMES)
+        is_missing = isinstance(error, click.MissingParameter)
+        what = "is missing" if is_missing else error.message
+        return f"{shown or error.param.metavar or error.param.name} {what}", ""
+    sentence = error.format_message().strip().rstrip(".")
+    return sentence[:1].lower() + sentence[1:], ""
+
+
+def command_named(name: str) -> Command:
+    """The command of that name; its module is imported."""
+    found: Command = getattr(import_module(f"svdpp.cli.{_MODULES.get(name, name)}"), name)
+    return found
 
 
 class App(click.Group):
@@ -103,8 +139,7 @@ class App(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command; its module is imported."""
         if cmd_name in COMMANDS:
-            found: click.Command = getattr(import_module(f"svdpp.cli.{cmd_name}"), cmd_name)
-            return found
+            return command_named(cmd_name)
         if cmd_name.startswith("-") or ctx.resilient_parsing:
             return None
         hint = nearest(cmd_name, COMMANDS, "svdpp --help lists the commands")

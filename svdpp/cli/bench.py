@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
@@ -78,8 +79,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     fork_server.start_early(family=family, device=point.pipeline.device)
     one = _bench(point)
     found = _run(console, one, asked.results)
-    if console.as_json:
-        console.json([found])
+    console.json([found])
     _check(one, found)
 
 
@@ -87,14 +87,12 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     from svdpp.bench.compare import compare
 
     found = compare(a, b)
-    if console.as_json:
-        console.json(found.to_json())
-        return
+    console.json(found.to_json())
     words = {True: "noise", False: "differs", None: "one round"}
     rows = [
         {
             **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
-            **{"low": one.low, "high": one.high},
+            "range": None if one.low is None else f"{one.low:.3g}..{one.high:.3g}",
             "verdict": "drift" if one.is_baseline else words[one.is_noise],
         }
         for one in found.ratios
@@ -171,14 +169,16 @@ def _options(point: BenchConfig) -> PipelineOptions:
 
 def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     from svdpp.bench.compare import COSTS, PROFILE
-    from svdpp.bench.results import Results
+    from svdpp.bench.runner import Results
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    one.profile_path = (kept.folder / PROFILE).absolute()
-    one.open_observer = partial(Progress, console, costs=one.config.costs, ranks=False)
     console.info(_headline(one))
-    one.run(console.info, kept.add)
+    progress = partial(Progress, console, costs=one.config.costs, ranks=False)
+    one.run(console.info, kept.add, progress)
+    if one.asked.profile:
+        console.info("one clip under torch.profiler, in a separate run")
+        one.profile(kept.folder / PROFILE)
     found = kept.finish()
     show_summary(console, found)
     console.result(f"results: {kept.folder}")
@@ -207,8 +207,8 @@ def _headline(one: Bench) -> str:
 
 def _check(one: Bench, found: dict[str, Any]) -> None:
     """Raises what is wrong with a bench that was measured: bits that differ, else figures."""
+    from svdpp.bench.compare import missed
     from svdpp.bench.runner import differing
-    from svdpp.bench.targets import missed
 
     if different := differing(one.rounds):
         count = counted(len(different), "clip")

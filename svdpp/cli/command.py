@@ -1,19 +1,36 @@
-"""The definition of a command: a function of option groups; and its help."""
+"""A command: a function of option groups, its help, and its answer to errors and signals."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, is_dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn, get_type_hints
 
 import click
 
 from svdpp.cli.console import Console
-from svdpp.cli.failures import answered
-from svdpp.cli.options.declare import PANELS, Option, declared, parameter, set_by_variables
-from svdpp.cli.options.outputs import TalkOptions
-from svdpp.launch.world import World, find_world
+from svdpp.cli.options.declare import (
+    DIAGNOSTICS,
+    PANELS,
+    Option,
+    parameters,
+    set_by_variables,
+)
+from svdpp.errors import (
+    Interrupted,
+    RankError,
+    RequestError,
+    SvdppError,
+    error_to_dict,
+    exit_code_of,
+)
+from svdpp.launch import process_lifetime
+from svdpp.launch.world import World, find_world, is_member
 
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
@@ -22,6 +39,18 @@ _LEFT = 28
 _ALL = "svdpp.all"
 # Another key: the names of options as they were typed, and the values between them.
 _TYPED = "svdpp.typed"
+# Rank 0 may have failed with the same error before it could listen.
+_REPORT_SECONDS = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TalkOptions:
+    """Options that every command has; its `Console` follows them."""
+
+    as_json: bool = DIAGNOSTICS.switch("Print results and errors as JSON.", "--json")
+    debug: bool = DIAGNOSTICS.switch("Show tracebacks with errors.")
+    quiet: bool = DIAGNOSTICS.switch("Print no progress and no remarks.", "--quiet", "-q")
 
 
 class _Formatter(click.HelpFormatter):
@@ -83,8 +112,6 @@ class Command(click.Command):
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.function, self.examples, self.common = function, examples, common
-        self._without = frozenset(without)
-        self._defaults, self._meanings = defaults or {}, meanings or {}
         self._hints = get_type_hints(function)
         self._hints.pop("return", None)
         super().__init__(
@@ -100,7 +127,7 @@ class Command(click.Command):
                 new: Any = self._hints[name]
                 self._groups[name] = new() if given.default is given.empty else given.default
         for group in (*self._groups.values(), TalkOptions()):
-            self.params += self._parameters(group)
+            self.params += parameters(group, without, defaults or {}, meanings or {})
         self.params.append(help_option("-h", "--help", help="Show this help."))
         self.params.append(help_option("--help-all", help="Show all options."))
 
@@ -116,7 +143,7 @@ class Command(click.Command):
             as_json=values["as_json"],
             quiet=values["quiet"],
             variables=set_by_variables(ctx),
-            typed={one.names[-1]: _typed_name(ctx, one) for one in _given(ctx)},
+            typed={one.names[-1]: _typed_name(ctx, one) for one in _given(ctx).values()},
         )
         with answered(console, debug=values["debug"]):
             known: dict[Any, Any] = {Console: console, click.Context: ctx}
@@ -129,19 +156,6 @@ class Command(click.Command):
                     for name, group in self._groups.items()
                 },
             )
-
-    def _parameters(self, group: Any) -> Iterator[click.Parameter]:
-        """The parameters of a group, with its values as defaults."""
-        kind: Any = type(group)
-        for name, (hint, about) in declared(kind).items():
-            if name in self._without:
-                continue
-            about = {**about, "help": self._meanings.get(name, about["help"])}
-            if name in self._defaults:
-                about["shown"] = self._defaults[name]
-            if "panel" in about:
-                about["default"] = getattr(group, name)
-            yield parameter(name, hint, about)
 
     def format_arguments(self, *_: object) -> None:
         """Writes nothing: `format_options` does, with every version of click."""
@@ -167,19 +181,18 @@ def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
     return lambda function: Command(function, **about)
 
 
-def is_given(context: click.Context, name: str) -> bool:
-    """Whether the command's parameter `name` was given on the command line."""
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
 def given_options(context: click.Context) -> dict[str, str]:
     """The options given on the command line as they were typed, by parameter."""
-    return {str(option.name): _typed_name(context, option) for option in _given(context)}
+    return {name: _typed_name(context, option) for name, option in _given(context).items()}
 
 
-def _given(context: click.Context) -> list[Option]:
-    options = (one for one in context.command.params if isinstance(one, Option))
-    return [one for one in options if is_given(context, str(one.name))]
+def _given(context: click.Context) -> dict[str, Option]:
+    return {
+        str(option.name): option
+        for option in context.command.params
+        if isinstance(option, Option)
+        and context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
+    }
 
 
 def _typed_name(context: click.Context, option: Option) -> str:
@@ -222,3 +235,58 @@ def _section(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[st
     if rows:
         with formatter.section(title):
             formatter.write_dl(rows)
+
+
+@contextlib.contextmanager
+def answered(console: Console, *, debug: bool) -> Iterator[None]:
+    """Reports signals and errors of the block in one sentence, and exits with their code."""
+    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    try:
+        yield
+    except click.exceptions.Exit:
+        raise
+    except (Interrupted, Exception) as error:
+        if isinstance(error, Interrupted):
+            previous = {}  # keep `end_at_once` for a second signal until the process ends
+        _say(console, error, debug=debug)
+        raise click.exceptions.Exit(exit_code_of(error)) from error
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say(console: Console, error: BaseException, *, debug: bool) -> None:
+    """Reports the error once in a run: rank 0 does it if there are several processes."""
+    if debug or not _is_told_elsewhere(error):
+        console.error(error, debug=debug)
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether another process reports `error` to the user, or it needs no report.
+
+    If this is a rank other than 0 that could not start, sends the error to rank 0.
+    """
+    try:
+        launched = find_world()
+    except RequestError:
+        return False
+    if not is_member(launched):
+        return False
+    if not isinstance(error, SvdppError) or isinstance(error, RankError):
+        return not isinstance(error, Exception) or launched.local_rank != 0
+    from svdpp.worker.joined_rank import report_failure
+
+    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """Ends the run in order at the first signal, and at once at the second."""
+    for other in _SIGNALS:
+        signal.signal(other, end_at_once)
+    raise Interrupted(number)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
+    """Ends the process silently as by signal `number`; its ranks notice and end, too."""
+    process_lifetime.remove_temp_files()
+    os._exit(128 + number)

@@ -94,7 +94,9 @@ class Console:
         self.result("\n".join(indent + line for line in lines))
 
     def json(self, value: Any) -> None:
-        """Prints the whole result as JSON; call once, with `--json`."""
+        """With `--json`, prints the whole result; call once."""
+        if not self.as_json:
+            return
         self._answered = True
         try:
             sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
@@ -104,8 +106,7 @@ class Console:
 
     def answer(self, value: Mapping[str, Any]) -> None:
         """Prints the whole result: with `--json` as JSON, else the same as lines and tables."""
-        if self.as_json:
-            self.json(value)
+        self.json(value)
         self.show(value)
 
     def show(self, value: Mapping[str, Any]) -> None:
@@ -132,8 +133,8 @@ class Console:
         self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
 
     def info(self, *texts: str) -> None:
-        """Prints remarks; folded on a terminal unless they contain a command to copy."""
-        for text in () if self.quiet else texts:
+        """Prints remarks, without empty ones; folded on a terminal unless they have a command."""
+        for text in () if self.quiet else filter(None, texts):
             folds = self.err.is_terminal and not _COMMAND.search(text)
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
@@ -153,7 +154,7 @@ class Console:
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Prints a rank x time picture with a colour for each clip."""
-        from svdpp.plan.grid import draw_grid
+        from svdpp.plan.forecast import draw_grid
 
         width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
         for line in draw_grid(spans, world_size, width=width):
@@ -230,6 +231,8 @@ def _cell(name: str, value: Any) -> str:
         return ", ".join(cells + more) or "none"
     if value is None or value == {}:
         return "-"
+    if name == "bubble":
+        return f"{value:.0%}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
     unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""

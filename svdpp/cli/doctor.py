@@ -1,7 +1,8 @@
-"""`svdpp doctor`: checks what a run needs, and says how to fix what fails."""
+"""`svdpp doctor` checks what a run needs; `svdpp env` shows what results depend on."""
 
 from __future__ import annotations
 
+import os
 import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -9,16 +10,16 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from svdpp.cli.command import command, is_given
+from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.layout import OF_LAYOUT
-from svdpp.cli.options.outputs import FolderOptions
-from svdpp.cli.options.sampling import LOOKS, PROMPT_FIELDS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import FolderOptions
+from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError
 from svdpp.launch.world import World
-from svdpp.redaction import redact
+from svdpp.redaction import redact, redact_all
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.doctor import Check
@@ -33,13 +34,7 @@ _COLOURS = {"ok": "green", "failed": "bold red", "skipped": "dim"}
         *(*LOOKS, *PROMPT_FIELDS, "seed", "allow_mixed_devices", "lora"),
         *(*OF_LAYOUT, "costs", "share_experts"),
     ),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
-    meanings={
-        "out": "Output folder to check.",
-        "device": "cuda: rank r on GPU r, over NCCL. cpu, or one GPU shared by all ranks such as "
-        "cuda:0: over gloo. auto: GPUs if there are any, else the CPU.",
-        "decode_chunk_size": "Frames decoded at a time; memory depends on it.",
-    },
+    meanings={"out": "Output folder to check."},
 )
 def doctor(
     context: click.Context,
@@ -62,16 +57,15 @@ def doctor(
         checks.append(check)
         _print(console, check)
     failed = [check for check in checks if check.verdict == "failed"]
-    if console.as_json:
-        examined = {name: getattr(config, name) for name in ("device", "world_size")}
-        console.json(
-            {
-                "schema_version": 1,
-                "healthy": not failed,
-                "examined": {"model": options.model, **examined},
-                "checks": [asdict(check) for check in checks],
-            }
-        )
+    examined = {name: getattr(config, name) for name in ("device", "world_size")}
+    console.json(
+        {
+            "schema_version": 1,
+            "healthy": not failed,
+            "examined": {"model": options.model, **examined},
+            "checks": [asdict(check) for check in checks],
+        }
+    )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise click.exceptions.Exit(failed[0].exit_code)
@@ -80,7 +74,7 @@ def doctor(
         console.info(f"svdpp simulate {on_ranks}; svdpp run takes no dummy")
     else:
         console.info(f"a run of {options.model} {on_ranks}")
-    if not is_given(context, "model"):
+    if "model" not in given_options(context):
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
 
@@ -111,3 +105,28 @@ def _print(console: Console, check: Check) -> None:
     console.result(Text.assemble((head, _COLOURS[check.verdict]), lines[0]))
     for line in lines[1:]:
         console.result(" " * len(head) + line)
+
+
+@command(examples=("svdpp env", "svdpp env --json"))
+def env(console: Console) -> None:
+    """Show versions, devices, ffmpeg and settings, ready to paste into a report.
+
+    Settings are the variables such as SVDPP_MODEL, which set defaults of options. The home folder
+    is shown as ~. Other variables are shown only if they are on a list of harmless names, so no
+    token is shown.
+    """
+    from svdpp.cli.app import COMMANDS, command_named
+    from svdpp.diagnostics.environment import environment
+
+    options = {
+        variable: option.opts[0]
+        for name in COMMANDS
+        for option in command_named(name).params
+        for variable in option.envvar or ()
+    }
+    defaults = [
+        {"variable": name, "value": value, "option": options.get(name, "none has this name")}
+        for name, value in sorted(os.environ.items())
+        if name.startswith("SVDPP_")
+    ]
+    console.answer({**environment(), "defaults": redact_all(defaults)})

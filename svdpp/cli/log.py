@@ -49,11 +49,12 @@ def open_log(
     log_file: Path | None,
     write: Callable[[str], Any] = sys.stderr.write,
     quiet: bool = False,
+    warns: bool = False,
 ) -> None:
     """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
 
-    Without verbosity stderr gets only remarks, such as that a download begins, and the file has no
-    transfers and steps.
+    Without verbosity stderr gets only remarks, such as that a download begins, and with `warns`
+    warnings; the file has no transfers and steps.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
@@ -67,6 +68,9 @@ def open_log(
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
     elif not quiet:
         logger.add(sink, level="INFO", filter=_is_remark, format="{message}", colorize=False)
+        if warns:
+            form = "{time:HH:mm:ss} {level: <7} {message}"
+            logger.add(sink, level="WARNING", format=form, colorize=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
         logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")

@@ -41,9 +41,8 @@ def models(console: Console, asked: NameOptions) -> None:
         found = [describe(family) for family in SAMPLING_CLASSES]
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
-    if console.as_json:
-        console.json({"schema_version": 1, "families": found})
-    elif name is None:
+    console.json({"schema_version": 1, "families": found})
+    if name is None:
         rows = [{**one, "from": " or ".join(one["inputs"])} for one in found]
         console.table([{key: row[key] for key in ("family", "title", "from")} for row in rows])
     else:

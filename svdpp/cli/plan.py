@@ -10,19 +10,35 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from svdpp.cli.command import command, given_options
-from svdpp.cli.console import Console
+from svdpp.cli.console import MAX_ROWS, Console, counted
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY
-from svdpp.cli.options.inputs import ClipOptions
-from svdpp.cli.options.layout import ASSUMED_COSTS, OF_LAYOUT
-from svdpp.cli.options.sampling import LOOKS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import ClipOptions
+from svdpp.cli.options.model import LOOKS
+from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay
+from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
+from svdpp.plan.layout import Layout
+from svdpp.plan.split import EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from svdpp.plan.choose import Row
+
+
+#: Of the JSON of `svdpp plan`.
+SCHEMA_VERSION = 2
+
+# Visits of clips at ranks: about a second of drawing.
+_MAX_DRAWN = 50_000
+_CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
+_MAX_CUTS = 16
+_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
+_COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 _DEFAULT_WORLD = 4
 _CLIPS_PER_RANK = 2
@@ -138,7 +154,6 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.cli.plan_report import show_comparison, show_layout
     from svdpp.plan.choose import compare_layouts
     from svdpp.plan.layout import check_chunks
 
@@ -167,8 +182,8 @@ def plan(
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config.layout, num_clips, reason)
     console.info(*_remarks(forecast, options, seconds, costs))
-    if options.cfg_parallel == "auto" and (why_not := request.pairs[1]):
-        console.info(why_not)
+    if options.cfg_parallel == "auto":
+        console.info(request.pairs[1])
 
 
 def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
@@ -240,3 +255,146 @@ def _remarks(
             else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
             "unless an option gives its time; --costs gives them all"
         )
+
+
+def show_layout(console: Console, layout: Layout, num_clips: int, reason: str = "") -> None:
+    """Prints the ranks, picture and forecast of a layout, with the forecast of data parallel.
+
+    `reason` says why `auto` chose the layout.
+    """
+    from svdpp.plan.choose import Row
+
+    alone: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1}
+    data_parallel = replace(layout, **alone, replicas=layout.world_size, decode_ranks=1)
+    rows = [
+        Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
+        for name, each in (("this layout", layout), ("data parallel", data_parallel))
+    ]
+    ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
+    if console.as_json:
+        ours, theirs = (_row_json(row)["forecast"] for row in rows)
+        others = {name: theirs[name] for name in _TIMES}
+        console.json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                **{name: getattr(layout, name) for name in ("num_steps", "world_size", "split")},
+                "layout": _facts(layout) | {"reason": reason or None},
+                "ranks": ranks,
+                "costs": layout.costs.to_json(),
+                "forecast": {"clips": num_clips, **ours, "data_parallel": others},
+            }
+        )
+        return
+    # Replicas that are alike are shown once.
+    shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
+    console.show({"ranks": [ranks[rank] for rank in shown]})
+    if len(shown) < layout.world_size:
+        console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
+    _print_cuts(console, layout, num_clips)
+    console.result()
+    _print_picture(console, layout, num_clips)
+    console.result()
+    if reason:
+        console.prose(f"auto picks {reason}")
+    is_data_parallel = layout.replica_size * layout.cfg_parallel == 1
+    _print_forecasts(console, rows[:1] if is_data_parallel else rows, num_clips, layout.world_size)
+
+
+def _rank(layout: Layout, rank: int) -> dict[str, Any]:
+    role, found = layout.roles[rank], layout.all_shares[rank]._asdict() | layout.roles[rank].parts
+    if layout.expert_boundary is not None:
+        found["experts"] = [EXPERTS[expert] for expert in sorted(role.experts)]
+    if layout.costs.ranks_per_host is not None:
+        found["host"] = layout.costs.host_of(rank)
+    return found | {"peak_gib": layout.peak_gib[rank]}
+
+
+def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
+    if layout.split != "alternating" or not 1 < layout.num_stages <= _MAX_CUTS:
+        return
+    console.result()
+    for clip in range(min(num_clips, _CLIPS_WHOSE_CUTS_ARE_SHOWN)):
+        inner = " ".join(map(str, layout.cuts(clip * layout.replicas)[1:-1]))
+        console.result(f"clip {clip * layout.replicas} is cut at {inner}")
+
+
+def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
+    """Prints the rank x time grid, of the first clips if there are many."""
+    if layout.world_size > MAX_ROWS:
+        console.result(f"(no picture: {layout.world_size} ranks are too many)")
+        return
+    if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
+        num_clips = min(num_clips, 4 * layout.world_size)
+        console.result(f"the first {num_clips} clips:")
+    console.grid(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
+    console.result("time ->   one sign per clip, < encode, > decode, . idle")
+
+
+def _facts(layout: Layout) -> dict[str, Any]:
+    """The properties of a layout, for JSON; those of experts only if the model has two."""
+    names = ["split", "replicas", "decoders", "cfg_parallel", "decode_ranks"]
+    if layout.expert_boundary is not None:
+        names += ["expert_boundary", "share_experts"]
+    return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
+
+
+def _gib(peaks: Iterable[float | None]) -> str:
+    """Lowest and highest peak of several ranks; a dash if one is unknown."""
+    values = list(peaks)
+    known = sorted(peak for peak in values if peak is not None)
+    if not known or len(known) < len(values):
+        return "-"
+    return "..".join(dict.fromkeys(f"{peak:.1f}" for peak in (known[0], known[-1])))
+
+
+def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Prints layouts side by side, then notes on them."""
+    if console.as_json:
+        about = {name: counts[name] for name in ("num_steps", "world_size")}
+        about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
+        console.json({"schema_version": SCHEMA_VERSION, **about})
+        return
+    _print_forecasts(console, rows, counts["num_clips"], counts["world_size"])
+
+
+def _print_forecasts(
+    console: Console, rows: Sequence[Row], num_clips: int, world_size: int
+) -> None:
+    console.table([_compared(row) for row in rows])
+    console.result()
+    console.result(f"total: {counted(num_clips, 'clip')} on {counted(world_size, 'rank')}")
+    console.result("per min: clips of a long queue; all others in seconds, of these clips")
+    console.result(
+        "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
+    )
+    if any(row.name == "pairs" for row in rows):
+        console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
+    for row in rows:
+        if row.note:
+            console.prose(f"{row.name}: {row.note}")
+        roles = () if row.layout is None else row.layout.roles
+        if idle := sum(not (role.encode or role.denoise or role.decode) for role in roles):
+            console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
+
+
+def _compared(row: Row) -> dict[str, str]:
+    forecast, cells = row.forecast, ["-"] * len(_COMPARED)
+    if forecast is not None and row.layout is not None:
+        rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
+        times = forecast.makespan, forecast.first_clip, forecast.latency.mean, forecast.jitter
+        total, *others = (f"{round(time, 3):.4g}" for time in times)
+        cells = [total, rate, *others, _gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
+    return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    facts: dict[str, Any] = {"layout": None, "forecast": None}
+    if row.forecast is not None and row.layout is not None:
+        facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
+        facts["forecast"] = {
+            **row.forecast.to_json(),
+            "seconds_per_clip": row.seconds_per_clip,
+            "jitter_seconds": row.forecast.jitter,
+            "latency_seconds": row.forecast.latency._asdict(),
+        }
+    return {"name": row.name, "note": row.note or None, **facts}

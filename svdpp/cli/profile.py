@@ -10,10 +10,10 @@ from pathlib import Path
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, RECOVERY
-from svdpp.cli.options.inputs import PromptOptions
-from svdpp.cli.options.layout import OF_LAYOUT
-from svdpp.cli.options.sampling import LOOKS
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import LogOptions, PromptOptions
+from svdpp.cli.options.model import LOOKS
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
@@ -43,11 +43,6 @@ class MeasureOptions(PipelineOptions, PromptOptions):
         *(*LOOKS, "checksum", "steps", "seed", "prompts", "negative_prompt", "video"),
         *(*OF_LAYOUT, "costs", "share_experts"),
     ),
-    defaults={"world": "all GPUs, if they divide the steps of svdpp run; on the CPU 2"},
-    meanings={
-        "decode_chunk_size": "Frames to decode at a time; memory depends on it.",
-        "prompt": "For a model that takes one; its text does not change the costs.",
-    },
 )
 def profile(
     console: Console,
@@ -65,11 +60,11 @@ def profile(
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     config = request.with_a_step_each().resolve()[0]
     if is_member(launched):
-        from svdpp.cli.log import open_log, serve_member
+        from svdpp.cli.log import serve_member
         from svdpp.diagnostics.cost_profile import measured_config
         from svdpp.driver.pipeline import Pipeline
 
-        open_log(verbosity=0, log_file=None)
+        LogOptions().open(console, launched)
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
     _check_free(options.out, overwrite=options.overwrite)
@@ -97,7 +92,6 @@ def _measure(
     costs = measure(
         config,
         repeats=repeats,
-        source="measured by svdpp profile",
         log=console.info,
         open_observer=partial(Progress, console, costs=config.costs),
         prompt=prompt,

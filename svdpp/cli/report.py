@@ -37,9 +37,7 @@ def report(console: Console, options: ReportOptions) -> None:
     from svdpp.diagnostics.report import read_report
 
     found = read_report(options.folder)
-    if console.as_json:
-        console.json(found.to_json())
-        return
+    console.json(found.to_json())
     states = ", ".join(f"{number} {state}" for state, number in found.states.items())
     console.result(f"clips: {states or 'none'}")
     for clip in found.lost:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.layout import ASSUMED_COSTS, LayoutOptions, RankOptions
-from svdpp.cli.options.sampling import SamplingOptions
+from svdpp.cli.options.pipeline import ASSUMED_COSTS, PipelineOptions
 from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice, Pairs
     from svdpp.plan.costs import Costs
-    from svdpp.plan.layout import Split
 
 #: By how the family's row divides the branches of the guidance.
 _PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
@@ -28,11 +26,6 @@ _PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
     "batch": ("unproven", ""),
     None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions(SamplingOptions, LayoutOptions, RankOptions):
-    """The options that together give one configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +45,8 @@ class PipelineRequest:
     """Of a model whose configs cannot be read; None: read them."""
     on_cpu: int = 2
     """Default number of ranks that share the CPU, or one GPU."""
-    default_split: Split | None = None
-    """Split of a model with one expert if the user gives no layout; None: uniform. With two experts
-    it is balanced, because they rarely have equal steps."""
     serves: bool = False
-    """Whether the clips are those of a server, whose users wait for each."""
+    """Whether the clips are those of a server: its users wait for each, and choose its steps."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
     costs: Costs | None = None
@@ -149,12 +139,14 @@ class PipelineRequest:
 
     @cached_property
     def _layout(self) -> PipelineOptions:
+        """The options, with a split if the uniform one, their default, cannot be meant."""
         layout = self.options
-        if not self._experts and self.default_split and not (layout.refined or layout.layout):
-            return replace(layout, split=self.default_split)
-        is_of_model = self._experts and self.expert_boundary is None
-        if is_of_model and layout.must_divide and not layout.split:
-            return replace(layout, split="balanced")
+        if self._experts:  # which rarely have equal steps
+            is_of_model = self.expert_boundary is None
+            if is_of_model and layout.must_divide and not layout.split:
+                return replace(layout, split="balanced")
+        elif self.serves and not (layout.refined or layout.layout):
+            return replace(layout, split="alternating")
         return layout
 
     @cached_property
@@ -171,9 +163,19 @@ class PipelineRequest:
             return launched.size
         if asked is not None:
             return asked
-        steps, size = self._sampling.num_inference_steps, self._layout.pair_size
-        divide, on_cpu = self._layout.must_divide, max(size, self.on_cpu)
-        return default_world(self._device, steps, on_cpu=on_cpu, divide=divide, multiple=size)
+        return self._default_world()
+
+    def _default_world(self) -> int:
+        """All GPUs, else `on_cpu`: as many as make pairs and, if need be, divide the steps."""
+        size, count = self._layout.pair_size, self.on_cpu
+        if self._device == "cuda":
+            import torch
+
+            count = torch.cuda.device_count()
+        stages = max(1, count // size)
+        if self._layout.must_divide:
+            stages = largest_world(self._sampling.num_inference_steps, stages)
+        return size * stages
 
     @property
     def _decodes(self) -> bool:
@@ -215,7 +217,8 @@ class PipelineRequest:
             )
         needs, limits = self._memory()
         # A server without pairs also takes clips without guidance: only the user gives that up.
-        may_pair = layout.chooses_pairs and not (self.serves and layout.cfg_parallel is None)
+        is_open = layout.chooses and layout.cfg_parallel in (None, "auto")
+        may_pair = is_open and not (self.serves and layout.cfg_parallel is None)
         return {
             **self._experts,
             "costs": replace(self._costs, **needs),
@@ -271,19 +274,3 @@ class PipelineRequest:
             why += "; no times are known: a step counts as 1 s, and all else as 0 s"
         no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
         return f"{why}; {no_pairs}" if no_pairs else why
-
-
-def default_world(
-    device: str, num_steps: int, *, on_cpu: int = 2, divide: bool = True, multiple: int = 1
-) -> int:
-    """The default number of ranks: all GPUs on CUDA, else `on_cpu`; a multiple of `multiple`.
-
-    With `divide` it is the largest up to that whose number of stages divides the steps.
-    """
-    count = on_cpu
-    if device == "cuda":
-        import torch
-
-        count = max(torch.cuda.device_count(), 1)
-    stages = max(1, count // max(1, multiple))
-    return multiple * (largest_world(max(num_steps, 1), stages) if divide else stages)

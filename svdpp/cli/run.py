@@ -4,36 +4,62 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.failures import worst_of
-from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.run_request import RunOptions, RunRequest
-from svdpp.errors import Interrupted, RankError, error_from_dict, error_to_dict
+from svdpp.cli.options.files import (
+    InputOptions,
+    LogOptions,
+    OutputOptions,
+    PromptOptions,
+    TraceOptions,
+)
+from svdpp.cli.options.model import parse_seeds
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
+from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
+from svdpp.errors import (
+    Interrupted,
+    RankError,
+    RequestError,
+    SvdppError,
+    error_from_dict,
+    error_to_dict,
+    worst_of,
+)
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from svdpp.config import ClipRequest, PipelineConfig
+    from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan
+    from svdpp.driver.jobs import ClipPlan, OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_manifest import RunManifest
-    from svdpp.errors import SvdppError
+    from svdpp.media.image import Photo
     from svdpp.media.inputs import ClipInput
 
+# Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
+_TRACE_CLIPS = 1000
 
+# Ratio of two aspect ratios whose difference is not visible.
+_SAME_SHAPE = 1.05
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _AT_ONCE = 1000
 # Checking these takes a second or two.
 _FEW_CLIPS = 8
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
+    """The options of the pipeline, and those of its clips."""
 
 
 @command(
@@ -47,7 +73,6 @@ _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run
         *("num_frames", "decode_chunk_size"),
     ),
     without=("latent_shape",),
-    defaults={"world": "all GPUs, if they divide the steps; on the CPU 2"},
 )
 def run(
     console: Console,
@@ -63,7 +88,7 @@ def run(
     from svdpp.launch import fork_server
     from svdpp.media.output_files import locked
 
-    asked = _Run(console=console, traces=traces, launched=launched, options=options)
+    asked = Run(console=console, traces=traces, launched=launched, options=options)
     asked.check()
     found, refused = asked.clip_inputs()
     if launched is None and not options.dry_run:
@@ -76,21 +101,144 @@ def run(
 
         serve_member(asked.pipeline(config), launched, console)
         return
-    remarks = [*filter(None, (asked.stretched(found), why))]
+    remarks = asked.stretched(found), why
     if options.dry_run:
         asked.show(config, found, remarks)
         return
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = asked.planned(config, found)
-        console.info(*remarks, *([_UNLOCKED.format(why_not)] if why_not else []))
+        console.info(*remarks, _UNLOCKED.format(why_not) if why_not else "")
         asked.make(pipeline, clips, refused)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run(RunRequest):
+class Run:
+    """What `svdpp run` is asked for: checked and combined step by step, then made."""
+
     console: Console
+    launched: World | None
+    options: RunOptions
     traces: TraceOptions
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """The seeds of each image's clips."""
+        seed, seeds = self.options.seed, self.options.seeds
+        if None not in (seed, seeds):
+            raise RequestError("--seed and --seeds contradict each other")
+        return [seed or 0] if seeds is None else parse_seeds(seeds)
+
+    @cached_property
+    def device(self) -> str:
+        """The name of the device, where `auto` is decided."""
+        return self.options.device_name()
+
+    @cached_property
+    def policy(self) -> OutputPolicy:
+        """Where clips are written, and what happens to existing files."""
+        launched = self.launched
+        return self.options.policy(is_restarted=launched is not None and launched.restarts > 0)
+
+    def check(self) -> None:
+        """Checks all that needs neither torch nor the contents of files, to answer quickly."""
+        # These are checked when they are made.
+        assert self.options.place()
+        assert self._sampling
+        assert self.seeds
+        if self.options.is_dummy:
+            raise RequestError(
+                "the dummy model makes no video files",
+                "use --model demo, or svdpp simulate, which runs the dummy model",
+            )
+        if self.options.dry_run and self.launched is not None:
+            raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
+        if self.options.has_prompt and not isinstance(self._sampling, PromptedSampling):
+            # Before the clips' names, which would be those of one image for each prompt.
+            raise RequestError(f"model {self.options.model!r} takes no prompt", "leave it out")
+        if not self.options.inputs and not self.options.has_prompt:
+            raise RequestError(
+                "INPUT is missing: name an image, or give a prompt to a model that takes one",
+                "svdpp run photo.jpg",
+            )
+
+    def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
+        """What clips are made from, and errors for inputs that make none; only rank 0 has them."""
+        if is_member(self.launched):
+            return [], []
+        options = self.options
+        found: Sequence[Photo | None] = [None]
+        problems: list[SvdppError] = []
+        if options.inputs:
+            found, problems = self._images()
+        inputs = options.combined(found, self._sampling, options.max_pixels)
+        if not options.keep_going:
+            return inputs, []
+        from svdpp.driver.jobs import without_shared_names
+
+        inputs, shared = without_shared_names(inputs, self.seeds, self.policy)
+        return inputs, [*problems, *shared]
+
+    def _images(self) -> tuple[list[Photo], list[SvdppError]]:
+        from svdpp.media.inputs import raise_all, sift_inputs
+
+        found, problems = sift_inputs(
+            self.options.inputs or (),
+            recursive=self.options.recursive,
+            max_pixels=self.options.max_pixels,
+            video_frames=self._sampling.video_frames,
+        )
+        if problems and not self.options.keep_going:
+            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+        return found, [*problems]
+
+    def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none."""
+        return PipelineRequest(
+            options=self.options,
+            num_clips=None if self.launched else num_clips,
+            launched=self.launched,
+            device=self.device,
+            from_image=bool(self.options.inputs),
+        ).resolve()
+
+    def stretched(self, found: Sequence[ClipInput]) -> str:
+        """A remark on images of another shape than the frame's; "" if there are none."""
+        config = self._sampling
+        shape = config.width / config.height
+        images = {photo.path: photo.width / photo.height for each in found if (photo := each.photo)}
+        names = [
+            path.name
+            for path, own in images.items()
+            if not 1 / _SAME_SHAPE <= own / shape <= _SAME_SHAPE
+        ]
+        if not names or config.fit != "stretch":
+            return ""
+        more = f" and {len(names) - 1} more are" if names[1:] else " is"
+        return (
+            f"fit: {names[0]!r}{more} stretched to {config.width}x{config.height}; "
+            "--fit crop keeps proportions"
+        )
+
+    def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
+        """The pipeline of `config`, with the request's folders; rank 0 gives the inputs."""
+        from svdpp.driver.pipeline import Pipeline
+
+        latents = self.options.latents_dir
+        files = [each.photo for each in inputs if each.photo]
+        files += [video for _, video in (inputs[0].videos if inputs else ())]
+        folders = {file.path.parent: file.path for file in files}
+        shared = [self.options.place().folder, *folders.values()]
+        return Pipeline(
+            config,
+            latents_folder=None if latents is None else str(latents.absolute()),
+            shared_paths=[str(path.absolute()) for path in shared],
+            trace_clips=_TRACE_CLIPS,
+        )
+
+    @cached_property
+    def _sampling(self) -> SamplingConfig:
+        return self.options.sampling_config(from_image=bool(self.options.inputs))
 
     def planned(
         self, config: PipelineConfig, found: Sequence[ClipInput]
@@ -102,7 +250,7 @@ class _Run(RunRequest):
         num_there = check_outputs(found, self.seeds, policy)
         if policy.keeps_finished and num_there > _FEW_CLIPS:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
-        pipeline = self.pipeline(config, found, self.traces.profile_path)
+        pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
         clips = plan_clips(found, self.seeds, policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips
@@ -124,7 +272,7 @@ class _Run(RunRequest):
         if made and figures is not None:
             limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
-            console.info(*limits, *([report] if limits else []))
+            console.info(*limits, report if limits else "")
         if console.as_json:
             console.json([*clips.skipped, *made, *lost])
         else:
@@ -207,25 +355,22 @@ class _Run(RunRequest):
             f"{counted(sampling.num_inference_steps, 'step')}, "
             f"{config.model.name} {config.model.dtype}"
         )
-        about: dict[str, Any] = {
-            "schema_version": 1,
-            "clips": [
-                {name: metadata[name] for name in ("output", "input", "seed")}
-                for metadata in clips.metadata
-            ],
-            "finished": [metadata["output"] for metadata in clips.skipped],
-            "layout": str(config.layout),
-            "world_size": config.world_size,
-            "device": config.device,
-            "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
-            "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
-        }
-        if not console.as_json:
-            about["clips"] = [
-                {"output": str(policy.folder / clip["output"]), "seed": clip["seed"]}
-                for clip in about["clips"]
-            ]
-        console.answer(about)
+        console.answer(
+            {
+                "schema_version": 1,
+                "folder": str(policy.folder),
+                "clips": [
+                    {name: metadata[name] for name in ("output", "input", "seed")}
+                    for metadata in clips.metadata
+                ],
+                "finished": [metadata["output"] for metadata in clips.skipped],
+                "layout": str(config.layout),
+                "world_size": config.world_size,
+                "device": config.device,
+                "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
+                "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
+            }
+        )
 
 
 def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:

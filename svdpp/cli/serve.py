@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.outputs import LogOptions
+from svdpp.cli.options.files import LogOptions
 from svdpp.cli.options.serve import ServeOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
-from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
@@ -28,8 +27,6 @@ _EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _FLEET = ("psycopg", "fsspec", "s3fs")
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
-#: Clips can have any number of steps, which a uniform split does not allow.
-_SPLIT: Split = "alternating"
 
 
 @command(
@@ -80,7 +77,7 @@ def serve(
     try:
         if is_member(launched):
             config, _ = _config(options, launched)
-            _open_log(console, launched, log)
+            log.open(console, launched, warns=True)
             pipeline = Pipeline(
                 config,
                 latents_folder=str(options.data.absolute() / "latents"),
@@ -112,9 +109,8 @@ def _serve(
         if launched is None:
             family = None if asked.is_dummy else asked.family
             fork_server.start_early(family=family, device=config.device)
-        _open_log(console, launched, log)
-        if why:
-            console.info(why)
+        log.open(console, launched, warns=True)
+        console.info(why)
         settings = _settings(asked, sizes, config)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
@@ -137,7 +133,6 @@ def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=asked.image_use != "refused",
-        default_split=_SPLIT,
         serves=True,
         time_scale=asked.time_scale,
     ).resolve(heartbeat_timeout_seconds=asked.heartbeat_timeout)
@@ -185,16 +180,6 @@ def _secrets(asked: ServeOptions) -> list[bytes]:
     return []
 
 
-def _open_log(console: Console, launched: World | None, log: LogOptions) -> None:
-    """Opens the log; a service also shows warnings without being asked."""
-    from loguru import logger
-
-    log.open(console, launched)
-    if not (log.verbose or console.quiet):
-        form = "{time:HH:mm:ss} {level: <7} {message}"
-        logger.add(lambda line: console.info(line.rstrip("\n")), level="WARNING", format=form)
-
-
 def _announce(
     console: Console,
     asked: ServeOptions,
@@ -217,10 +202,9 @@ def _announce(
             fields += f" -F input_reference=@{name}"
             fields += "".join(f" -F {video}=@{video}.mp4" for video in sampling.videos)
         console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
-    if console.as_json:
-        console.json(
-            {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
-        )
+    console.json(
+        {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
+    )
 
 
 def _check_extra(extra: str, modules: tuple[str, ...]) -> None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS
-from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions, TraceOptions
-from svdpp.cli.options.sampling import LOOKS
-from svdpp.cli.plan_report import times_of
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
+from svdpp.cli.options.model import LOOKS
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.world import World, is_member
@@ -53,7 +52,6 @@ class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
     meanings={
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
         "folder or a hub id.",
-        "prompt": "For a model that takes one; each clip has a number behind it.",
     },
     defaults={
         "world": "all GPUs, if they divide the steps; on the CPU up to 4",
@@ -87,9 +85,8 @@ def simulate(
     ).resolve()
     num_clips = options.at_least_one(2 * config.world_size)
     log.open(console, launched)
-    if why:
-        console.info(why)
-    pipeline = Pipeline(config, profile_path=traces.profile_path)
+    console.info(why)
+    pipeline = Pipeline(config)
     if is_member(launched):
         from svdpp.cli.log import serve_member
 
@@ -148,7 +145,7 @@ def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> 
             "dtype": config.model.dtype,
             "backend": pipeline.backend,
             "clips": times["measured"].clips,
-            **{name: {**times_of(one), "bubble": one.bubble} for name, one in times.items()},
+            **{name: one.to_json() for name, one in times.items()},
             "ranks": [_row(rank) for rank in figures.ranks],
         }
     )

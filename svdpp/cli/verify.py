@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,27 +12,23 @@ import click
 
 from svdpp.cli.command import command, given_options
 from svdpp.cli.console import Console, counted
-from svdpp.cli.failures import worst_of
 from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.options.inputs import ClipOptions, PromptOptions
-from svdpp.cli.options.outputs import LogOptions
-from svdpp.cli.request import PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
-from svdpp.errors import RequestError, VerificationError
-from svdpp.launch.process_lifetime import temp_folder
+from svdpp.errors import RequestError, VerificationError, worst_of
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.cli.progress import Progress
     from svdpp.media.image import Photo
-    from svdpp.plan.layout import Layout
     from svdpp.verification.clip_proof import ClipProof
-    from svdpp.verification.result import VerificationResult
+    from svdpp.verification.verify import VerificationResult
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
     {
-        *("inputs", "image", "threads", "local_files_only", "timeout", "start_timeout"),
+        *("inputs", "image", "local_files_only", "timeout", "start_timeout"),
         *("as_json", "verbose", "quiet", "debug", "log_file"),
     }
 )
@@ -42,7 +39,7 @@ _CONDITIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
-    """The options of the pipeline, and inputs and tolerance of a proof."""
+    """The options of the pipeline, and the inputs of a proof."""
 
     inputs: list[str] | None = argument(
         "[INPUT...|CLIP...]",
@@ -50,19 +47,11 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
         "folder of them.",
         shown="an image that comes with svdpp",
     )
-    tolerance: float = DIAGNOSTICS.setting(
-        "ATOL", "Largest difference that counts as equal; 0 requires equal bits.", default=0.0
-    )
     image: Path | None = DIAGNOSTICS.setting(
         "PATH",
         "For finished clips: their image, or the folder that contains all that they start from.",
         shown="the path in the clip's metadata, or beside the clip",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tolerance >= 0:
-            raise RequestError(f"--tolerance must be 0 or more, got {self.tolerance}")
 
 
 @command(
@@ -73,13 +62,8 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
     ),
     common=("world", "model", "clips", "steps", "split", "num_frames", "as_json"),
     without=("checksum",),
-    defaults={
-        "world": "all GPUs, if they divide the steps; on the CPU 2",
-        "clips": "one for each input, at least 2",
-    },
-    meanings={
-        "clips": "Number of clips: inputs in turn, each turn with the next seed.",
-    },
+    defaults={"clips": "one for each input, at least 2"},
+    meanings={"clips": "Number of clips: inputs in turn, each turn with the next seed."},
 )
 def verify(
     context: click.Context,
@@ -96,14 +80,16 @@ def verify(
     file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
     """
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.verification.clip_files import are_clips
+    from svdpp.verification.clip_files import find_clips
 
     log.open(console, launched)
     inputs = options.inputs or []
-    if are_clips(inputs) and options.as_family is None:
+    clips, passed_over = find_clips([] if options.as_family else inputs)
+    if clips:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, inputs, options)
+            console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
+            _verify_clips(console, clips, options)
         return
     if options.image is not None:
         raise RequestError("--image is for finished clips", "give the image as INPUT")
@@ -125,63 +111,45 @@ def verify(
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
         serve_member(pipeline, launched, console)
         return
-    if why:
-        console.info(why)
-    _compare(console, config, requests, options.tolerance)
+    console.info(why)
+    _compare(console, config, requests)
 
 
 def _requests(
     options: ProofOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
-    from svdpp.media.inputs import EXAMPLE_PROMPT, ClipInput, check_inputs, example_photos, in_turn
+    from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_photos, in_turn
 
-    seed = options.seed or 0
     if options.is_dummy and inputs:
         raise RequestError("the dummy model takes no images", "use --model demo")
+    seed = options.seed or 0
     images: Sequence[Photo | None] = [None]
     sampling = options.sampling_config(from_image=from_image)
-    videos = options.videos(sampling)
     if from_image:
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
-    # An example of what the model needs and is not given.
     example = None if options.family == "svd" else EXAMPLE_PROMPT
-    texts: list[str | None] = [*options.all_prompts()] or [example]
-    combined = [
-        ClipInput(image, text, options.negative_prompt, videos)
-        for image in images
-        for text in texts
-    ]
+    combined = options.combined(images, sampling, example=example)
     num_clips = options.at_least_one(max(2, len(combined)))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
-def _compare(
-    console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: float
-) -> None:
+def _compare(console: Console, config: PipelineConfig, requests: list[ClipRequest]) -> None:
     from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import labels
-    from svdpp.verification import verify as proof
+    from svdpp.cli.progress import Progress, labels
+    from svdpp.verification.verify import verify as prove
 
-    names = labels(requests)
-    with temp_folder("svdpp-verify-") as folder:
-        with _progress(console, "pipelined", names, config.layout) as progress:
-            observers = (progress, EventLog(config.layout))
-            conditions = proof.run_pipelined(config, requests, folder, observers=observers)
-        with _progress(console, "sequential", names, config.alone().layout) as progress:
-            proof.run_sequential(config, requests, folder, observers=(progress,))
-        verdict = proof.compare(config, len(requests), folder, tolerance=tolerance)
+    verdict = prove(
+        config,
+        requests,
+        observers=(EventLog(config.layout),),
+        open_observer=partial(Progress, console, labels=labels(requests)),
+    )
     if console.as_json:
-        console.json({**verdict.to_json(), "conditions": conditions})
+        console.json(verdict.to_json())
     else:
         _print_verdict(console, verdict)
     if verdict.first_difference is not None:
         raise VerificationError(f"not equal: {verdict.first_difference}")
-
-
-def _progress(console: Console, title: str, names: Sequence[str], layout: Layout) -> Progress:
-    from svdpp.cli.progress import Progress
-
-    return Progress(console, title, layout.schedule(len(names)), labels=names)
 
 
 def _print_verdict(console: Console, verdict: VerificationResult) -> None:
@@ -189,7 +157,7 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
         [
             {
                 **{name: str(getattr(check, name)) for name in ("clip", "what", "step", "rank")},
-                "verdict": "equal" if check.bitwise else "within" if check.equal else "DIFFERENT",
+                "verdict": "equal" if check.bitwise else "DIFFERENT",
                 "max difference": "0" if check.bitwise else check.distance,
                 "sha256": check.sha256[:12],
             }
@@ -202,8 +170,6 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
             f"bitwise equal: {counted(clips, 'clip')}, "
             f"{len(verdict.checks)} comparisons with diffusers' sequential result"
         )
-    elif verdict.equal:
-        console.result(f"within tolerance, not bitwise: max difference {verdict.max_abs_diff:.3g}")
 
 
 def _refuse_without_effect(context: click.Context) -> None:
@@ -217,14 +183,11 @@ def _refuse_without_effect(context: click.Context) -> None:
         )
 
 
-def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions) -> None:
-    from svdpp.verification.clip_files import find_clips
+def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions) -> None:
+    from svdpp.cli.progress import Progress
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
-    paths, passed_over = find_clips(inputs)
-    console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
     settings = Settings(
-        threads=options.threads,
         image=options.image,
         local_files_only=options.local_files_only,
         timeout=options.timeout,
@@ -233,7 +196,8 @@ def _verify_clips(console: Console, inputs: Sequence[str], options: ProofOptions
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
-        with _progress(console, "verify", names, tasks[0].config.alone().layout) as progress:
+        schedule = tasks[0].config.layout.schedule(len(tasks))
+        with Progress(console, "verify", schedule, labels=names) as progress:
             proofs += prove(tasks, observers=(progress,))
     _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
 
@@ -245,10 +209,9 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     is_single = len(proofs) == 1
     if is_single and errors:
         raise errors[0]
-    if console.as_json:
-        found = [proof.to_json() for proof in proofs]
-        several = {"equal": not different and not errors, "clips": found}
-        console.json({"schema_version": 2, **(found[0] if is_single else several)})
+    found = [proof.to_json() for proof in proofs]
+    several = {"equal": not different and not errors, "clips": found}
+    console.json({"schema_version": 2, **(found[0] if is_single else several)})
     for proof in proofs:
         for check in proof.checks if is_single else ():
             word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"

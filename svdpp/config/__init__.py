@@ -12,20 +12,21 @@ from svdpp.config.families import (
     WanSampling,
     sampling_from,
 )
-from svdpp.config.model import (
+from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
+    DEMO_SAMPLING,
     DTYPE_BYTES,
     DUMMY_MODEL,
     Dtype,
     LatentSpec,
     Lora,
     ModelConfig,
+    PipelineConfig,
+    sampling_defaults,
 )
-from svdpp.config.pipeline import PipelineConfig
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
-    DEMO_SAMPLING,
     CommonSampling,
     Fit,
     Param,
@@ -33,5 +34,4 @@ from svdpp.config.sampling import (
     SvdSampling,
     own_params,
     params_of,
-    sampling_defaults,
 )

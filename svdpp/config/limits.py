@@ -55,15 +55,15 @@ def require(condition: bool, message: str, hint: str = "") -> None:
         raise RequestError(message, hint)
 
 
-def check_whole(name: str, value: Any, low: int, high: int, unit: str = "") -> None:
+def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> None:
     """Refuse a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
 
-    The message names it as the user does, such as `--steps`; `unit` follows the limits.
+    The message names it as the user does, such as `--steps`; `where` follows the limits.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
         what = "" if is_whole else "a whole number, "
-        raise RequestError(f"{name} must be {what}{low} to {high}{unit}, got {shown(value)}")
+        raise RequestError(f"{name} must be {what}{low} to {high}{where}, got {shown(value)}")
 
 
 def check_seconds(name: str, value: Any) -> None:
@@ -85,11 +85,6 @@ def check_seed(seed: Any) -> None:
     """Refuse a value that is not a seed of noise."""
     is_whole = isinstance(seed, int) and not isinstance(seed, bool)
     require(is_whole and 0 <= seed <= MAX_SEED, f"a seed must be 0 to 2^63 - 1, got {shown(seed)}")
-
-
-def check_num_clips(number: Any, name: str = "--clips") -> None:
-    """Refuse a number of clips that is not 1 to `MAX_CLIPS`."""
-    check_whole(name, number, 1, MAX_CLIPS)
 
 
 def is_number(value: Any) -> bool:

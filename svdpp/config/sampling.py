@@ -18,22 +18,11 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.config.model import DEMO_MODEL
 from svdpp.errors import RequestError, nearest
 
 Fit = Literal["crop", "pad", "stretch"]
 
 DEFAULT_NUM_STEPS = 28
-
-#: The demo model's defaults where they differ from diffusers' (svdpp/assets/demo-model/README.md).
-DEMO_SAMPLING: Mapping[str, Any] = {
-    "height": 128,
-    "width": 128,
-    "num_frames": 14,
-    "motion_bucket_id": 40,
-    "max_guidance_scale": 1.1,
-    "noise_aug_strength": 0.02,
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,6 @@ class Param:
     kind: type[int] | type[float] = float
     api: str = ""
     """Its name in HTTP requests and benches, if it is another one."""
-    unit: str = ""
     above: bool = False
     """Whether it must be above `lowest`."""
     shown_default: str = ""
@@ -79,8 +67,7 @@ class Param:
         if value is None and self.default is None:
             return
         if self.kind is int:
-            unit = f" {self.unit}" if self.unit else ""
-            check_whole(self.option, value, int(self.lowest), int(self.highest), unit)
+            check_whole(self.option, value, int(self.lowest), int(self.highest))
             return
         require(
             is_number(value) and 0 <= value <= self.highest,
@@ -104,7 +91,7 @@ SHARED: Mapping[str, Param] = {
     "height": _whole(8, MAX_SIDE, "Frame height, a multiple of 8."),
     "width": _whole(8, MAX_SIDE, "Frame width, a multiple of 8."),
     "num_frames": _whole(1, MAX_FRAMES, "Frames of each clip.", api="frames"),
-    "fps": _whole(1, 240, "Frames per second, 1 to 240.", unit="frames a second"),
+    "fps": _whole(1, 240, "Frames per second, 1 to 240."),
     "decode_chunk_size": _whole(
         1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."
     ),
@@ -327,8 +314,3 @@ def check_frames(sampling: CommonSampling, unit: int) -> None:
         f"--frames must be a multiple of {unit} plus 1, got {frames}",
         f"nearest: --frames {below} or --frames {below + unit}",
     )
-
-
-def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """The defaults of `model_name` that differ from diffusers'; empty except for the demo model."""
-    return DEMO_SAMPLING if model_name == DEMO_MODEL else {}

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from svdpp.driver.trace import Placed, Placement, StepSpan, TransferSpan, WaitSpan
-from svdpp.errors import OutputError
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
@@ -40,7 +39,8 @@ class TraceFile:
         self._path = path
         self._begin = time.monotonic()
         # The array form has no other place for what describes the run.
-        self._head = [_event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))]
+        about_run = _event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))
+        self._unwritten = [about_run]
         self._placement = Placement()
         self._tracks: dict[tuple[int, str, int], int] = {}
         self._memory: dict[int, float] = {}
@@ -51,54 +51,49 @@ class TraceFile:
         """Writes what `event` completes. A full disk does not end the run: `close` reports it."""
         if self._error is not None:
             return
-        made = list(self._made(rank, event))
-        if self._file is None and not isinstance(event, ActionDone):
-            self._head += made  # names, and memory while the ranks load their models
-        elif made:
+        self._unwritten += self._events(rank, event)
+        # Before the first work there are names, and memory while the ranks load their models.
+        if self._unwritten and (self._file is not None or isinstance(event, ActionDone)):
             try:
-                self._write(made)
+                self._write()
             except OSError as error:
                 self._error = error
 
     def close(self) -> None:
         """Completes the file; there is none if no work was done."""
-        if self._file is not None:
-            try:
+        with output_files.disk_errors(f"{str(self._path)!r} cannot be written"):
+            if self._file is not None:
                 with self._file:
                     if self._error is None:
                         self._file.write("\n]\n")
-            except OSError as error:
-                self._error = self._error or error
-        if self._error is not None:
-            why = output_files.reason(self._error)
-            raise OutputError(f"{str(self._path)!r} cannot be written: {why}") from self._error
+            if self._error is not None:
+                raise self._error
 
-    def _write(self, events: Iterable[_TraceEvent]) -> None:
-        lines = ",\n".join(map(json.dumps, events))
+    def _write(self) -> None:
+        before = ",\n"
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w")
-            lines = "[\n" + ",\n".join([*map(json.dumps, self._head), lines])
-            self._head.clear()
-        else:
-            lines = ",\n" + lines
-        self._file.write(lines)
+            self._file, before = self._path.open("w"), "[\n"
+        self._file.write(before + ",\n".join(map(json.dumps, self._unwritten)))
         self._file.flush()  # what is written stays, even if this process is killed
+        self._unwritten.clear()
 
-    def _made(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
-        if isinstance(event, Joined):
-            yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank} ({event.device})")
-            yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
-            yield _metadata(rank, _COMPUTE, "thread_name", name="compute")
-        elif isinstance(event, Heartbeat) and event.memory_bytes is not None:
-            mib = round(event.memory_bytes / 2**20, 1)
-            if self._memory.get(rank) != mib:
-                self._memory[rank] = mib
-                yield self._counter(rank, "memory", time.monotonic(), MiB=mib)
-        elif isinstance(event, GpuSample):
-            when = self._placement.on_rank_0(rank, event.when)
-            for name, values in event.counters().items():
-                yield self._counter(rank, name, when, **values)
+    def _events(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
+        match event:
+            case Joined():
+                name = f"rank {rank} ({event.device})"
+                yield _event("M", rank, _COMPUTE, "process_name", args={"name": name})
+                yield _event("M", rank, _COMPUTE, "process_sort_index", args={"sort_index": rank})
+                yield from _track(rank, _COMPUTE, "compute")
+            case Heartbeat(memory_bytes=int(size)):
+                mib = round(size / 2**20, 1)
+                if self._memory.get(rank) != mib:
+                    self._memory[rank] = mib
+                    yield self._counter(rank, "memory", time.monotonic(), {"MiB": mib})
+            case GpuSample():
+                when = self._placement.on_rank_0(rank, event.when)
+                for name, values in event.counters().items():
+                    yield self._counter(rank, name, when, values)
         for placed in self._placement.place(rank, event):
             yield from self._placed(placed)
 
@@ -111,8 +106,8 @@ class TraceFile:
                 name = f"{action.kind.lower()} clip {action.clip}"
                 yield self._slice(rank, _COMPUTE, name, "compute", start, end, **args)
             case StepSpan(rank, clip, step, start, end):
-                place = (rank, _COMPUTE, f"step {step}", "step", start, end)
-                yield self._slice(*place, clip=clip, step=step)
+                args, name = {"clip": clip, "step": step}, f"step {step}"
+                yield self._slice(rank, _COMPUTE, name, "step", start, end, **args)
             case WaitSpan(rank, _, start, end):
                 yield self._slice(rank, _COMPUTE, "wait", "wait", start, end)
             case TransferSpan():
@@ -123,38 +118,32 @@ class TraceFile:
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         if link not in self._tracks:  # transfers of one link never overlap
-            track = 1 + sum(1 for other, _, _ in self._tracks if other == rank)
-            self._tracks[link] = track
-            yield _metadata(
-                rank, track, "thread_name", name=f"{'to' if is_send else 'from'} rank {peer}"
-            )
-            yield _metadata(rank, track, "thread_sort_index", sort_index=track)
+            self._tracks[link] = 1 + sum(other == rank for other, _, _ in self._tracks)
+            end = "to" if is_send else "from"
+            yield from _track(rank, self._tracks[link], f"{end} rank {peer}")
         track = self._tracks[link]
-        name, step = f"{direction} clip {transfer.clip}", transfer.next_step
-        args = {"clip": transfer.clip, "step": step, "bytes": transfer.num_bytes}
+        args = {"clip": transfer.clip, "step": transfer.next_step, "bytes": transfer.num_bytes}
+        name = f"{direction} clip {transfer.clip}"
         yield self._slice(rank, track, name, "transfer", transfer.start, transfer.end, **args)
         ready = transfer.start - transfer.waited
         if transfer.waited > 0:
             yield self._slice(rank, track, "wait for receiver", "wait", ready, transfer.start)
-        sender, receiver = (rank, peer) if is_send else (peer, rank)
-        arrow = {"cat": "transfer", "id": f"{sender}-{receiver}, clip {transfer.clip}, step {step}"}
-        end = {} if is_send else {"bp": "e"}
-        phase, ts = "s" if is_send else "f", self._microseconds(ready)
-        yield _event(phase, rank, track, "transfer", **arrow, **end, ts=ts)
+        ends = f"{rank}-{peer}" if is_send else f"{peer}-{rank}"
+        arrow = f"{ends}, clip {transfer.clip}, step {transfer.next_step}"
+        about = {"cat": "transfer", "id": arrow, "ts": self._microseconds(ready)}
+        if is_send:
+            yield _event("s", rank, track, "transfer", **about)
+        else:
+            yield _event("f", rank, track, "transfer", bp="e", **about)
 
-    def _counter(self, rank: int, name: str, when: float, **values: float) -> _TraceEvent:
+    def _counter(
+        self, rank: int, name: str, when: float, values: Mapping[str, float]
+    ) -> _TraceEvent:
         """Values of a rank from `when` on, each on a track of its own, by their units."""
         return _event("C", rank, _COMPUTE, name, ts=self._microseconds(when), args=values)
 
     def _slice(
-        self,
-        rank: int,
-        track: int,
-        name: str,
-        category: str,
-        start: float,
-        end: float,
-        **args: int,
+        self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
         """A complete event; its ends are rounded before the subtraction, so that slices nest."""
         ts = self._microseconds(start)
@@ -170,5 +159,7 @@ def _event(phase: str, rank: int, track: int, name: str, **fields: Any) -> _Trac
     return {"ph": phase, "pid": rank, "tid": track, "name": name, **fields}
 
 
-def _metadata(rank: int, track: int, what: str, **args: Any) -> _TraceEvent:
-    return _event("M", rank, track, what, args=args)
+def _track(rank: int, track: int, name: str) -> Iterator[_TraceEvent]:
+    """The name of a track, and its place among those of its rank."""
+    yield _event("M", rank, track, "thread_name", args={"name": name})
+    yield _event("M", rank, track, "thread_sort_index", args={"sort_index": track})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from svdpp.driver.memory import estimate_parts
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
-from svdpp.driver.trace import Trace
+from svdpp.driver.trace import Placed, StepSpan, Trace, TransferSpan
 from svdpp.launch import gpus
 from svdpp.launch.world import World
 from svdpp.media.inputs import example_requests
@@ -30,7 +31,6 @@ def profile(
     config: PipelineConfig,
     *,
     repeats: int,
-    source: str,
     log: Callable[[str], None],
     open_observer: OpenObserver = no_observer,
     prompt: str | None = None,
@@ -55,6 +55,7 @@ def profile(
             pipeline.observe(observer)
         with pipeline:
             pipeline.run(requests)
+    source = "measured by svdpp profile"
     costs = median_costs(config, pipeline.world, [trace], source=source)
     log("estimate of the memory of each part")
     memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
@@ -89,19 +90,18 @@ def median_costs(
     ranks_per_host = None if world is None else world.ranks_per_host
     host_of = Costs(ranks_per_host=ranks_per_host).host_of
     packets = [packet for trace in traces for packet in trace.received]
-    transfers: dict[bool, list[float]] = {True: [], False: []}
+    transfers: dict[bool, list[TransferSpan]] = {True: [], False: []}
     for packet in packets:
-        crosses_hosts = host_of(packet.rank) != host_of(packet.peer)
-        transfers[crosses_hosts].append(packet.end - packet.start)
+        transfers[host_of(packet.rank) != host_of(packet.peer)].append(packet)
     by_rank = {**_steps_by_rank(elsewhere), **_steps_by_rank(traces)}
     return Costs(
         step_seconds=_step_costs(config, by_rank, spans_hosts=ranks_per_host is not None),
         encode_seconds=_action_seconds(traces, Kind.ENCODE),
         decode_seconds=_action_seconds(traces, Kind.DECODE),
-        transfer_seconds=median(transfers[False]),
+        transfer_seconds=_median(transfers[False]),
         packet_bytes=float(max((packet.num_bytes for packet in packets), default=0)),
         ranks_per_host=ranks_per_host,
-        inter_host_transfer_seconds=median(transfers[True]) if transfers[True] else None,
+        inter_host_transfer_seconds=_median(transfers[True]) if transfers[True] else None,
         name=_name(config),
         source=source,
         device=_devices(config, world),
@@ -110,27 +110,26 @@ def median_costs(
 
 def _steps_by_rank(traces: Sequence[Trace]) -> dict[int, float]:
     """The median step of each rank that does any."""
-    found: dict[int, list[float]] = {}
+    found: dict[int, list[StepSpan]] = defaultdict(list)
     for step in (step for trace in traces for step in trace.steps):
-        found.setdefault(step.rank, []).append(step.end - step.start)
-    return {rank: median(seconds) for rank, seconds in found.items()}
+        found[step.rank].append(step)
+    return {rank: _median(steps) for rank, steps in found.items()}
 
 
 def _action_seconds(traces: Sequence[Trace], kind: Kind) -> float:
-    spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
-    return median([span.end - span.start for span in spans])
+    return _median([span for trace in traces for span in trace.spans if span.action.kind is kind])
 
 
-def median(values: Sequence[float]) -> float:
-    """The median of seconds; 0 if nothing was measured."""
-    return statistics.median(values) if values else 0.0
+def _median(spans: Sequence[Placed]) -> float:
+    """The median of their seconds; 0 if nothing was measured."""
+    return statistics.median([span.end - span.start for span in spans] or [0.0])
 
 
 def _step_costs(
     config: PipelineConfig, by_rank: dict[int, float], *, spans_hosts: bool
 ) -> float | tuple[float, ...]:
     """One number, unless GPUs or hosts differ; on one CPU, differences are noise."""
-    usual = median([*by_rank.values()])
+    usual = statistics.median(by_rank.values() or [0.0])
     steps = [by_rank.get(rank, usual) for rank in range(config.world_size)]
     if (config.device == "cuda" or spans_hosts) and max(steps) > _SAME_SPEED * min(steps):
         return tuple(steps)

@@ -1,13 +1,24 @@
-"""The checks of a machine before a run: everything that a run needs is actually tried."""
+"""The checks of a machine before a run: everything that a run needs is actually tried.
+
+The cut test makes a clip with a tiny copy of the model: its configs with small sizes, and random
+weights. The classes, the scheduler, the tokenizers and all switches are the model's own. Sizes that
+are equal in two components stay equal, because a key has the same limit in all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import contextlib
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from svdpp.config import (
     DUMMY_MODEL,
@@ -15,19 +26,27 @@ from svdpp.config import (
     ModelConfig,
     OutputConfig,
     PipelineConfig,
+    SamplingConfig,
     SvdSampling,
 )
-from svdpp.diagnostics.cut_test import cut_test
-from svdpp.diagnostics.tiny_copy import NUM_STEPS
 from svdpp.driver import jobs
 from svdpp.driver.memory import estimate_ranks, free_memory
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
+from svdpp.errors import (
+    OutOfMemoryError,
+    OutputError,
+    RequestError,
+    SvdppError,
+    VerificationError,
+)
 from svdpp.launch import process_group
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import output_files, video
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.media.inputs import example_requests
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.models.engine.load import component_class, silence_libraries
+from svdpp.verification.verify import VerificationResult, verify
 
 _GIB = 2**30
 #: Enough for about a hundred clips and the log.
@@ -49,53 +68,31 @@ class Check:
 
 @dataclass
 class Examination:
-    """The state of an examination; checks fill it in."""
+    """What is examined."""
 
     config: PipelineConfig
     out: Path
     checkpoint: Checkpoint | None = None
-
-    @property
-    def model(self) -> Checkpoint:
-        """The checkpoint, for checks of it."""
-        if self.config.model.is_dummy:
-            raise _Skipped("the dummy model has no files")
-        if self.checkpoint is None:
-            raise _Skipped("needs model")
-        return self.checkpoint
+    """Of the model, once that check has found it."""
 
 
 class _Skipped(Exception):
     """The check does not apply, or depends on a failed one; the text says which."""
 
 
-class _Attempt(NamedTuple):
-    run: Callable[[Examination], str]
-    fix: str = ""
-    """A hint, for errors without one."""
-    needs: tuple[str, ...] = ()
-    """The checks that must have passed."""
-
-
 def examine(examination: Examination) -> Iterator[Check]:
     """Runs the checks one after the other, and yields each result."""
     passed = set()
-    for name, attempt in _CHECKS.items():
+    for name, (check, fix, needed) in _CHECKS.items():
         try:
-            for need in attempt.needs:
-                if need not in passed:
-                    raise _Skipped(f"needs {need}")
-            detail = attempt.run(examination)
+            if missing := [other for other in needed if other not in passed]:
+                raise _Skipped(f"needs {missing[0]}")
+            detail = check(examination)
         except _Skipped as reason:
             yield Check(name=name, verdict="skipped", detail=str(reason))
         except SvdppError as error:
-            yield Check(
-                name=name,
-                verdict="failed",
-                detail=error.message,
-                fix=error.hint or attempt.fix,
-                exit_code=error.exit_code,
-            )
+            fix, code = error.hint or fix, error.exit_code
+            yield Check(name=name, verdict="failed", detail=error.message, fix=fix, exit_code=code)
         else:
             passed.add(name)
             yield Check(name=name, verdict="ok", detail=detail)
@@ -183,8 +180,8 @@ def _model(examination: Examination) -> str:
 def _memory(examination: Examination) -> str:
     """The plan's estimate for each rank, against the free memory of its device."""
     config = examination.config
-    if not config.model.is_dummy:
-        _ = examination.model
+    if examination.checkpoint is None and not config.model.is_dummy:
+        raise _Skipped("needs model")
     needed = estimate_ranks(config)
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
@@ -203,31 +200,161 @@ def _memory(examination: Examination) -> str:
 
 
 def _cut_test(examination: Examination) -> str:
-    """A tiny copy of the model, with a rank for each step."""
-    config, checkpoint = examination.config, examination.model
+    config, checkpoint = examination.config, examination.checkpoint
+    assert checkpoint is not None
     device = "cuda:0" if config.device == "cuda" else config.device
     with temp_folder("svdpp-doctor-") as folder:
         result = cut_test(checkpoint, folder, replace(config, device=device))
     if (found := result.first_difference) is not None:
         raise VerificationError(f"other bits than diffusers' whole call: {found}")
     return (
-        f"a tiny copy of {config.model.name} on a rank for each of its {NUM_STEPS} steps: bitwise "
+        f"a tiny copy of {config.model.name} on a rank for each of its {_NUM_STEPS} steps: bitwise "
         f"equal to diffusers' whole call ({config.model.dtype})"
     )
 
 
 _REPORT = "report it with the output of svdpp env"
 
-_CHECKS: dict[str, _Attempt] = {
-    "devices": _Attempt(
-        _devices, "svdpp env shows the devices; --device cpu --model demo needs none"
-    ),
-    "ffmpeg": _Attempt(_ffmpeg, "pip install --force-reinstall imageio-ffmpeg"),
-    "output folder": _Attempt(_output, "name another folder with --out"),
-    "model": _Attempt(_model, "copy or download the model again, or --model demo"),
-    "memory": _Attempt(_memory, "fewer ranks, or a smaller clip", ("devices",)),
-    "transfers": _Attempt(
-        _transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", ("devices",)
-    ),
-    "cut test": _Attempt(_cut_test, _REPORT, ("devices",)),
+#: Each check, a hint for its errors without one, and the checks that must have passed before.
+_CHECKS: dict[str, tuple[Callable[[Examination], str], str, tuple[str, ...]]] = {
+    "devices": (_devices, "svdpp env shows the devices; --device cpu --model demo needs none", ()),
+    "ffmpeg": (_ffmpeg, "pip install --force-reinstall imageio-ffmpeg", ()),
+    "output folder": (_output, "name another folder with --out", ()),
+    "model": (_model, "copy or download the model again, or --model demo", ()),
+    "memory": (_memory, "fewer ranks, or a smaller clip", ("devices",)),
+    "transfers": (_transfers, f"on GPUs try PIPELINE_BACKEND=gloo; {_REPORT}", ("devices",)),
+    "cut test": (_cut_test, _REPORT, ("devices", "model")),
 }
+
+
+# --- the cut test ---------------------------------------------------------------------------------
+
+#: Steps of the tiny copy's clips.
+_NUM_STEPS = 4
+_SIDE, _FRAMES = 64, 16
+
+_WIDTH = 64
+#: The largest values of sizes, by the pattern of their names.
+_LIMITS = (
+    (1, r"num_(single_layers|refiner_layers|res_blocks|key_value_heads|text_blocks)|depth"),
+    (1, "inject_face_latents_blocks"),
+    (1, r"(video|audio)_connector_num_layers|(decoder_)?layers_per_block|ch_mult"),
+    (2, r"(num|n|num_decoder)_layers|num_(heads|visual_blocks|attention_heads)"),
+    (2, r"(audio|(video|audio)_connector)_num_attention_heads"),
+    (3, "num_hidden_layers"),  # encoders of prompts give the third last of their hidden states,
+    (4, "text_proj_in_factor"),  # or all of them at once
+    (_SIDE // 8, "(decoder_)?base_dim|sample_(height|width)|motion_encoder_size"),
+    (9, "sample_frames"),
+    (_WIDTH // 2, "((video|audio)_connector_attention_)?head_dim"),
+    (_WIDTH, r"hidden_(size|channels)|d_model|caption_channels|(pooled_)?projection_dim"),
+    (_WIDTH, r"(text|image|cross_attention|text_embed|text_embed_2)_dim|in_text_dim2?"),
+    (_WIDTH, r"motion_(style|encoder)_dim|face_encoder_hidden_dim"),
+    (_WIDTH, r"out_hidden_size|d_ff|(ff|ffn)_dim|intermediate_size|target_size"),
+    (2 * _WIDTH, "model_dim"),
+)
+_ALL_ONE = ("layers_per_block", "decoder_layers_per_block", "ch_mult")
+_ROTARY_SECTIONS = [4, 6, 6]
+# Most normalise groups of channels, of which there are 32.
+_WITHOUT_GROUPS = ("AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video")
+_WIDTHS_OF_HEADS = ("cross_attention_dim", "added_kv_proj_dim")
+
+
+def cut_test(original: Checkpoint, folder: Path, config: PipelineConfig) -> VerificationResult:
+    """Compares a tiny copy's clip, cut after every step, with diffusers' whole call.
+
+    Args:
+        folder: empty; gets the tiny copy.
+        config: of one rank; its device, dtype and threads apply.
+    """
+    _write_tiny_copy(original, folder)
+    model = ModelConfig(name=str(folder), family=original.family, dtype=config.model.dtype)
+    sampling = _tiny_sampling(find_checkpoint(model, weights=False), config.sampling)
+    config, _ = resolve(
+        replace(
+            config.alone(),
+            world_size=_NUM_STEPS,
+            model=model,
+            sampling=sampling,
+            expert_boundary=None,  # of fewer steps
+        )
+    )
+    return verify(config, example_requests(config, 1))
+
+
+def _write_tiny_copy(checkpoint: Checkpoint, folder: Path) -> None:
+    """Writes the tiny copy of a checked checkpoint to an empty folder, a few megabytes."""
+    silence_libraries()
+    index = json.loads((checkpoint.folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for part in checkpoint.folder.iterdir():
+            if part.name in checkpoint.weighted and index.get(part.name, [None])[0]:
+                config = json.loads((part / "config.json").read_text())
+                cls = component_class(part.name, index[part.name][1])
+                _new(cls, _tiny(config)).save_pretrained(folder / part.name)
+            elif part.is_dir() and part.name in index:
+                shutil.copytree(part, folder / part.name)
+
+
+def _tiny_sampling(checkpoint: Checkpoint, sampling: SamplingConfig) -> SamplingConfig:
+    """The first small clip of the kind of `sampling` that the tiny copy `checkpoint` can make."""
+    unit, frames = sampling.side_unit, sampling.frames_unit
+    known = {each.name for each in fields(sampling) if each.init}
+    kind: Any = type(sampling)
+    for side, number in itertools.product((_SIDE, _SIDE // 2, _SIDE // 4), range(1, 1 + _FRAMES)):
+        rounded = unit * -(-side // unit)
+        wanted = {
+            **{"num_inference_steps": _NUM_STEPS, "height": rounded, "width": rounded},
+            **{"num_frames": frames * number + 1, "stg_block": 1},
+            "from_image": getattr(sampling, "from_image", None),
+        }
+        with contextlib.suppress(RequestError):
+            found: SamplingConfig = kind(**{key: wanted[key] for key in wanted if key in known})
+            return checkpoint.resolve(found)
+    raise RequestError(f"{checkpoint.label} makes no small clip")
+
+
+def _tiny(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A component's config with small sizes."""
+    small = {key: _limited(key, value) for key, value in config.items()}
+    unit = 8 if config.get("_class_name") in _WITHOUT_GROUPS else 32
+    for key, value in config.items():
+        if key.endswith("block_out_channels"):
+            small[key] = _with_smallest(unit, value)
+    if isinstance(types := small.get("layer_types"), list):
+        small["layer_types"] = types[: small["num_hidden_layers"]]
+    for prefix in ("", "audio_"):
+        names = f"{prefix}num_attention_heads", f"{prefix}attention_head_dim"
+        heads, size = (config.get(name) for name in names)
+        if not (isinstance(heads, int) and isinstance(size, int)):
+            continue
+        for key in (prefix + name for name in _WIDTHS_OF_HEADS):
+            if config.get(key) == heads * size:
+                small[key] = small[names[0]] * small[names[1]]
+    return small
+
+
+def _limited(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return _tiny(value)
+    if isinstance(value, list):
+        if key == "num_attention_heads":
+            return _with_smallest(1, value)
+        if key == "mrope_section":
+            return [min(pair) for pair in zip(value, _ROTARY_SECTIONS, strict=True)]
+        return [1] * len(value) if key in _ALL_ONE else value
+    limits = (limit for limit, names in _LIMITS if re.fullmatch(names, key))
+    return min(value, next(limits, value)) if isinstance(value, int) else value
+
+
+def _with_smallest(unit: int, value: list[int]) -> list[int]:
+    """Multiples of `unit` with about the ratios of `value`, whose smallest one becomes `unit`."""
+    divisor = max(1, min(value) // unit)
+    return value if divisor == 1 else [max(unit, v // divisor // unit * unit) for v in value]
+
+
+def _new(cls: Any, config: Mapping[str, Any]) -> Any:
+    if hasattr(cls, "from_config") and cls.__module__.startswith("diffusers"):
+        return cls.from_config(config)
+    return cls(cls.config_class.from_dict(config))

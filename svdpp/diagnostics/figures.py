@@ -112,12 +112,12 @@ class RunFigures:
         return len(self.ranks)
 
     @property
-    def costs(self) -> Costs:
-        """The measured costs, for each rank where their speeds differ."""
+    def costs(self) -> Costs | None:
+        """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
         steps = [self._on_one_rank(rank.step) for rank in self.ranks]
         stepped = [step.mean_seconds for step in steps if step.count]
         if not stepped:
-            raise RequestError("no step was measured")
+            return None
         slowness = [1.0] * self.world_size
         if max(stepped) > _SAME_SPEED * min(stepped):
             slowness = [(step.mean_seconds or _mean(steps)) / _mean(steps) for step in steps]
@@ -137,8 +137,7 @@ class RunFigures:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values, with the costs as in a costs file."""
-        has_stepped = any(rank.step.count for rank in self.ranks)
-        costs = self.costs.to_json() if has_stepped else None
+        costs = self.costs and self.costs.to_json()
         return {**rounded(asdict(self)), "costs": rounded(costs)}
 
 
@@ -254,7 +253,7 @@ def _work(seconds: Sequence[float]) -> WorkFigures:
 
 
 def _forecast(figures: RunFigures, schedule: Schedule | None) -> float | None:
-    if schedule is None or not any(rank.step.count for rank in figures.ranks):
+    if schedule is None or figures.costs is None:
         return None
     try:
         return summarise(replay(schedule, figures.costs), figures.world_size).makespan

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.config.clip_identity import identity, latents_key, parameters_sha256
-from svdpp.config.limits import LARGE_MEGAPIXELS, check_num_clips
+from svdpp.config.clip import identity, latents_key, parameters_sha256
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files, video
@@ -84,7 +84,7 @@ def check_outputs(
     """Checks outputs and encoder before the model is searched for; returns how many exist."""
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
-    check_num_clips(len(inputs) * len(seeds), "inputs x seeds")
+    check_whole("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
     for _, _, error in _shared_names(inputs, seeds, policy):
         raise error
     # One listing, because a run may have 100,000 clips.

@@ -19,7 +19,7 @@ from svdpp.errors import (
     error_from_dict,
 )
 from svdpp.launch.group import GUARD, Group
-from svdpp.plan.grid import draw_grid
+from svdpp.plan.forecast import draw_grid
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
     Event,

@@ -57,11 +57,21 @@ class TransferSpan(NamedTuple):
     """For a send: seconds before `start`, until the receiver was ready."""
 
 
-class MeanCosts:
-    """Running means of each kind of work over all ranks, in constant memory.
+def work_of(event: Event) -> tuple[str, float] | None:
+    """The kind of work and the seconds that `event` measures; a transfer at its receiver alone."""
+    match event:
+        case StepDone():
+            return "step", event.seconds
+        case ActionDone():
+            return event.action.kind, (event.end - event.start) / event.action.fraction
+        case TransferDone(direction="recv"):
+            return "transfer", event.seconds
+        case _:
+            return None
 
-    A transfer counts once, at its receiver.
-    """
+
+class MeanCosts:
+    """Running means of each kind of work over all ranks, in constant memory."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
@@ -70,17 +80,12 @@ class MeanCosts:
 
     def add(self, event: Event) -> None:
         """Records an event; ignores those without a time."""
-        match event:
-            case StepDone():
-                self._count("step", event.seconds)
-            case ActionDone():
-                self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
-                seconds = event.end - event.start
-                self._count(event.action.kind, seconds / event.action.fraction)
-            case TransferDone(direction="recv"):
-                self._count("transfer", event.seconds)
-            case _:
-                pass
+        if isinstance(event, ActionDone):
+            self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
+        if (work := work_of(event)) is not None:
+            kind, seconds = work
+            self._sums[kind] += seconds
+            self._counts[kind] += 1
 
     @property
     def has_stepped(self) -> bool:
@@ -93,10 +98,6 @@ class MeanCosts:
             return assumed
         means = {name: self._sums[name] / count for name, count in self._counts.items() if count}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
-
-    def _count(self, name: str, seconds: float) -> None:
-        self._sums[name] += seconds
-        self._counts[name] += 1
 
 
 #: Anything with a start and an end.

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -110,9 +110,10 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     """
     with _reading(path, format):
         if format == "mp4":
-            return _decode_mp4(path)
+            return _stacked(ppm_frames(_source(path), seconds=_READ_SECONDS))
         if format == "frames":
-            return _read_folder(path)
+            paths = (each for each in sorted(path.iterdir()) if _FRAME_NAME.fullmatch(each.name))
+            return _stacked(Image.open(each, formats=["PNG"]) for each in paths)
         images, times = _read_animation(path, format)
         unit = math.gcd(*times) or 1
         counts = [max(1, time // unit) for time in times]
@@ -357,16 +358,6 @@ def ppm_frames(
         raise MediaFailure(_why_ended(code, first, by_errno=False))
 
 
-def _decode_mp4(path: Path) -> Frames:
-    images: list[Frames] = []
-    for image in ppm_frames(_source(path), seconds=_READ_SECONDS):
-        _check_size(len(images) + 1, image.height, image.width)
-        images.append(np.asarray(image))
-    if not images:
-        raise MediaFailure("it has no frames")
-    return np.stack(images)
-
-
 def _frame_ms(format: VideoFormat, fps: int) -> int:
     # GIF has times in 1/100 s, and browsers show a time below 2/100 s as 10/100 s.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
@@ -392,14 +383,15 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: int, text: str) 
 
 def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
     """The stored frames, uint8 (F, H, W, 3), and how long each is shown, in milliseconds."""
-    images: list[Frames] = []
     times: list[int] = []
-    with Image.open(path, formats=[format]) as animation:
+
+    def images(animation: Image.Image) -> Iterator[Image.Image]:
         for image in ImageSequence.Iterator(animation):
-            _check_size(len(images) + 1, image.height, image.width)
-            images.append(np.asarray(image.convert("RGB")))
-            times.append(int(image.info.get("duration", 0)))
-    return np.stack(images), times
+            yield image
+            times.append(int(image.info.get("duration", 0)))  # known when it is decoded
+
+    with Image.open(path, formats=[format]) as animation:
+        return _stacked(images(animation)), times
 
 
 def _write_folder(folder: Path, frames: Frames, text: str) -> None:
@@ -413,14 +405,15 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
         sync(file)
 
 
-def _read_folder(folder: Path) -> Frames:
-    images: list[Frames] = []
-    for path in sorted(folder.iterdir()):
-        if _FRAME_NAME.fullmatch(path.name):
-            with Image.open(path, formats=["PNG"]) as image:
-                _check_size(len(images) + 1, image.height, image.width)
-                images.append(np.asarray(image.convert("RGB")))
-    return np.stack(images)
+def _stacked(images: Iterable[Image.Image]) -> Frames:
+    """The frames (F, H, W, 3) of a clip, each of which is decoded when its size is checked."""
+    frames: list[Frames] = []
+    for image in images:
+        _check_size(len(frames) + 1, image.height, image.width)
+        frames.append(np.asarray(image.convert("RGB")))
+    if not frames:
+        raise MediaFailure("it has no frames")
+    return np.stack(frames)
 
 
 def _check_size(num_frames: int, height: int, width: int) -> None:

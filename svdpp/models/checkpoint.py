@@ -26,7 +26,6 @@ from svdpp.config import (
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
-from svdpp.models import hub
 from svdpp.models.engine.configs import (
     Configs,
     JsonFile,
@@ -37,11 +36,17 @@ from svdpp.models.engine.configs import (
     short_repr,
 )
 from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
-from svdpp.models.lora import LoraFile, check_loras, find_lora
-from svdpp.models.safetensors_header import (
+from svdpp.models.files import (
+    MODEL_HINT,
     Header,
+    LoraFile,
+    check_loras,
+    commit_of,
+    download,
+    find_lora,
     fingerprint,
     read_safetensors_header,
+    show_name,
     weight_files,
 )
 from svdpp.plan.layout import Roles
@@ -89,7 +94,7 @@ class Checkpoint:
     @property
     def label(self) -> str:
         """The model's name in messages."""
-        return f"model {hub.show_name(self.name)}"
+        return f"model {show_name(self.name)}"
 
     @property
     def row(self) -> Row:
@@ -229,13 +234,12 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     neither `demo` nor a folder is a hub id; the settings of the hub's library (HF_HOME,
     HF_HUB_OFFLINE, a login) apply.
     """
-    local = _local_folder(model.name)
-    if local is not None and model.revision is not None:
-        raise RequestError(f"--revision is for hub models; {hub.show_name(model.name)} is a folder")
-    if (model.name, model.revision) == (DEFAULT_MODEL, None):
-        local = local or _ASSETS / "svd-xt"  # as published, and there without a network
-    with _model_named(model, local):
-        checkpoint = _check_configs(model, local or hub.download(model), local)
+    with _located(model) as local:
+        if local is not None and model.revision is not None:
+            raise RequestError(f"--revision is for hub models; {show_name(model.name)} is a folder")
+        if (model.name, model.revision) == (DEFAULT_MODEL, None):
+            local = local or _ASSETS / "svd-xt"  # as published, and there without a network
+        checkpoint = _check_configs(model, local or download(model), local)
     return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
 
 
@@ -247,11 +251,10 @@ def with_weights(
     Of a folder all components are checked: its fingerprint is that of all weights.
     """
     loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
-    local = _local_folder(model.name)
-    with _model_named(model, local):
+    with _located(model) as local:
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
-            folder = hub.download(pinned, components)
+            folder = download(pinned, components)
             # The default model's configs have not been downloaded before.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted
@@ -268,42 +271,42 @@ def family_of_model(model: ModelConfig) -> str:
     """The family of a model, from its `model_index.json`; downloads at most the configs."""
     if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
-    local = _local_folder(model.name)
-    with _model_named(model, local):
-        return _read_index(local or hub.download(model), model.family)[1]
+    with _located(model) as local:
+        return _read_index(local or download(model), model.family)[1]
 
 
 # 1. Find the folder.
 
 
-def _local_folder(name: str) -> Path | None:
-    """The folder that `name` refers to; None if it can only be a hub id."""
-    if name == DEMO_MODEL:
-        return _ASSETS / "demo-model"
-    path, shown = os.path.expanduser(name), hub.show_name(name)
-    if os.path.isdir(path):
-        return Path(path).resolve()
-    if name.lower() in (DEMO_MODEL, DUMMY_MODEL):
-        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
-    is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
-    if is_path or name.count("/") > 1:
-        raise ModelError(f"there is no folder {shown}", hub.MODEL_HINT)
-    return None
-
-
 @contextmanager
-def _model_named(model: ModelConfig, local: Path | None) -> Iterator[None]:
-    """Adds the model's name and a hint to the errors of a check."""
+def _located(model: ModelConfig) -> Iterator[Path | None]:
+    """The model's folder; None: the hub has it. Adds its name and a hint to the block's errors."""
+    local = _local_folder(model.name)
     try:
-        yield
+        yield local
     except ModelError as error:
         hint = "copy or download the folder again, or --model demo"
         if model.name == DEMO_MODEL:
             hint = "reinstall svdpp, which includes the demo model"
         elif local is None:
             hint = f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
-        message = f"model {hub.show_name(model.name)}: {error.message}"
+        message = f"model {show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or hint) from error
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that `name` refers to; None if it can only be a hub id."""
+    if name == DEMO_MODEL:
+        return _ASSETS / "demo-model"
+    path, shown = os.path.expanduser(name), show_name(name)
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if name.lower() in (DEMO_MODEL, DUMMY_MODEL):
+        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
+    is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
+    if is_path or name.count("/") > 1:
+        raise ModelError(f"there is no folder {shown}", MODEL_HINT)
+    return None
 
 
 # 2. Check its contents.
@@ -322,7 +325,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
-        revision=None if local else hub.commit_of(folder),
+        revision=None if local else commit_of(folder),
         variant=model.variant,
         family=family,
         classes=tuple(configs.classes.items()),
@@ -336,7 +339,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
 def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     """`model_index.json`, and the family of the pipeline that it names, or the one asked for."""
     if not (folder / _INDEX_FILE).is_file():
-        raise ModelError(f"{_INDEX_FILE} is missing", hub.MODEL_HINT)
+        raise ModelError(f"{_INDEX_FILE} is missing", MODEL_HINT)
     index = read_json(folder, _INDEX_FILE)
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:

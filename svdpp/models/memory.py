@@ -27,10 +27,9 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine import load
 from svdpp.models.engine.configs import has_weights
 from svdpp.models.engine.model import EngineModel, blank_source
-from svdpp.models.engine.patches import component_methods, replaced
+from svdpp.models.engine.records import component_methods, replaced
 from svdpp.models.engine.values import tensors_in
-from svdpp.models.hub import show_name
-from svdpp.models.lora import lora_bytes
+from svdpp.models.files import lora_bytes, show_name
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 

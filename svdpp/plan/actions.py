@@ -87,17 +87,15 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"not an action: {text!r}")
-        kind = Kind(match["kind"])
-        has_range = kind is Kind.DENOISE
-        forms = match["end"] is not None, match["at"] is None
-        arrows = (_ARROWS.get(kind), None if has_range else _ARROWS.get(kind))
-        if forms != (has_range, has_range) or match["arrow"] not in arrows:
-            raise ValueError(f"not an action: {text!r}")
-        start = int(match["start"])
-        end = int(match["end"]) if has_range else start
-        numbers = map(int, re.findall(r"\d+", match["frames"] or ""))
-        frames = FrameRange(*numbers) if match["frames"] else None
-        return Action(kind, int(match["clip"]), start, end, int(match["peer"] or -1), frames)
+        kind, clip, start, end, peer, *frames = match.groups()
+        return Action(
+            Kind(kind),
+            int(clip),
+            int(start),
+            int(end or start),
+            int(peer or -1),
+            FrameRange(*map(int, frames)) if frames[0] else None,
+        )
 
     @property
     def is_compute(self) -> bool:
@@ -120,7 +118,5 @@ SENDS = (Kind.SEND, Kind.SHARE, Kind.RETURN)
 
 _ARROWS = {Kind.RECV: "<", Kind.GATHER: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
 _ACTION = re.compile(
-    rf"(?P<kind>{'|'.join(Kind)}) c(?P<clip>\d+) (?P<at>@)?(?P<start>\d+)(?::(?P<end>\d+))?"
-    r"(?: (?P<arrow>[<>=])(?P<peer>\d+))?(?: (?P<frames>\d+:\d+/\d+))?",
-    re.ASCII,
+    rf"({'|'.join(Kind)}) c(\d+) @?(\d+)(?::(\d+))?(?: [<>=](\d+))?(?: (\d+):(\d+)/(\d+))?"
 )

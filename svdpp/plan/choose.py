@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.experts import divisors
 from svdpp.plan.forecast import Forecast
 from svdpp.plan.large_forecast import forecast_layout, makespan_and_latency, steady_seconds_per_clip
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.split import check_counts
+from svdpp.plan.split import check_counts, divisors
 
 # Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
 # they promise no gain.
@@ -205,13 +204,12 @@ class _Search:
     def _left_out(
         self, best: Layout, possible: Sequence[Layout], num_unknown: int
     ) -> Iterator[str]:
-        yield _held_experts(best)
+        if best.expert_boundary is not None:
+            num_both = sum(len(role.experts) > 1 for role in best.roles)
+            yield f"{num_both} of {best.world_size} ranks hold both experts"
         too_large = [layout for layout in possible if not self._fits(layout)]
         if too_large:
             yield f"{len(too_large)} of {len(possible)} layouts need more memory"
-        if possible[0] in too_large and best.expert_boundary is not None:
-            needs = max(peak or 0.0 for peak in self.data_parallel.peak_gib)
-            yield f"data parallel needs {needs:.4g} GiB, with both experts on each rank"
         if num_unknown:
             yield (
                 f"{num_unknown} of {len(possible)} layouts have transfers between hosts, whose "
@@ -247,18 +245,6 @@ def _least(
 
 def _clips(num_clips: int) -> str:
     return f"{num_clips} clip{'s' if num_clips > 1 else ''}"
-
-
-def _held_experts(layout: Layout) -> str:
-    """How many ranks hold both experts; empty for a model with one."""
-    if layout.expert_boundary is None:
-        return ""
-    num_both = sum(len(role.experts) > 1 for role in layout.roles)
-    if not num_both:
-        return "each rank holds one expert at most"
-    if num_both == layout.world_size:
-        return "each rank holds both experts"
-    return f"{num_both} of {layout.world_size} ranks hold both experts"
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:

@@ -11,15 +11,18 @@ from typing import Any, Literal, NamedTuple, get_args
 from svdpp.errors import RequestError
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
-from svdpp.plan.experts import EXPERTS, assign_replicas, check_even, cut_stages, divisors
 from svdpp.plan.schedule import DecodeShare, Route, Schedule, build_schedule
 from svdpp.plan.split import (
+    EXPERTS,
     ClipCuts,
     Cuts,
     Part,
     Stage,
     StepRange,
     check_counts,
+    check_even,
+    cut_stages,
+    divisors,
     split_steps,
 )
 
@@ -391,6 +394,31 @@ class Layout:
         """One route of each kind that a clip of the replica can take; its clip index is 0."""
         for turn, cuts in self._cuts_of(replica).all_cuts():
             yield self._route(0, replica, turn, cuts)
+
+
+def assign_replicas(
+    world_size: int, replica_size: int, ranks_per_host: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each replica; as many replicas as possible are within one host.
+
+    Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
+    replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
+    so on.
+
+    `replica_size` and `ranks_per_host` divide `world_size`; None: all ranks are on one host.
+    """
+    on_host = ranks_per_host or world_size
+    replica_ranks: list[tuple[int, ...]] = []
+    left: list[int] = []
+    for first in range(0, world_size, on_host):
+        whole = on_host // replica_size * replica_size
+        for begin in range(first, first + whole, replica_size):
+            replica_ranks.append(tuple(range(begin, begin + replica_size)))
+        left += range(first + whole, first + on_host)
+    replica_ranks += [
+        tuple(left[at : at + replica_size]) for at in range(0, len(left), replica_size)
+    ]
+    return tuple(sorted(replica_ranks))
 
 
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:

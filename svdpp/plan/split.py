@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from svdpp.errors import RequestError
 MAX_PLANNED_STEPS = 65_536
 #: Ranks of a plan and of a run.
 MAX_RANKS = 65_536
+
+#: Names of the experts: the first does the steps before the boundary, the second the others.
+EXPERTS = ("high-noise", "low-noise")
 
 #: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
@@ -141,6 +145,11 @@ def check_counts(num_steps: int, world_size: int) -> None:
 def largest_world(num_steps: int, at_most: int) -> int:
     """The largest number of ranks, 1 to `at_most`, that divides `num_steps`."""
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, in increasing order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def uniform_cuts(part: Part) -> Cuts:
@@ -329,3 +338,72 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
     """
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
+
+
+# --- two experts ---------------------------------------------------------------------------------
+
+
+def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
+    """The cuts of the clips of one replica.
+
+    `boundary` is the number of steps of the first expert if every clip is cut there; else None.
+    """
+    rule = uniform_cuts if split == "uniform" else balanced_cuts
+    seconds_of = (
+        fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
+    )
+    parts: tuple[Part, ...] = (whole,)
+    if boundary is not None:
+        even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
+        parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
+    if split == "alternating":
+        return alternating_cuts(parts)
+    return fixed_cuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
+
+
+def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
+    """Checks that some division of the stages lets `uniform` split the steps of each expert."""
+    if _even_divisions(num_steps, num_stages, boundary):
+        return
+    first, second = EXPERTS
+    raise RequestError(
+        f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
+        f"{num_stages} stages with one expert each",
+        "use --split balanced or --split alternating",
+        details={"steps": num_steps, "stages": num_stages},
+    )
+
+
+def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
+    """Numbers of stages of the first expert with which each expert's steps can be split evenly."""
+    return [
+        count
+        for count in divisors(boundary)
+        if count < num_stages and (num_steps - boundary) % (num_stages - count) == 0
+    ]
+
+
+def _divide(
+    whole: Part, boundary: int, seconds_of: Callable[[Part], float], counts: Iterable[int] | None
+) -> tuple[Part, Part]:
+    """Divide the stages between the experts so that the slower part is as fast as possible.
+
+    `seconds_of` gives the seconds that a part takes for each clip; more stages do not make it
+    slower. `counts` are the possible numbers of stages of the first expert; None: any.
+    """
+
+    def parts(count: int) -> tuple[Part, Part]:
+        first, second = whole.stages[:count], whole.stages[count:]
+        return Part(boundary, first), Part(whole.num_steps - boundary, second)
+
+    def is_first_faster(count: int) -> bool:
+        first, second = map(seconds_of, parts(count))
+        return first <= second
+
+    if counts is None:
+        # With more stages the first part gets faster and the second slower. The best count is at
+        # one side of the point where the first part becomes the faster one.
+        last = len(whole.stages) - 1
+        faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
+        counts = range(max(1, faster - 1), faster + 1)
+    return parts(min(counts, key=lambda count: max(map(seconds_of, parts(count)))))

@@ -95,11 +95,9 @@ def error_answer(error: ApiError) -> JSONResponse:
     return JSONResponse({"error": redact_all(body)}, error.status, headers=error.headers)
 
 
-def as_api_error(error: SvdppError, theirs: Mapping[str, str] | None = None) -> ApiError:
-    """`error` of another layer by the names of the API; `theirs` are a client's own, by ours."""
-    theirs = theirs or {}
+def as_api_error(error: SvdppError) -> ApiError:
+    """`error` of another layer by the names of the API."""
     if isinstance(error, ApiError):
-        error.details |= _renamed(error.details, theirs)
         return error
     if isinstance(error, OutputError):  # its message names files of the server: only for the log
         text = "the server cannot store its data"
@@ -107,11 +105,10 @@ def as_api_error(error: SvdppError, theirs: Mapping[str, str] | None = None) -> 
     message, hint = without_folders(error.message), without_folders(error.hint)
     for kind, status, code in _RAISED:
         if isinstance(error, kind):
-            field = _field_at_fault(error) if status == 422 else {}
-            details = _renamed({**field, **error.details}, theirs)
+            details = {**(_field_at_fault(error) if status == 422 else {}), **error.details}
             # What only whoever starts the server can do is no help.
             hint = hint if all(name in _KNOWN for name in _options_in(hint)) else ""
-            texts = _without_options(message, theirs), _without_options(hint, theirs)
+            texts = _without_options(message), _without_options(hint)
             retry = _RETRY_SECONDS if status == 503 else None
             return ApiError(status, code, *texts, retry=retry, **details)
     return ApiError(500, "internal_error", message, hint, **error.details)
@@ -129,22 +126,10 @@ def _options_in(text: str) -> list[str]:
     return [name.replace("-", "_") for name in _OPTION.findall(text)]
 
 
-def _without_options(text: str, theirs: Mapping[str, str]) -> str:
+def _without_options(text: str) -> str:
     """`text` with the fields of requests in place of the options that they are."""
-
-    def field(match: re.Match[str]) -> str:
-        name = match[1].replace("-", "_")
-        return theirs.get(name, name)
-
-    text = _OPTION.sub(field, text)
-    for name, ours in (("num_inference_steps", "steps"), ("num_frames", "frames")):
-        text = text.replace(name, theirs.get(ours, ours))
-    return text
-
-
-def _renamed(details: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, Any]:
-    named = {"field": theirs.get(field, field)} if (field := details.get("field")) else {}
-    return {**details, **named}
+    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
+    return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
 def _field_at_fault(error: SvdppError) -> dict[str, str]:

@@ -31,7 +31,10 @@ class Background:
         failure: str,
         last: Callable[[], object] = lambda: None,
     ) -> None:
-        self._turn, self._last, self._seconds, self._failure = turn, last, seconds, failure
+        self._turn = turn
+        self._last = last
+        self._seconds = seconds
+        self._failure = failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_woken = threading.Event()
         self.is_closing = False
@@ -53,10 +56,12 @@ class Background:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        seconds, is_failing, is_over = 0.0, False, False
+        seconds = 0.0
+        is_failing = is_over = False
         while not is_over:
-            is_over = self._is_woken.wait(seconds) and self.is_closing
+            self._is_woken.wait(seconds)
             self._is_woken.clear()
+            is_over = self.is_closing  # after the clearing, else `close` could go unnoticed
             seconds = max(self._seconds, _RETRY_SECONDS)
             try:
                 (self._last if is_over else self._turn)()

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.clip_identity import latents_key
+from svdpp.config.clip import latents_key
+from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.memory import check_memory
 from svdpp.driver.resolve import ClipWork, resolved_for
@@ -28,6 +30,8 @@ from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
+# The ranks take an image that is not prepared by then as any other.
+_PREPARE_SECONDS = 60.0
 
 
 class Admission:
@@ -37,15 +41,17 @@ class Admission:
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self._config = config
+        self._checkpoint = checkpoint
         # At the start, because the ranks take it.
         self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
         self._problem = functools.lru_cache(_MAX_SHAPES)(self._new_problem)
-        self._check_route = functools.lru_cache(_MAX_SHAPES)(self._check_new_route)
+        self._no_route = functools.lru_cache(_MAX_SHAPES)(self._new_no_route)
 
     def check(self, sampling: SamplingConfig) -> None:
         """Refuses a clip that could only fail: it has no route through the ranks, or no memory."""
-        self._check_route(sampling)
+        if (no_route := self._no_route(sampling)) is not None:
+            raise RequestError(no_route.message, no_route.hint, details=no_route.details)
         self._check_memory(sampling)
 
     def why_no_route(self, sampling: SamplingConfig) -> str | None:
@@ -53,11 +59,8 @@ class Admission:
 
         Memory does not count: what is free at the start of a server says little of later.
         """
-        try:
-            self._check_route(sampling)
-        except RequestError as error:
-            return error.message
-        return None
+        no_route = self._no_route(sampling)
+        return None if no_route is None else no_route.message
 
     def check_inputs(self, sampling: SamplingConfig, **inputs: Any) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
@@ -69,9 +72,12 @@ class Admission:
         if self._checkpoint is not None:
             self._checkpoint.check_inputs(sampling, **inputs)
 
-    def _check_new_route(self, sampling: SamplingConfig) -> None:
+    def _new_no_route(self, sampling: SamplingConfig) -> RequestError | None:
         work = ClipWork(self._config, self._checkpoint)
-        request = work.resolved(ClipRequest(seed=0, sampling=sampling))
+        try:
+            request = work.resolved(ClipRequest(seed=0, sampling=sampling))
+        except RequestError as error:
+            return error
         try:
             for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
                 work.route(clip, request)
@@ -80,7 +86,8 @@ class Admission:
             hint, field = f"use {own} steps", "steps"
             if sampling.num_inference_steps == own:
                 hint, field = "leave flow_shift out", "flow_shift"
-            raise RequestError(error.message, hint, details={"field": field}) from error
+            return RequestError(error.message, hint, details={"field": field})
+        return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
         own = self._config.sampling
@@ -136,12 +143,49 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
     return type(sampling)(**shape)
 
 
-@dataclass(frozen=True)
-class ClipToMake:
-    """One job as the ranks get it."""
+@dataclass
+class RunningClip:
+    """One clip in the pipeline, or one whose large image the ranks prepare before."""
 
+    job: Job
     request: ClipRequest
+    """As the ranks get it."""
     metadata: dict[str, Any]
+    clip: int = -1
+    """Its index in the pipeline."""
+    handle: ClipHandle | None = None
+    """None until the pipeline has the clip."""
+    moved_at: float = 0.0
+    """Monotonic time of the latest change of its progress."""
+    is_lost: bool = False
+    """Whether another server may have the job by now."""
+    ranks_left: int = 0
+    """How many ranks have not prepared its image yet."""
+    prepare_seconds: float = 0.0
+    """That the image takes, by the latest one."""
+    asked_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the ranks get the job now."""
+        return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
+
+    @property
+    def prepare_seconds_left(self) -> float:
+        """Until its image is prepared."""
+        return max(0.0, self.asked_at + self.prepare_seconds - time.monotonic())
+
+    @property
+    def progress(self) -> ClipProgress:
+        """How far the ranks are; steps of an earlier run count."""
+        if self.handle is not None:
+            return self.handle.progress
+        return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank works on it or has done so; until then it waits."""
+        return self.progress.rank is not None
 
     def finished_metadata(self) -> dict[str, Any] | None:
         """The JSON of the clip, if an earlier server finished it but could not say so."""
@@ -171,8 +215,8 @@ class ToRequest:
         # Latent checkpoints in the store, by key and step, that are of this server's clips.
         self._published: set[tuple[str, int]] = set()
 
-    def __call__(self, job: Job) -> ClipToMake:
-        """What the ranks get for `job`, which continues from its latest latent checkpoint.
+    def __call__(self, job: Job) -> RunningClip:
+        """The clip of `job` for the ranks, which continues from its latest latent checkpoint.
 
         Files that only the store has are fetched.
         """
@@ -187,7 +231,7 @@ class ToRequest:
             done_steps=self._steps_done(key),
             sampling=job.sampling,
         )
-        return ClipToMake(request, metadata)
+        return RunningClip(job, request, metadata)
 
     def forget(self, job: Job) -> None:
         """Removes the job's latent checkpoints."""
@@ -217,10 +261,11 @@ class ToRequest:
         names = self._store.objects(f"{LATENTS}/{key}")
         all_steps = range(1, job.sampling.num_inference_steps + 1)
         steps = [step for step in all_steps if _object_of(key, step) in names]
-        self._published |= {(key, step) for step in steps}
         if steps and steps[-1] > self._steps_done(key):
             path = tensor_files.path_of(self.latents_folder, key, steps[-1])
             self._store.fetch(path, _object_of(key, steps[-1]))
+        # Only now: `publish` removes those that the folder lacks.
+        self._published |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:
         return max(tensor_files.saved_steps(self.latents_folder, key), default=0)

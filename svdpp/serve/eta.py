@@ -16,16 +16,17 @@ from dataclasses import dataclass, replace
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.resolve import ClipWork
+from svdpp.driver.trace import work_of
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.actions import Kind
 from svdpp.plan.costs import PRESETS, Costs, measured_costs
 from svdpp.plan.large_forecast import Way, clip_times, way_of
 from svdpp.plan.schedule import Route
-from svdpp.serve.feeder import Feeder, RunningClip
+from svdpp.serve.clips import RunningClip
+from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import ActionDone, Event, StepDone, TransferDone
+from svdpp.worker.messages import ActionDone, Event
 
 #: Clips that are replayed; later ones follow at the rate of the second half of these.
 MAX_REPLAYED = 1000
@@ -36,8 +37,8 @@ _RETRY_SECONDS = 5.0
 
 _MAX_SIZES = 32
 _MAX_SAMPLES = 128
-_STEP, _TRANSFER = "step", "transfer"
-_PRESET, _PRESET_VOLUME = PRESETS["svd-xt-a100"], 576 * 1024 * 25 * 2
+_PRESET = PRESETS["svd-xt-a100"]
+_PRESET_VOLUME = 576 * 1024 * 25 * 2
 
 
 class MeasuredCosts:
@@ -65,18 +66,11 @@ class MeasuredCosts:
 
     def add(self, event: Event, sampling: SamplingConfig) -> None:
         """Records an event about a clip of `sampling`; ignores events without a time."""
-        match event:
-            case StepDone():
-                kind, seconds = _STEP, event.seconds
-            case TransferDone(direction="recv"):  # it counts once, at its receiver
-                kind, seconds = _TRANSFER, event.seconds
-            case ActionDone() if event.action.kind in (Kind.ENCODE, Kind.DECODE):
-                # Of an image that was not prepared ahead, the clip also waits for that.
-                waited = event.waits.get("photograph", 0.0)
-                seconds = (event.end - event.start + waited) / event.action.fraction
-                kind = str(event.action.kind)
-            case _:
-                return
+        if (work := work_of(event)) is None:
+            return
+        kind, seconds = work
+        if isinstance(event, ActionDone):  # the clip also waits for an image not prepared ahead
+            seconds += event.waits.get("photograph", 0.0)
         volume = _volume(sampling)
         with self._lock:
             new: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MAX_SAMPLES))
@@ -89,14 +83,14 @@ class MeasuredCosts:
     def are_known(self) -> bool:
         """Whether costs are measured, or were given; those of an A100 say little about others."""
         with self._lock:
-            return self._is_given or any(_STEP in samples for samples in self._samples.values())
+            return self._is_given or any("step" in samples for samples in self._samples.values())
 
     def costs(self, sampling: SamplingConfig) -> Costs:
         """The costs of a clip of `sampling`."""
         volume = _volume(sampling)
         with self._lock:
             for known in (volume, *reversed(self._samples)):
-                if _STEP in (samples := self._samples.get(known, {})):
+                if "step" in (samples := self._samples.get(known, {})):
                     seconds = {kind: statistics.median_low(own) for kind, own in samples.items()}
                     assumed = self._assumed_of(known)
                     costs = measured_costs(seconds, assumed, in_pairs=self._in_pairs)
@@ -241,11 +235,13 @@ class JobEstimates:
         number = 1 + self.others()
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
         estimates = estimate(self._clips(waiting[::number]), delay=self._delay())
-        if number > 1:  # as many clips begin at about the same time
-            for place, (id, _) in enumerate(waiting):
-                first = estimates[waiting[place - place % number][0]]
-                place += (first.place or 0) - place // number
-                estimates[id] = replace(first, place=place)
+        shared: dict[str, Estimate] = {}
+        for position, (id, _) in enumerate(waiting):  # as many clips begin at about the same time
+            turn, later = divmod(position, number)
+            first = estimates[waiting[position - later][0]]
+            taken = (first.place or 0) - turn  # clips that this server has taken, and not begun
+            shared[id] = replace(first, place=taken + position)
+        estimates |= shared
         if self._costs.are_known:
             return estimates
         return {id: replace(clip, eta_seconds=None) for id, clip in estimates.items()}
@@ -261,9 +257,9 @@ class JobEstimates:
 
     def _clips(self, waiting: list[tuple[str, SamplingConfig]]) -> list[ClipAhead]:
         """The open clips: those in the pipeline, those on the way to it, those that wait."""
-        running, image = self._feeder.clips(), self._feeder.image
+        running, preparing = self._feeder.clips(), self._feeder.preparing
         # Others go before a large image until it is prepared.
-        first = 0 if image is None else self._feeder.num_free
+        first = 0 if preparing is None else self._feeder.num_free
         costs_of = functools.cache(self._costs.costs)
         clips = {clip.job.id: self._in_pipeline(clip) for clip in running}
         next_clip = running[-1].clip + 1 if running else 0
@@ -271,8 +267,8 @@ class JobEstimates:
         for id, sampling in (*waiting[:first], *taken, *waiting[first:]):
             if id not in clips:
                 route, costs = self._route(next_clip, sampling), costs_of(sampling)
-                if image is not None and id == image.job.id:
-                    encode = costs.encode_on(route.ranges[0].rank) + image.seconds_left
+                if preparing is not None and id == preparing.job.id:
+                    encode = costs.encode_on(route.ranges[0].rank) + preparing.prepare_seconds_left
                     costs = replace(costs, encode_seconds=encode)
                 clips[id] = ClipAhead(id=id, route=route, costs=costs)
                 next_clip += 1

@@ -9,17 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.clips import ClipHandle, ClipProgress
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
-from svdpp.serve.clips import ClipToMake, ToRequest
+from svdpp.serve.clips import RunningClip, ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -35,59 +34,6 @@ _DISK_SECONDS = 1.0
 _REMEMBERED = 1000
 # Of one thread, until it is measured.
 _SECONDS_PER_PIXEL = 6e-8
-# The ranks take an image that is not prepared by then as any other.
-_PREPARE_SECONDS = 60.0
-
-
-@dataclass
-class RunningClip:
-    """One clip in the pipeline; `clip` is its index there."""
-
-    clip: int
-    job: Job
-    to_make: ClipToMake
-    handle: ClipHandle | None = None
-    """None until the pipeline has the clip."""
-    moved_at: float = 0.0
-    """Monotonic time of the latest change of its progress."""
-    is_lost: bool = False
-    """Whether another server may have the job by now."""
-
-    @property
-    def progress(self) -> ClipProgress:
-        """How far the ranks are; steps of an earlier run count."""
-        if self.handle is not None:
-            return self.handle.progress
-        done_steps = self.to_make.request.done_steps
-        return ClipProgress(done_steps, self.job.sampling.num_inference_steps)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a rank works on it or has done so; until then it waits."""
-        return self.progress.rank is not None
-
-
-@dataclass
-class LargeImage:
-    """The large image of a job that is claimed; others go first while the ranks prepare it."""
-
-    job: Job
-    to_make: ClipToMake
-    ranks_left: int
-    """How many ranks have not prepared it yet."""
-    seconds: float
-    """That it takes, by the latest one."""
-    asked_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the ranks get the job now."""
-        return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
-
-    @property
-    def seconds_left(self) -> float:
-        """Until it is ready."""
-        return max(0.0, self.asked_at + self.seconds - time.monotonic())
 
 
 class Feeder:
@@ -122,8 +68,8 @@ class Feeder:
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
-        self.image: LargeImage | None = None
-        """That the ranks prepare."""
+        self.preparing: RunningClip | None = None
+        """The clip whose large image the ranks prepare, while others go first."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
@@ -151,13 +97,11 @@ class Feeder:
     def lose(self, claims: Iterable[tuple[str, int]]) -> None:
         """Stops the work of claims that have ended, by id and token; nothing of it is kept."""
         for id, token in claims:
-            clip, image = self.get(id), self.image
+            clip = self.get(id)
             if clip is not None and clip.job.token == token:
                 clip.is_lost = True
-            elif image is None or (image.job.id, image.job.token) != (id, token):
-                continue
-            logger.warning("{} was not renewed in time: another server makes it", id)
-            self.ask_to_cancel(id)
+                logger.warning("{} was not renewed in time: another server makes it", id)
+                self.ask_to_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
         """Tells of the job as it is now; returns it, None if it does not exist any more."""
@@ -174,9 +118,9 @@ class Feeder:
     def image_ready(self, event: ImageReady) -> None:
         """Notes that a rank has prepared an image."""
         with self._changed:
-            if (image := self.image) and image.to_make.request.image == event.image:
-                image.ranks_left -= 1
-                self._seconds_per_pixel = event.seconds / image.job.photo_pixels
+            if (clip := self.preparing) and clip.request.image == event.image:
+                clip.ranks_left -= 1
+                self._seconds_per_pixel = event.seconds / clip.job.photo_pixels
         self.wake()
 
     @property
@@ -191,7 +135,10 @@ class Feeder:
             return list(self._clips.values())
 
     def get(self, job_id: str) -> RunningClip | None:
-        """The clip of a job that the ranks have."""
+        """The clip of a job that the ranks have, or whose image they prepare."""
+        preparing = self.preparing
+        if preparing is not None and preparing.job.id == job_id:
+            return preparing
         return self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
@@ -211,7 +158,7 @@ class Feeder:
     @property
     def is_empty(self) -> bool:
         """Whether neither the ranks nor the queue have a job."""
-        is_empty = self._is_queue_empty and not self._is_woken and self.image is None
+        is_empty = self._is_queue_empty and not self._is_woken and self.preparing is None
         return is_empty and not self._clips
 
     # --- the engine's thread ----------------------------------------------------------------------
@@ -223,9 +170,9 @@ class Feeder:
 
     @property
     def _may_take(self) -> bool:
-        is_image_ready = self.image is not None and self.image.is_ready
+        is_prepared = self.preparing is not None and self.preparing.is_prepared
         return (
-            (self._is_woken or not self._is_queue_empty or is_image_ready)
+            (self._is_woken or not self._is_queue_empty or is_prepared)
             and not self.why_waits
             and not self._queue.store.why_away
             and self._seconds_left() == math.inf
@@ -238,7 +185,7 @@ class Feeder:
         """Begins with a new pipeline."""
         self._next_clip = 0
         self.job_ids.clear()
-        self.image = None
+        self.preparing = None
 
     def turn(self, pipeline: Pipeline) -> None:
         """Does what there is to do."""
@@ -247,11 +194,11 @@ class Feeder:
         self._look_at_folder()
         while self._may_take:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
-            if (image := self.image) is not None and image.is_ready:
-                self.image = None
-                self._submit(pipeline, image.job, image.to_make)
+            if (clip := self.preparing) is not None and clip.is_prepared:
+                self.preparing = None
+                self._submit(pipeline, clip)
                 continue
-            job = self._persist(lambda: self._queue.take_next(large=self.image is None))
+            job = self._persist(lambda: self._queue.take_next(large=self.preparing is None))
             self._is_queue_empty = job is None
             if job is None:
                 break
@@ -266,12 +213,7 @@ class Feeder:
     def _look_at_folder(self) -> None:
         """Begins no clips without a queue, nor on a full disk, where no file can be written."""
         before = self.why_waits
-        if not self._queue.database.is_there:
-            self.why_waits = "the queue in the data folder was removed or replaced"
-        elif self._queue.store.is_disk_low:
-            self.why_waits = "the disk of the data folder is nearly full"
-        else:
-            self.why_waits = ""
+        self.why_waits = self._queue.why_unusable
         if self.why_waits not in ("", before):
             logger.error("{}: no clip is begun or taken", self.why_waits)
         elif before and not self.why_waits:
@@ -279,49 +221,47 @@ class Feeder:
 
     def _begin(self, pipeline: Pipeline, job: Job) -> None:
         """Gives a job that was claimed to the ranks, perhaps after they have prepared its image."""
-        # Of a claim that ended without being noticed.
-        if self.image is not None and self.image.job.id == job.id:
-            self.image = None
-        if (old := self.get(job.id)) is not None:
+        if (old := self.get(job.id)) is not None:  # of a claim that ended without being noticed
             self.lose([(job.id, old.job.token)])
             self._put_back(job, counts=False)
             return
         try:
-            to_make = self._to_request(job)
+            clip = self._to_request(job)
         except AwayError:  # another server may reach it
             self._put_back(job, counts=False)
             return
         except Exception as error:
             self._fail(job, error)
             return
-        if (metadata := to_make.finished_metadata()) is not None:
+        if (metadata := clip.finished_metadata()) is not None:
             self._complete(job, metadata)
-        elif not self._prepares(pipeline, job, to_make):
-            self._submit(pipeline, job, to_make)
+        elif not self._prepares(pipeline, clip):
+            self._submit(pipeline, clip)
 
-    def _prepares(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> bool:
-        """Whether the ranks prepare the job's image, a large one, while other jobs go first."""
-        request = to_make.request
-        if self.image is not None or not job.has_large_image or request.done_steps:
+    def _prepares(self, pipeline: Pipeline, clip: RunningClip) -> bool:
+        """Whether the ranks prepare the clip's image, a large one, while other jobs go first."""
+        job, request = clip.job, clip.request
+        if self.preparing is not None or not job.has_large_image or request.done_steps:
             return False
-        seconds = self._seconds_per_pixel * job.photo_pixels
-        # Before the ranks can say that it is ready.
-        self.image = LargeImage(job, to_make, self._num_encoders, seconds)
+        clip.ranks_left = self._num_encoders
+        clip.prepare_seconds = self._seconds_per_pixel * job.photo_pixels
+        self.preparing = clip  # before the ranks can say that it is prepared
         try:
             pipeline.prepare_image(request)
         except SvdppError as error:  # so will `submit`
             logger.debug("the image of {} is not prepared early: {}", job.id, error)
-            self.image = None
-        return self.image is not None
+            self.preparing = None
+        return self.preparing is not None
 
-    def _submit(self, pipeline: Pipeline, job: Job, to_make: ClipToMake) -> None:
-        clip = RunningClip(self._next_clip, job, to_make)
+    def _submit(self, pipeline: Pipeline, clip: RunningClip) -> None:
+        job = clip.job
+        clip.clip = self._next_clip
         with self._changed:
             self._clips[job.id] = clip
             self.job_ids[clip.clip] = job.id
             self.job_ids.pop(clip.clip - _REMEMBERED, None)
         try:
-            clip.handle = pipeline.submit(to_make.request, [to_make.metadata])
+            clip.handle = pipeline.submit(clip.request, [clip.metadata])
         except Exception as error:
             if pipeline.run_error is not None or isinstance(error, ClosedError):
                 raise
@@ -350,11 +290,12 @@ class Feeder:
         with self._changed:
             job_ids, self._to_cancel = self._to_cancel, set()
         for job_id in job_ids:
-            if (image := self.image) is not None and image.job.id == job_id:
-                self.image, self._is_queue_empty = None, False  # the next large one can be taken
-                self._cancelled(image.job)
             clip = self.get(job_id)
-            if clip is not None and clip.handle is not None:
+            if clip is not None and clip is self.preparing:
+                self.preparing = None
+                self._is_queue_empty = False  # the next large one can be taken
+                self._cancelled(clip.job)
+            elif clip is not None and clip.handle is not None:
                 clip.handle.cancel()
 
     def settle_all(self) -> None:
@@ -387,7 +328,7 @@ class Feeder:
             self._tell(job.id)
 
     def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
-        if isinstance(error, InputError) and clip.to_make.request.done_steps:
+        if isinstance(error, InputError) and clip.request.done_steps:
             # Perhaps its latent checkpoint does not fit: without it the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)

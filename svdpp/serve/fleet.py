@@ -37,9 +37,12 @@ class Fleet:
     """This server among those that share its queue; alone if nobody shares it."""
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
-        self._queue, self._engine, self._capabilities = queue, engine, capabilities
+        self._queue = queue
+        self._engine = engine
+        self._capabilities = capabilities
         self._others: list[FleetServer] = []
-        self._renew_at, self._is_away = 0.0, False
+        self._renew_at = 0.0
+        self._is_away = False
         # After an outage all leases may have ended: those who hold them are to renew them first.
         self._recover_at = time.monotonic() + queue.lease_seconds
         failure = "the server cannot look after its claims"
@@ -73,20 +76,19 @@ class Fleet:
     # --- the fleet's thread -----------------------------------------------------------------------
 
     def _turn(self) -> None:
-        renew_at, self._renew_at = self._renew_at, 0.0  # if it fails, in the next turn
         try:
-            if time.monotonic() >= renew_at:
+            if time.monotonic() >= self._renew_at:
                 self._renew()
                 seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS)
-                renew_at = time.monotonic() + seconds
-            self._listen(min(_LISTEN_SECONDS, max(0.0, renew_at - time.monotonic())))
+                self._renew_at = time.monotonic() + seconds
+            self._listen(min(_LISTEN_SECONDS, max(0.0, self._renew_at - time.monotonic())))
         except AwayError as error:
             if not self._is_away:
                 logger.error("{}: the clips in progress go on, and none is taken", error)
             self._is_away = True
+            self._renew_at = 0.0
             self._recover_at = time.monotonic() + self._queue.lease_seconds
             raise
-        self._renew_at = renew_at
         if self._is_away:
             logger.warning("the queue is back")
         self._is_away = False
@@ -104,14 +106,15 @@ class Fleet:
         feeder.wake()
 
     def _look(self, own: dict[str, Any]) -> None:
-        self._others = [
-            FleetServer(**{name: row[name] for name in own} | {"is_live": is_live})
-            for row in self._queue.servers()
-            for is_live in [row["seen_seconds"] < self._queue.lease_seconds]
-            if row["id"] != own["id"] and own.keys() <= row.keys()
-        ]
-        for job in self._queue.recover() if time.monotonic() >= self._recover_at else ():
-            logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
+        others = []
+        for row in self._queue.servers():
+            if row["id"] != own["id"] and own.keys() <= row.keys():  # else of another version
+                row["is_live"] = row["seen_seconds"] < self._queue.lease_seconds
+                others.append(FleetServer(**{name: row[name] for name in own}))
+        self._others = others
+        if time.monotonic() >= self._recover_at:
+            for job in self._queue.recover():
+                logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
         feeder = self._engine.feeder

@@ -160,13 +160,6 @@ class VideoRequest(BaseModel):
         return {name: value for name, value in self if hasattr(value, "filename")}
 
 
-def names_in(given: Any) -> dict[str, str]:
-    """The synonyms that a client has used, by the fields that they stand for."""
-    names = set(given) if isinstance(given, dict) else set()
-    names |= {_SIDES} if "width" in names else set()
-    return {ours: theirs for theirs, ours in _SYNONYMS.items() if theirs in names}
-
-
 _VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
 
 
@@ -274,6 +267,11 @@ class Capabilities:
             **settings,
         )
 
+    @property
+    def kind(self) -> str:
+        """As that of the jobs that are made by its model; see `Job.kind`."""
+        return self.weights or self.model
+
     @cached_property
     def form(self) -> type[VideoRequest]:
         """The form of a request."""
@@ -315,22 +313,20 @@ class Capabilities:
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
     def checked(self, given: Any) -> VideoRequest:
-        """The fields of a request; an error names them as the client did."""
+        """The fields of a request."""
         try:
             return self.form.model_validate(given)
         except ValidationError as error:
-            theirs = names_in(given)
-            faults = error.errors(include_url=False)
-            raise invalid_request([self._in_words(fault, theirs) for fault in faults]) from None
+            raise invalid_request(map(self._in_words, error.errors(include_url=False))) from None
 
-    def _in_words(self, fault: Mapping[str, Any], theirs: Mapping[str, str]) -> dict[str, str]:
-        name, *inner = fault["loc"] or ("body",)
+    def _in_words(self, fault: Mapping[str, Any]) -> dict[str, str]:
+        name = next(iter(fault["loc"]), "body")
         if fault["type"] == "extra_forbidden" and name in FIELDS:
             why = f"a model of the family {self.sampling.family}"
             if name in (IMAGE_FIELD, "fit"):
                 why = "which makes clips from text alone"
             return {"field": name, "reason": f"is not for {self.model}, {why}"}
-        return in_words({**fault, "loc": (theirs.get(name, name), *inner)})
+        return in_words({**fault, "loc": fault["loc"] or ("body",)})
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip."""

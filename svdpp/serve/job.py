@@ -15,6 +15,7 @@ from svdpp.config.limits import LARGE_MEGAPIXELS
 #: The folders of files in the data folder.
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
 
+EngineState = Literal["starting", "ready", "restarting", "closing"]
 Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
@@ -45,7 +46,6 @@ class Job:
         photo_name: the file name that the client gave, for people only.
         photo_pixels: width times height; 0 without an image.
         videos: SHA-256 of the further videos that the family takes, by name.
-        held: why the ranks of this server do not take the queued job; None if they do.
         started_at: when the ranks got it last.
         server: id of the server that has claimed it, or has ended it.
         token: counts the claims, if servers share the queue; else 0.
@@ -78,7 +78,6 @@ class Job:
     priority: int = 0
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
-    held: str | None = None
     server: str | None = None
     token: int = 0
     step: int = 0
@@ -95,6 +94,11 @@ class Job:
     callback_due: float | None = 0.0
     callback_attempts: int = 0
     callback_error: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Equal for jobs that the same servers can make."""
+        return self.weights or self.model
 
     @property
     def has_large_image(self) -> bool:
@@ -133,7 +137,7 @@ class FleetServer:
     weights: str
     sizes: list[str]
     ranks: int
-    state: Literal["starting", "ready", "restarting", "closing"]
+    state: EngineState
     free: int
     claims: int
     seen_seconds: float

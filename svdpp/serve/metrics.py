@@ -28,7 +28,6 @@ from prometheus_client.registry import Collector
 from svdpp.errors import RequestError
 from svdpp.launch.gpus import Gpu, open_nvml, visible_gpus
 from svdpp.serve.engine import Engine
-from svdpp.serve.events import Followers
 from svdpp.serve.job import FleetServer, Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone, TransferDone
@@ -50,8 +49,12 @@ class Metrics(Collector):
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
     """
 
-    def __init__(self, queue: JobQueue, engine: Engine, followers: Followers) -> None:
-        self._queue, self._engine, self._followers = queue, engine, followers
+    def __init__(
+        self, queue: JobQueue, engine: Engine, num_streams: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._queue = queue
+        self._engine = engine
+        self._num_streams = num_streams
         self.servers: Callable[[], list[FleetServer]] = list
         """Those that share the queue."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
@@ -174,7 +177,7 @@ class Metrics(Collector):
             ("svdpp_queue_depth", "Jobs that wait.", jobs[JobState.QUEUED]),
             ("svdpp_queue_age_seconds", "Age of the oldest waiting job.", age),
             ("svdpp_live_ranks", "Ranks alive.", self._engine.live_ranks),
-            ("svdpp_event_streams", "Open event streams.", self._followers.number),
+            ("svdpp_event_streams", "Open event streams.", self._num_streams()),
         ):
             yield GaugeMetricFamily(name, text, value)
         servers = {server.id: server for server in self.servers()}

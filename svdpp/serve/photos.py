@@ -59,7 +59,8 @@ class PhotoFolder:
     """
 
     def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
-        self._folder, self._max_pixels = folder.absolute(), max_pixels
+        self._folder = folder.absolute()
+        self._max_pixels = max_pixels
         self._places = threading.BoundedSemaphore(AT_ONCE)
         with self._errors():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

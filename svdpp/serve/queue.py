@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
+from svdpp.serve.database import QueueFile
 from svdpp.serve.job import Job, JobState, Proof
-from svdpp.serve.queue_sqlite import QueueFile
 from svdpp.serve.store import FileStore
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ _NAMES = tuple(column.name for column in fields(Job))
 _COLUMNS = ", ".join(_NAMES)
 _SAMPLING = _NAMES.index("sampling")
 _FINAL = _any_of(state for state in JobState if state.is_final)
-_WAITING = "state = 'queued' AND held IS NULL"
-_OPEN = f"(state = 'in_progress' OR {_WAITING})"
 
 # --- the transitions that depend on more than the state -------------------------------------------
 
@@ -72,10 +70,10 @@ _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 _KIND = "coalesce(nullif(weights, ''), model)"
 # The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
 # PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
-_NEXT = f"""
+_NEXT = """
     WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
-            AND {_WAITING} AND {{}} ORDER BY due, seq LIMIT 1) AS first FROM owners)
+            AND state = 'queued' AND {} ORDER BY due, seq LIMIT 1) AS first FROM owners)
     SELECT id FROM firsts JOIN owners ON owners.owner = whose JOIN jobs ON seq = first
     WHERE state = 'queued' ORDER BY owners.turn, due, seq LIMIT 1
 """
@@ -123,12 +121,12 @@ ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_a
 """
 _RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
-_IN_TURN = f"""
+_IN_TURN = """
 SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
         first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
     FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE {_WAITING} AND {{}} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
+    WHERE state = 'queued' AND {} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
 # A try that ends without `set_callback`, because its server was killed, is due again later.
@@ -194,11 +192,13 @@ class JobQueue:
         self.server = secrets.token_hex(8)
         """The id of this server."""
         self.kind: str | None = None
-        """The weights of the jobs that this server takes, or their model; None: of all jobs."""
-        self.why_not: Callable[[Job], str | None] = lambda _: None
+        """The kind of the jobs that this server takes; None: it takes all."""
+        self.why_not: Callable[[SamplingConfig], str | None] = lambda _: None
         """Why this server cannot make a job of its kind, by its parameters; None: it can."""
         # Ids and tokens of what this server has claimed, without what it ends now.
         self._claims: set[tuple[str, int]] = set()
+        # Of these, what it has tried to end: the database may have done it, and not answered.
+        self._unanswered: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
         self._passed = deque[str](maxlen=_MAX_PASSED)
 
@@ -207,21 +207,37 @@ class JobQueue:
         self.database.close()
 
     @property
+    def why_unusable(self) -> str:
+        """Why no clip can be stored or begun, besides a store that is away; empty if it can."""
+        if not self.database.is_there:
+            return "the queue was removed or replaced"
+        return "the disk is nearly full" if self.store.is_disk_low else ""
+
+    @property
     def _own(self) -> tuple[str, list[str]]:
-        """The condition of the jobs that this server can make, and its values."""
+        """The condition of the jobs that this server can make, and its values.
+
+        All others are held: they keep their places, and wait for a server that can make them.
+        """
         passed = set(self._passed.copy())
         own = "true" if self.kind is None else f"{_KIND} = ?"
         own += f" AND sampling NOT IN ({_marks(passed)})" if passed else ""
         return own, [*([] if self.kind is None else [self.kind]), *passed]
+
+    @property
+    def _open(self) -> tuple[str, list[str]]:
+        """The condition of the jobs in progress and those that wait for this server, as `_own`."""
+        own, values = self._own
+        return f"(state = 'in_progress' OR state = 'queued' AND {own})", values
 
     # --- changes ----------------------------------------------------------------------------------
 
     def add(
         self,
         job: Job,
-        *,
         max_open: int | None,
         max_open_of_owner: int | None = None,
+        *,
         until: float = math.inf,
     ) -> Job:
         """Store a new job, or find the one that the same request has created before.
@@ -234,12 +250,25 @@ class JobQueue:
         with self.database.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(_job_of(row), job)
-            _check_limits(database, job.owner, max_open, max_open_of_owner)
+            self._check_limits(database, job.owner, max_open, max_open_of_owner)
             if time.time() > until:
                 raise OutputError("the server was stopped for too long during a request")
             _insert(database, job)
             self._tell(database, QUEUED)
         return job
+
+    def _check_limits(
+        self, database: Statements, owner: str, limit: int | None, limit_of_owner: int | None
+    ) -> None:
+        is_open, values = self._open
+        query = f"SELECT owner, count(*) FROM jobs WHERE {is_open} GROUP BY owner"
+        open_jobs = dict(database.execute(query, values).fetchall())
+        total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
+        if limit is not None and total >= limit:
+            raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
+        if limit_of_owner is not None and own >= limit_of_owner:
+            details = {"open": own, "limit": limit_of_owner, "owner": owner}
+            raise QueueFullError(f"the queue of the key {owner!r} is full", details=details)
 
     def take_next(self, *, large: bool = True) -> Job | None:
         """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none.
@@ -275,7 +304,7 @@ class JobQueue:
             job = _job_of(row)
         except RequestError as error:  # a newer svdpp has accepted it
             raise _CannotMakeError(row[_SAMPLING]) from error
-        if self.why_not(job) is not None:
+        if self.why_not(job.sampling) is not None:
             raise _CannotMakeError(row[_SAMPLING])
         return job
 
@@ -355,18 +384,6 @@ class JobQueue:
             query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
             return database.execute(query, (id,)).rowcount == 1
 
-    def hold(self, why_not: Callable[[Job], str | None]) -> list[str]:
-        """At the start of a server: hold the queued jobs that it cannot make, and no others.
-
-        `why_not` says why it cannot; returns what it said.
-        """
-        jobs = self._jobs("WHERE state = 'queued' ORDER BY seq")
-        held = [(job.id, why_not(job)) for job in jobs]
-        with self.database.change() as database:
-            for id, reason in held:
-                _change(database, id, [JobState.QUEUED], held=reason)
-        return [reason for _, reason in held if reason is not None]
-
     def recover(self) -> list[Job]:
         """Put back and return the jobs in progress whose claims have ended, as they are now.
 
@@ -383,11 +400,16 @@ class JobQueue:
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
-        with self._ending(id, token), self.database.change() as database:
-            is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
-        if self.is_shared and not is_ended:  # an earlier try has, and its answer was lost
+        try:
+            with self._ending(id, token), self.database.change() as database:
+                is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
+        except OutputError:
+            self._unanswered.add((id, token))
+            raise
+        if not is_ended and (id, token) in self._unanswered:
             job = self.get(id)
             is_ended = job is not None and (job.state, job.token) == (state, token)
+        self._unanswered.discard((id, token))
         return is_ended
 
     @contextlib.contextmanager
@@ -470,10 +492,9 @@ class JobQueue:
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
-        own, kind = self._own
-        return [
-            (id, _sampling_of(text)) for id, text in self.database.rows(_IN_TURN.format(own), *kind)
-        ]
+        own, values = self._own
+        rows = self.database.rows(_IN_TURN.format(own), *values)
+        return [(id, _sampling_of(text)) for id, text in rows]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -491,32 +512,47 @@ class JobQueue:
 
     def counts(self) -> dict[JobState, int]:
         """The number of jobs in each state; without queued ones that this server cannot make."""
-        where = "WHERE state != 'queued' OR held IS NULL"
-        numbers = dict(
-            self.database.rows(f"SELECT state, count(*) FROM jobs {where} GROUP BY state")
-        )
+        own, values = self._own
+        query = f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {own} GROUP BY state"
+        numbers = dict(self.database.rows(query, *values))
         return {state: numbers.get(str(state), 0) for state in JobState}
+
+    def num_held(self) -> int:
+        """The number of queued jobs that wait for another server."""
+        own, values = self._own
+        query = f"SELECT count(*) FROM jobs WHERE state = 'queued' AND NOT ({own})"
+        return int(self.database.rows(query, *values)[0][0])
 
     def num_open(self) -> int:
         """The number of jobs that are queued, and not held, or in progress."""
-        return int(self.database.rows(f"SELECT count(*) FROM jobs WHERE {_OPEN}")[0][0])
+        is_open, values = self._open
+        return int(self.database.rows(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
         """The time of the oldest request that is queued and not held; None if there is none."""
-        ((oldest,),) = self.database.rows(f"SELECT min(created_at) FROM jobs WHERE {_WAITING}")
+        own, values = self._own
+        query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {own}"
+        ((oldest,),) = self.database.rows(query, *values)
         return None if oldest is None else float(oldest)
 
     def to_prove(self) -> list[str]:
         """The ids of the jobs whose proof is `running`, or was when a server ended."""
-        own, kind = self._own
-        return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *kind)
+        own, values = self._provable
+        return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *values)
 
     def unproved(self) -> list[str]:
         """The ids of the completed clips with files that are not verified, the newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
-        own, kind = self._own
+        own, values = self._provable
         unproved = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
-        return self._ids(f"{unproved} ORDER BY seq DESC", *kind)
+        return self._ids(f"{unproved} ORDER BY seq DESC", *values)
+
+    @property
+    def _provable(self) -> tuple[str, list[str]]:
+        """As `_own` for proofs: a fleet leaves those of another model to its servers."""
+        if not self.is_shared or self.kind is None:
+            return "true", []
+        return f"{_KIND} = ?", [self.kind]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
         """When the jobs in final states ended that are not being proved, the first one first."""
@@ -596,19 +632,6 @@ def _finite(value: Any) -> Any:
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
 def _sampling_of(text: str) -> SamplingConfig:
     return sampling_from(json.loads(text))
-
-
-def _check_limits(
-    database: Statements, owner: str, limit: int | None, limit_of_owner: int | None
-) -> None:
-    query = f"SELECT owner, count(*) FROM jobs WHERE {_OPEN} GROUP BY owner"
-    open_jobs = dict(database.execute(query).fetchall())
-    total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
-    if limit is not None and total >= limit:
-        raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
-    if limit_of_owner is not None and own >= limit_of_owner:
-        details = {"open": own, "limit": limit_of_owner, "owner": owner}
-        raise QueueFullError(f"the queue of the key {owner!r} is full", details=details)
 
 
 def _same_request(known: Job, job: Job) -> Job:

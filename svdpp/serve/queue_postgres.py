@@ -19,13 +19,7 @@ import psycopg
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.redaction import redact
-from svdpp.serve.database import (
-    VERSION,
-    AwayError,
-    check_own,
-    check_version,
-    schema,
-)
+from svdpp.serve.database import VERSION, AwayError, check_own, check_version, schema
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore
 
@@ -66,12 +60,14 @@ class QueueServer:
     """Whether it was not removed: each commit says so itself."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
-        self._folder, self._store = store.folder, store
+        self._folder = store.folder
+        self._store = store
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
         self._open: dict[str, Connection] = {}
-        self._retry_at, self._why_away = 0.0, ""
+        self._retry_at = 0.0
+        self._why_away = ""
         with output_files.disk_errors(f"cannot use the data folder {str(self._folder)!r}"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.lock("tables", waits=True):
@@ -189,7 +185,8 @@ class QueueServer:
         try:
             connection = Connection(self._url)
         except psycopg.Error as error:
-            self._retry_at, self._why_away = time.monotonic() + _RETRY_SECONDS, str(error)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._why_away = str(error)
             raise
         self._open[use] = connection
         return connection

@@ -106,23 +106,23 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     """
     store = queue.store
     # Listed before the queue is asked: what is begun meanwhile is not among them.
-    files, copies = store.files(), store.local_files() if store.is_remote else {}
+    files = store.files()
+    copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
     oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
-
-    def is_left(name: str, written_at: float, *, is_copy: bool = False) -> bool:
-        is_kept = _LATENT.match(name) and written_at > oldest
-        return not is_kept and _is_leftover(name, clips, is_copy=is_copy)
-
-    left: Seen = {(name, about) for name, about in files.items() if is_left(name, about[1])}
-    # A file that the store lacks is no copy: the folder may have had it before there was a store.
-    unused: Seen = {
+    left: Seen = {
         (name, about)
-        for name, about in copies.items()
-        if (is_left(name, about[1], is_copy=True) or (_OWN.fullmatch(name) and name in files))
-        and not any(id in name for id in in_use)
+        for name, about in files.items()
+        if _is_leftover(name, about[1], clips, oldest)
     }
+    unused: Seen = set()
+    for name, about in copies.items():
+        # What the store lacks is no copy: the folder may have had it before there was a store.
+        is_copy = name in files and _OWN.fullmatch(name) is not None
+        is_left = _is_leftover(name, about[1], clips, oldest, is_copy=True)
+        if (is_copy or is_left) and not any(id in name for id in in_use):
+            unused.add((name, about))
     with _errors(store.folder):
         for name, _ in left & before:
             store.remove(store.folder / name)
@@ -131,10 +131,20 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     return left | unused
 
 
-def _is_leftover(name: str, clips: Mapping[str, int | None], *, is_copy: bool = False) -> bool:
-    """Whether nobody needs a file, unless it is of a request or of a rank that is at work."""
+def _is_leftover(
+    name: str,
+    written_at: float,
+    clips: Mapping[str, int | None],
+    oldest: float,
+    *,
+    is_copy: bool = False,
+) -> bool:
+    """Whether nobody needs a file, unless it is of a request or of a rank that is at work.
+
+    Latent checkpoints are left once they are older than `oldest`.
+    """
     own = _OWN.fullmatch(name)
-    if own is None:
+    if own is None or (_LATENT.match(name) and written_at > oldest):
         return False
     if (id := own["clip"]) is None:
         return own["photo"] not in clips

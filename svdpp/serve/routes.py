@@ -22,15 +22,15 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
 from svdpp.config import SAMPLING_CLASSES
-from svdpp.errors import OutputError, RequestError, error_from_dict
+from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
-from svdpp.serve.api_errors import ApiError, as_api_error
+from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
-from svdpp.serve.form import VideoRequest, names_in
+from svdpp.serve.form import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
-from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, VideoPage, documented
+from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, VideoPage
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -95,19 +95,14 @@ LastEventId = Annotated[
 
 _TEXT = {"schema": {"type": "string"}}
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_REFUSALS = documented(400, 404, 413, 415, 422, 429, 503)
-_STORED = {
-    202: {"description": "Stored durably.", "headers": {"Location": _TEXT}},
-    **_REFUSALS,
-}
-_MADE = {
+_Responses = dict[int | str, dict[str, Any]]
+_STORED: _Responses = {202: {"description": "Stored durably.", "headers": {"Location": _TEXT}}}
+_MADE: _Responses = {
     200: {
         "description": "The clip.",
         "headers": {"X-Request-Id": _TEXT, "X-Model": _TEXT, "X-Inference-Time-S": _TEXT},
         "content": {"video/mp4": _BINARY},
-    },
-    **_REFUSALS,
-    **documented(409, 500),
+    }
 }
 
 
@@ -190,22 +185,18 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
             raise ValueError("it is JSON, but no object")
     except ValueError as error:
         raise _malformed("invalid_json", str(error)) from None
-    form = service.capabilities.checked(given)
-    try:
-        return service.submit(form, owner, key)
-    except (ApiError, RequestError) as error:
-        raise as_api_error(error, names_in(given)) from error
+    return service.submit(service.capabilities.checked(given), owner, key)
 
 
 async def _wait(request: Request, service: Service, id: str) -> None:
     """Returns once the video is final, or nobody waits for it any more."""
-    with service.followers.follow() as pause:
+    with service.followers.follow():
         while not (service.followers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # it waits also for the queue
                 job = await in_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
-            await pause()
+            await service.followers.pause()
 
 
 def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
@@ -230,7 +221,7 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
 routes = APIRouter(tags=["videos"])
 
 
-@routes.get("/v1/videos", responses=documented(404, 422))
+@routes.get("/v1/videos")
 def list_videos(
     service: Served,
     owner: Owned,
@@ -250,13 +241,13 @@ def list_videos(
     )
 
 
-@routes.get("/v1/videos/{id}", responses=documented(404))
+@routes.get("/v1/videos/{id}")
 def get_video(id: str, service: Served, owner: Owned) -> Video:
     """A video's state, progress and ETA."""
     return service.video(service.job(id, owner))
 
 
-@routes.delete("/v1/videos/{id}", responses=documented(404, 503))
+@routes.delete("/v1/videos/{id}")
 async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
     """Removes a video with its files; one that is not finished is cancelled before.
 
@@ -266,7 +257,7 @@ async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
     return await in_thread(service.delete, id, owner)
 
 
-@routes.post("/v1/videos/{id}/cancel", responses=documented(404, 503))
+@routes.post("/v1/videos/{id}/cancel")
 async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
     """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
 
@@ -276,12 +267,11 @@ async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
     return service.video(await in_thread(service.cancel, id, owner))
 
 
-def _file_answers(kind: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
+def _file_answers(kind: str) -> _Responses:
     return {
         200: {"content": {kind: _BINARY}},
         206: {"description": "The requested range."},
         304: {"description": "The client has it: `If-None-Match` names it."},
-        **documented(*statuses),
     }
 
 
@@ -303,7 +293,7 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
 @routes.get(
     "/v1/videos/{id}/content",
     response_class=FileResponse,
-    responses=_file_answers("video/mp4", 404, 409, 416),
+    responses=_file_answers("video/mp4"),
 )
 def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The clip as mp4; takes Range requests."""
@@ -317,7 +307,7 @@ def get_content(id: str, service: Served, owner: Owned, request: Request) -> Res
 @routes.get(
     "/v1/videos/{id}/input",
     response_class=FileResponse,
-    responses=_file_answers("image/*", 404, 416),
+    responses=_file_answers("image/*"),
 )
 def get_input(
     id: str, service: Served, owner: Owned, request: Request, field: str = IMAGE_FIELD
@@ -338,13 +328,13 @@ def get_input(
     return _private_file(path, kinds.get(path.suffix, default), request)
 
 
-@routes.get("/v1/videos/{id}/metadata", responses=documented(404, 409))
+@routes.get("/v1/videos/{id}/metadata")
 def get_metadata(id: str, service: Served, owner: Owned) -> dict[str, Any]:
     """The clip's JSON: parameters, hashes, versions."""
     return service.completed(id, owner).metadata
 
 
-@routes.post("/v1/videos/{id}/verify", status_code=202, responses=documented(404, 409, 503))
+@routes.post("/v1/videos/{id}/verify", status_code=202)
 def verify_video(id: str, service: Served, owner: Owned) -> Video:
     """Has the clip made again on one device, when the ranks are idle, and compared bit by bit."""
     return service.verify(id, owner)
@@ -379,7 +369,6 @@ def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = Non
             "for `Last-Event-ID`."
         },
         204: {"description": "The client has the last event: it must not come back."},
-        **documented(404, 503),
     },
 )
 async def follow_video(
@@ -389,7 +378,7 @@ async def follow_video(
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    with service.followers.follow() as pause:
+    with service.followers.follow():
         is_last = False
         while not is_last:
             is_last = service.followers.is_closed  # before the look, which then finds the end
@@ -398,14 +387,14 @@ async def follow_video(
                     return
                 event = _event(await run_in_threadpool(service.video, job))
             except OutputError:  # the stream goes on once the queue is back
-                await pause()
+                await service.followers.pause()
                 continue
             if event.id != last_id:
                 yield event
                 last_id = event.id
             is_last |= job.state.is_final
             if not is_last:
-                await pause()
+                await service.followers.pause()
 
 
 def _event(video: Video) -> ServerSentEvent:

@@ -1,4 +1,4 @@
-"""The server process: its start, the socket, the signals, and the order in which parts end."""
+"""The server: its application, its socket, the signals, and the order in which parts end."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.security import HTTPBearer
+from fastapi.staticfiles import StaticFiles
 from loguru import logger
 from starlette.types import ASGIApp
 
+from svdpp import __version__
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
-from svdpp.serve.app import create_app
+from svdpp.serve import api_errors, routes
 from svdpp.serve.auth import Keys
 from svdpp.serve.background import Background
-from svdpp.serve.clips import Admission
-from svdpp.serve.form import Capabilities
-from svdpp.serve.job import Job
+from svdpp.serve.form import MAX_PRIORITY
+from svdpp.serve.guard import Guard, KeyCheck
+from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import LOOK_SECONDS, set_strangers_aside, sweep
+from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import FileStore
+from svdpp.serve.views import ERRORS, EngineStatus, Health, Model, ModelList, ServerList
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
@@ -46,7 +53,6 @@ _SWEEP_SECONDS = 60.0
 # For each thread; what it does may not answer, such as a store.
 _END_SECONDS = 30.0
 _MAX_FILES = 16384
-_MAX_SHAPES = 256
 # A request changes threads several times, and each time waits so long for a thread that computes,
 # such as the ETAs of a long queue.
 _SWITCH_SECONDS = 0.0005
@@ -80,34 +86,13 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         service = Service(settings, queue)
         if not queue.is_shared:
             queue.recover()
+            if num_held := queue.num_held():
+                logger.warning("queued clips that wait for another model: {}", num_held)
         set_strangers_aside(queue, service.folder)
-        hold(queue, service.capabilities, service.admission)
     except BaseException:
         queue.close()
         raise
     return create_app(service, owner_of=None if keys is None else keys.find), service
-
-
-def hold(queue: JobQueue, capabilities: Capabilities, admission: Admission) -> None:
-    """Holds the jobs of earlier servers that this one would make by another model, or cannot make.
-
-    They keep their places, and go on at the start of a server that can make them. In a queue that
-    is shared, another server may make them.
-    """
-    why_no_route = functools.lru_cache(_MAX_SHAPES)(admission.why_no_route)
-    own, weights = capabilities.model, capabilities.weights
-
-    def why_not(job: Job) -> str | None:
-        if (job.weights or job.model) == (weights or own):
-            return why_no_route(job.sampling)
-        other = "other weights of it" if job.model == own else own
-        return f"its model is {job.model}, and this server runs {other}"
-
-    if queue.is_shared:
-        queue.kind, queue.why_not = weights or own, why_not
-        return
-    for reason, number in Counter(queue.hold(why_not)).items():
-        logger.warning("queued clips that wait for another start: {}; of one, {}", number, reason)
 
 
 class Server:
@@ -204,7 +189,7 @@ class Server:
             self._service.engine.close(grace)
             for background in self._threads:
                 background.close(_END_SECONDS)
-            self._service.followers.close()
+            self._service.followers.is_closed = True
         finally:
             self._http.should_exit = True
 
@@ -251,3 +236,136 @@ class _Http(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves the signals to `Server`."""
         yield
+
+
+# --- the application ------------------------------------------------------------------------------
+
+_ABOUT = """
+Images and prompts in, clips out: video diffusion over several devices, bitwise equal to
+diffusers.
+
+The routes have the shape of OpenAI's video API. Every answer of 400 and above, but those of
+`/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
+"""
+
+_PAGE = Path(__file__).parent / "page"
+
+_bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
+server = APIRouter(tags=["server"])
+public = APIRouter(tags=["server"])
+"""What needs no key, beside the files of the page."""
+
+
+def create_app(service: Service, *, owner_of: KeyCheck | None = None) -> ASGIApp:
+    """The whole application, for an ASGI server; without `owner_of` there are no keys."""
+    app = FastAPI(
+        title="svdpp",
+        version=__version__,
+        description=_ABOUT,
+        docs_url=None,  # their scripts come from another host
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
+    app.state.service = service
+    api_errors.install(app)
+    for router in (routes.create_routes(service.capabilities.form), routes.routes, server):
+        app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
+    app.include_router(public)
+    app.mount("/page", StaticFiles(directory=_PAGE))
+    return Guard(app, service.metrics, service.settings.limits, owner_of)
+
+
+@server.get("/v1/models")
+def list_models(service: Served) -> ModelList:
+    """The model of this server, with its defaults and limits."""
+    settings = service.settings
+    model = service.capabilities.to_json(
+        max_upload_bytes=settings.limits.upload_bytes,
+        max_megapixels=settings.max_pixels // 10**6,
+        max_open=settings.max_open,
+        priority=[0, MAX_PRIORITY],
+    )
+    return ModelList(data=[model])
+
+
+@server.get("/v1/models/{id:path}")
+def get_model(id: str, service: Served) -> Model:
+    """The model of this server, if that is its id."""
+    service.capabilities.check_model(id)
+    return list_models(service).data[0]
+
+
+@server.get("/v1/engine")
+def get_engine(service: Served, owner: Owned) -> EngineStatus:
+    """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
+    engine = service.engine
+
+    @functools.cache
+    def shown(id: str | None) -> str | None:
+        job = service.queue.get(id or "")
+        return id if id is None or (job is not None and job.owner == owner.name) else "other"
+
+    return EngineStatus(
+        state=engine.state,
+        restarts=engine.restarts,
+        queue=service.queue.counts(),
+        ranks=[replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
+        spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
+        eta_error=service.metrics.eta_error(),
+    )
+
+
+@server.get("/v1/servers")
+def list_servers(service: Served) -> ServerList:
+    """The servers that share the queue: this one first, and the others as they were seen last."""
+    return ServerList(data=service.fleet.servers())
+
+
+@public.get("/health", responses={503: {"model": Health}})
+async def get_health(service: Served) -> JSONResponse:
+    """Whether the ranks live; 503 while they start, restart or end."""
+    return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
+
+
+@public.get("/ready", responses={503: {"model": Health}})
+def get_ready(service: Served) -> JSONResponse:
+    """Whether the server takes requests that ranks begin at once or after those before.
+
+    Not if the queue or the disk is full, either.
+    """
+    return _health(service, service.why_not_ready())
+
+
+def _health(service: Service, reason: str | None) -> JSONResponse:
+    engine = service.engine
+    body = Health(
+        status="unavailable" if reason else "ok",
+        reason=reason,
+        state=engine.state,
+        ranks=sum(bool(rank.device) for rank in engine.rank_view.now()),
+        restarts=engine.restarts,
+    )
+    return JSONResponse(body.model_dump(), 503 if reason else 200)
+
+
+@server.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def get_metrics(service: Served) -> Response:
+    """Prometheus metrics."""
+    return Response(service.metrics.exposed(), media_type=CONTENT_TYPE)
+
+
+@public.get("/", include_in_schema=False)
+def get_page() -> Response:
+    """The page."""
+    return FileResponse(_PAGE / "index.html")
+
+
+@public.get("/favicon.ico", include_in_schema=False)
+async def get_icon() -> Response:
+    """Nothing: the page has no icon."""
+    return Response(status_code=204)

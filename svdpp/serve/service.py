@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +19,7 @@ from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS, Photo
+from svdpp.media.image import MAX_PIXELS
 from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
@@ -24,7 +27,6 @@ from svdpp.serve.clips import Admission
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.eta import Estimate
-from svdpp.serve.events import Followers
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
@@ -39,6 +41,11 @@ from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
+_LOOK_SECONDS = 0.25
+# Of all followers together, so that a thousand do not keep requests from the processor.
+_LOOKS_PER_SECOND = 200
+# After so long all notice that the server ends.
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,31 @@ class ServerSettings:
     """How long a claim lasts that is not renewed."""
 
 
+@dataclass
+class Followers:
+    """The clients that follow jobs: each looks at its job itself, so none delays another."""
+
+    number: int = 0
+    """How many follow a job."""
+    is_closed: bool = False
+    """Whether the server ends: what they see then is the last."""
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Counts one during the block."""
+        self.number += 1
+        try:
+            yield
+        finally:
+            self.number -= 1
+
+    async def pause(self) -> None:
+        """Returns once it is time for another look at the job."""
+        end = time.monotonic() + max(_LOOK_SECONDS, self.number / _LOOKS_PER_SECOND)
+        while not self.is_closed and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _CLOSE_SECONDS))
+
+
 class Service:
     """One server: the queue, the engine and what clients may request. Any thread may call it.
 
@@ -96,7 +128,7 @@ class Service:
         self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
-        self.metrics = Metrics(queue, self.engine, self.followers)
+        self.metrics = Metrics(queue, self.engine, lambda: self.followers.number)
         self.engine.observe(self.metrics)
         self.prover = Prover(
             queue,
@@ -117,6 +149,7 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
+        queue.kind, queue.why_not = self.capabilities.kind, self.admission.why_no_route
         self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.engine.estimates.others = lambda: len(self.fleet.others_of(queue.kind))
         self.metrics.servers = self.fleet.servers
@@ -137,9 +170,9 @@ class Service:
             text = "the server is ending: it takes no more clips"
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
-        if not self.queue.database.is_there:
-            raise AwayError("the queue was removed or replaced")
-        if self.queue.store.is_disk_low:
+        if (why_not := self.queue.why_unusable) and not self.queue.database.is_there:
+            raise AwayError(why_not)
+        if why_not:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
@@ -152,10 +185,8 @@ class Service:
         """Why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
-        if not self.queue.database.is_there:
-            return "the queue was removed or replaced"
-        if self.queue.store.is_disk_low:
-            return "the disk is nearly full"
+        if why_not := self.queue.why_unusable:
+            return why_not
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
@@ -180,22 +211,8 @@ class Service:
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
         self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
-        id, until = new_id(), time.time() + LOOK_SECONDS / 2
-        job = Job(
-            id=id,
-            owner=owner.name,
-            model=self.capabilities.model,
-            weights=self.capabilities.weights,
-            seed=seed_of(request.seed, owner.name, idempotency_key),
-            sampling=sampling,
-            **self._keep(request, id, sampling),
-            **prompts,
-            created_at=time.time(),
-            priority=request.priority,
-            idempotency_key=idempotency_key,
-            callback_url=request.callback_url,
-        )
-        stored = self._add(job, owner, until)
+        id = new_id()
+        stored = self._stored(id, request, sampling, owner, idempotency_key, prompts)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
@@ -204,53 +221,65 @@ class Service:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _add(self, job: Job, owner: Owner, until: float) -> Job:
-        """Stores the job; removes its files if it is not stored."""
-        stored = None
-        try:
-            stored = self.queue.add(
-                job,
-                max_open=self.settings.max_open,
-                max_open_of_owner=owner.max_open,
-                until=until,
+    def _stored(
+        self,
+        id: str,
+        request: VideoRequest,
+        sampling: SamplingConfig,
+        owner: Owner,
+        idempotency_key: str | None,
+        prompts: Mapping[str, Any],
+    ) -> Job:
+        """The job of a request; its files are removed again unless it is stored under `id`."""
+        until = time.time() + LOOK_SECONDS / 2
+        with ExitStack() as uploads:
+            job = Job(
+                id=id,
+                owner=owner.name,
+                model=self.capabilities.model,
+                weights=self.capabilities.weights,
+                seed=seed_of(request.seed, owner.name, idempotency_key),
+                sampling=sampling,
+                **self._keep(request, id, sampling, uploads),
+                **prompts,
+                created_at=time.time(),
+                priority=request.priority,
+                idempotency_key=idempotency_key,
+                callback_url=request.callback_url,
             )
-        except QueueFullError as error:
-            raise self._full(error.details) from error
-        except AwayError:  # the database may have the job nevertheless
-            stored = job
-            raise
-        finally:
-            if stored is None or stored.id != job.id:
-                for path in job.uploads_in(self.folder):
-                    self.queue.store.discard(path)
+            try:
+                stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
+            except QueueFullError as error:
+                raise self._full(error.details) from error
+            except AwayError:
+                uploads.pop_all()  # the database may have the job nevertheless
+                raise
+            if stored.id == id:
+                uploads.pop_all()
         return stored
 
-    def _keep(self, request: VideoRequest, id: str, sampling: SamplingConfig) -> dict[str, Any]:
-        """Stores the files of a request, all or none; returns what the job says of them."""
-        kept: dict[str, Photo] = {}
-        names = {field: shown_name(file.filename) for field, file in request.files.items()}
-        try:
-            for field, upload in request.files.items():
-                video = "" if field == IMAGE_FIELD else field
-                frames = sampling.frames if video else sampling.video_frames or 0
-                kept[field] = self.photos.keep(upload.file, id, names[field], frames, video)
-                self.queue.store.put(kept[field].path)
-        except BaseException as error:
-            for photo in kept.values():
-                self.queue.store.discard(photo.path)
-            if isinstance(error, InputError):
-                error.details["field"] = field
-            raise
-        hashes = {field: photo.sha256 for field, photo in kept.items() if field != IMAGE_FIELD}
-        if (image := kept.get(IMAGE_FIELD)) is None:
-            return {"videos": hashes}
-        return {
-            "photo": image.path.name,
-            "photo_name": names[IMAGE_FIELD],
-            "photo_sha256": image.sha256,
-            "photo_pixels": image.width * image.height,
-            "videos": hashes,
-        }
+    def _keep(
+        self, request: VideoRequest, id: str, sampling: SamplingConfig, uploads: ExitStack
+    ) -> dict[str, Any]:
+        """Stores the files of a request, which `uploads` can remove; what the job says of them."""
+        about: dict[str, Any] = {"videos": {}}
+        for where, upload in request.files.items():
+            is_image = where == IMAGE_FIELD
+            name = shown_name(upload.filename)
+            frames = (sampling.video_frames or 0) if is_image else sampling.frames
+            try:
+                photo = self.photos.keep(upload.file, id, name, frames, "" if is_image else where)
+            except InputError as error:
+                error.details["field"] = where
+                raise
+            uploads.callback(self.queue.store.discard, photo.path)
+            self.queue.store.put(photo.path)
+            if is_image:
+                about |= {"photo": photo.path.name, "photo_name": name}
+                about |= {"photo_sha256": photo.sha256, "photo_pixels": photo.width * photo.height}
+            else:
+                about["videos"][where] = photo.sha256
+        return about
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
@@ -314,18 +343,14 @@ class Service:
     def video(self, job: Job) -> Video:
         """The API's view of `job`. One that the ranks have and no rank has begun is queued."""
         if job.state.is_final:
-            kept, end = self.settings.keep_seconds, job.finished_at or 0.0
-            return video_of(job, expires_at=None if kept is None else end + kept)
-        if job.held is not None:
-            return video_of(job)
-        is_own = self.queue.kind in (None, job.weights or job.model)
+            kept = self.settings.keep_seconds
+            expires_at = None if kept is None else (job.finished_at or 0.0) + kept
+            return video_of(job, expires_at=expires_at)
         if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
-            eta = self.engine.estimates.elsewhere(job) if is_own else None
+            eta = self.engine.estimates.elsewhere(job) if job.kind == self.queue.kind else None
             return video_of(job, eta_seconds=eta, step=job.step)
-        if not is_own:
-            is_made = self.fleet.others_of(job.weights or job.model)
-            why = f"its model is {job.model}, and no server runs these weights of it now"
-            return video_of(replace(job, held=None if is_made else why))
+        if (why_not := self._why_not(job)) is not None:
+            return video_of(job, held=None if self.fleet.others_of(job.kind) else why_not)
         estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
@@ -335,6 +360,14 @@ class Service:
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_of(job, eta_seconds=eta, place=estimate.place or 0, step=step)
+
+    def _why_not(self, job: Job) -> str | None:
+        """Why this server cannot make the job; None if it can."""
+        if job.kind == self.queue.kind:
+            return self.queue.why_not(job.sampling)
+        own = self.capabilities.model
+        other = "other weights of it" if job.model == own else own
+        return f"its model is {job.model}, and this server runs {other}"
 
     def videos(
         self,

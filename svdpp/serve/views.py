@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.models.checkpoint import Use
 from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.job import FleetServer, Job, JobState, Proof
-from svdpp.serve.ranks import Rank, RankSpan
+from svdpp.serve.engine import Rank, RankSpan
+from svdpp.serve.job import EngineState, FleetServer, Job, JobState, Proof
 
 Fit = Literal["stretch", "crop", "pad"]
 
@@ -57,12 +56,10 @@ class ErrorAnswer(BaseModel):
     error: TypedError
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Answers of 400 and above for the OpenAPI document."""
-    return {
-        status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase}
-        for status in statuses
-    }
+#: Answers of 400 and above for the OpenAPI document.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    statuses: {"model": ErrorAnswer} for statuses in ("4XX", "5XX")
+}
 
 
 class Callback(BaseModel):
@@ -222,7 +219,7 @@ class ServerList(BaseModel):
 class EngineStatus(BaseModel):
     """The ranks now and in the last minute."""
 
-    state: Literal["starting", "ready", "restarting", "closing"]
+    state: EngineState
     restarts: int
     queue: dict[JobState, int]
     ranks: list[Rank]
@@ -235,7 +232,7 @@ class Health(BaseModel):
 
     status: Literal["ok", "unavailable"]
     reason: str | None
-    state: Literal["starting", "ready", "restarting", "closing"]
+    state: EngineState
     ranks: int
     restarts: int
 
@@ -261,6 +258,7 @@ def video_of(
     *,
     step: int = 0,
     place: int | None = None,
+    held: str | None = None,
     rank: int | None = None,
     eta_seconds: float | None = None,
     expires_at: float | None = None,
@@ -268,7 +266,7 @@ def video_of(
     """The API's view of a job.
 
     Of an open one: the steps that are done, the seconds until it is completed, its `place` if it
-    waits, and its `rank`. Of a final one: when its files are removed.
+    waits or why it is `held`, and its `rank`. Of a final one: when its files are removed.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
@@ -292,7 +290,7 @@ def video_of(
         seed=job.seed,
         priority=job.priority,
         place=place,
-        held=job.held if job.state is JobState.QUEUED else None,
+        held=held,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,
         rank=rank,

@@ -17,8 +17,6 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import islice
 from urllib.parse import urlsplit
 
 import httpx2
@@ -94,9 +92,13 @@ class Webhooks:
 
     def _send_due(self) -> None:
         """Tries what is due, some at the same time; the next ones wait until these have ended."""
-        take = partial(self._queue.take_callback, _LEASE_SECONDS)
         end = time.monotonic() + _LEASE_SECONDS
-        while time.monotonic() < end and (jobs := [*islice(iter(take, None), AT_ONCE)]):
+        while time.monotonic() < end:
+            jobs: list[Job] = []
+            while len(jobs) < AT_ONCE and (job := self._queue.take_callback(_LEASE_SECONDS)):
+                jobs.append(job)
+            if not jobs:
+                return
             asyncio.run(self._attempt_all(jobs))
 
     async def _attempt_all(self, jobs: Sequence[Job]) -> None:

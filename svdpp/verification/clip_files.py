@@ -46,39 +46,38 @@ class ClipOnDisk:
     """The same, checked, with defaults for missing fields."""
 
 
-def are_clips(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are finished clips; False if they are images."""
-    kinds = {text: _names_clips(text) for text in inputs}
-    clips = [text for text, is_clip in kinds.items() if is_clip]
-    others = [text for text, is_clip in kinds.items() if not is_clip]
-    if clips and others:
-        raise RequestError(
-            f"{clips[0]!r} is a finished clip, {others[0]!r} is not: they are verified in "
-            "different ways",
-            "verify them in two commands",
-        )
-    return bool(clips)
-
-
 def find_clips(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """The clips that `inputs` name, each once, by its JSON or else by its file.
 
     Returns:
-        The clips, and the JSON and video files that are passed over because they are not clips.
+        The clips, none if `inputs` are images; and the JSON and video files that are passed over
+        because they are not clips.
     """
-    found: dict[Path, None] = {}
-    passed_over: list[Path] = []
+    found: dict[Path, Path] = {}  # with the input that names it
+    passed_over, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        clips, others = [path], list[Path]()
-        if os.path.isdir(path) and not _is_frames_folder(path):
+        if path.name == MANIFEST:  # as in out/*
+            passed_over.append(path)
+        elif os.path.isdir(path) and not _is_frames_folder(path):
             clips, others = _clips_in(path)
-            if not clips:
+            if clips:
+                found.update((_preferred(clip), path) for clip in clips)
+                passed_over += others
+            elif (path / MANIFEST).exists():
                 raise InputError(f"there is no clip in the folder {str(path)!r}")
-        elif path.name == MANIFEST:  # as in out/*
-            clips, others = [], [path]
-        found.update((_preferred(clip), None) for clip in clips)
-        passed_over += others
-    if not found:
+            else:
+                images.append(path)
+        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # also if it is missing
+            found[_preferred(path)] = path
+        else:
+            images.append(path)
+    if images and found:
+        raise RequestError(
+            f"{str(next(iter(found.values())))!r} is a finished clip, {str(images[0])!r} is not: "
+            "they are verified in different ways",
+            "verify them in two commands",
+        )
+    if passed_over and not found:
         raise InputError(f"{str(passed_over[0])!r} is a run's manifest, not a clip")
     return list(found), passed_over
 
@@ -104,12 +103,17 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
         video: name of the video; "" for the image.
     """
     metadata, folder = clip.metadata, clip.path.parent
-    wanted = metadata["videos_sha256"][video] if video else metadata["input_sha256"]
-    path = metadata["videos"].get(video, video) if video else metadata["input"]
-    recorded = located_path(path, folder)
-    if video and image is not None and not os.path.isdir(image):
-        image = None
-    suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if video else SUFFIXES
+    suffixes: tuple[str, ...] = SUFFIXES
+    if video:
+        wanted, path = metadata["videos_sha256"][video], metadata["videos"].get(video, video)
+        suffixes += VIDEO_SUFFIXES
+        kind, hint = video, "--image FOLDER names the folder of all inputs"
+        if image is not None and not os.path.isdir(image):
+            image = None  # it names the image alone
+    else:
+        wanted, path = metadata["input_sha256"], metadata["input"]
+        kind, hint = "image", "--image PATH names it"
+    recorded, name = located_path(path, folder), clip.path.name
     if image is None:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
     else:
@@ -117,15 +121,14 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     for found in dict.fromkeys(candidates):
         if _sha256(found) == wanted:
             return found
-    where, name, kind = recorded if image is None else image, clip.path.name, video or "image"
+    where = recorded if image is None else image
     if os.path.isfile(where):
         what = f"{str(where)!r} is not the {kind} that {name!r} was made from"
     elif image is None:
         what = f"{str(where)!r}, the {kind} of {name!r}, is missing"
     else:
         what = f"there is no {kind} of {name!r} at {str(where)!r}"
-    how = "--image FOLDER names the folder of all inputs" if video else "--image PATH names it"
-    raise InputError(what, f"{how}; its sha256 is {wanted}")
+    raise InputError(what, f"{hint}; its sha256 is {wanted}")
 
 
 def _of_json(path: Path) -> ClipOnDisk:
@@ -137,15 +140,6 @@ def _of_json(path: Path) -> ClipOnDisk:
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
     return ClipOnDisk(path=file, json_path=path, raw=raw, metadata=metadata)
-
-
-def _names_clips(text: str) -> bool:
-    path = Path(text)
-    if path.suffix in (".json", ".mp4"):
-        return True
-    if os.path.isdir(path) and not _is_frames_folder(path):
-        return (path / MANIFEST).exists() or bool(_clips_in(path)[0])
-    return _is_clip(path)
 
 
 def _is_clip(path: Path) -> bool:
@@ -240,14 +234,16 @@ def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = Non
         return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
     try:
         found = video.file_sha256(clip.path)
-        faults = [*_wrong_with_metadata(clip), *_wrong_with_sound(clip, sound)]
+        faults = [*_wrong_with_metadata(clip)]
         if recorded not in (None, found):
             faults.insert(0, "its sha256 is not the recorded one: it was changed or replaced")
-        shown, is_same = _compare_pixels(clip, frames)
+        if clip.metadata["format"] == "frames":
+            shown, wrong = _compare_lossless(clip)
+        else:
+            shown, wrong = _compare_lossy(clip, frames, sound)
+        faults += wrong
     except InputError as error:
-        faults, shown, is_same = [str(error)], "", False
-    if not is_same and shown:
-        faults.append(shown)
+        faults, shown = [str(error)], ""
     if recorded is None:
         shown += "; no sha256 of the file is recorded"
     detail = "; ".join(faults) if faults else shown
@@ -264,39 +260,46 @@ def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
         yield f"the metadata inside says {name} {inside_says}, the JSON {beside_says}"
 
 
-def _wrong_with_sound(clip: ClipOnDisk, sound: video.Sound | None) -> Iterator[str]:
-    if sound is None or clip.metadata["format"] != "mp4":
-        return
-    ours, _ = video.read_sound(clip.path)
-    with temp_folder("svdpp-verify-") as folder:
-        path, black = folder / "again.mp4", np.zeros((1, 16, 16, 3), np.uint8)
-        video.write_clip(black, OutputConfig(path=str(path)), fps=1, metadata={}, sound=sound)
-        theirs, _ = video.read_sound(path)
-    allowed = _SIMILAR_SOUND * np.square(theirs, dtype=float).mean()
-    if len(ours) != len(theirs) or np.square(ours - theirs.astype(float)).mean() > allowed:
-        yield "its sound is not that of the recomputed samples"
-
-
 def _short(values: Mapping[str, Any], name: str) -> str:
     text = repr(values[name]) if name in values else "nothing"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _compare_pixels(clip: ClipOnDisk, frames: Frames) -> tuple[str, bool]:
-    """A sentence about the file's pixels, and whether they are this clip's."""
-    kind = clip.metadata["format"]
-    ours = video.read_frames(clip.path, kind)
-    if kind == "frames":
-        if video.frames_sha256(ours) == clip.metadata["frames_sha256"]:
-            return "lossless: its pixels are the recorded frames, bit for bit", True
-        return "its pixels are not the recorded frames", False
-    theirs = _encoded_again(clip, frames)
+def _compare_lossless(clip: ClipOnDisk) -> tuple[str, list[str]]:
+    """A sentence about the file's pixels, and what is wrong."""
+    pixels = video.read_frames(clip.path, "frames")
+    if video.frames_sha256(pixels) == clip.metadata["frames_sha256"]:
+        return "lossless: its pixels are the recorded frames, bit for bit", []
+    return "", ["its pixels are not the recorded frames"]
+
+
+def _compare_lossy(
+    clip: ClipOnDisk, frames: Frames, sound: video.Sound | None
+) -> tuple[str, list[str]]:
+    metadata, faults = clip.metadata, list[str]()
+    kind = metadata["format"]
+    with temp_folder("svdpp-verify-") as folder:
+        again = folder / f"again{video.SUFFIXES[kind]}"
+        output = OutputConfig(path=str(again), format=kind, crf=metadata["crf"])
+        video.write_clip(frames, output, fps=metadata["fps"], metadata={}, sound=sound)
+        ours, theirs = (video.read_frames(path, kind) for path in (clip.path, again))
+        if kind == "mp4" and sound is not None and not _sound_alike(clip.path, again):
+            faults.append("its sound is not that of the recomputed samples")
     if ours.shape != theirs.shape:
-        return f"it holds {_size(ours)} instead of {_size(theirs)}", False
+        return "", [*faults, f"it holds {_size(ours)} instead of {_size(theirs)}"]
     psnr_db, levels = _distance(ours, theirs)
     shown = f"{kind} is lossy: its pixels against those of the recomputed frames, encoded here"
     apart = f"{psnr_db:.1f} dB, {levels} level{'s' if levels > 1 else ''} at most"
-    return f"{shown}: {apart if levels else 'every pixel equal'}", psnr_db >= _SIMILAR_DB
+    shown = f"{shown}: {apart if levels else 'every pixel equal'}"
+    return shown, faults if psnr_db >= _SIMILAR_DB else [*faults, shown]
+
+
+def _sound_alike(one: Path, other: Path) -> bool:
+    (ours, _), (theirs, _) = video.read_sound(one), video.read_sound(other)
+    if len(ours) != len(theirs):
+        return False
+    allowed = _SIMILAR_SOUND * np.square(theirs, dtype=float).mean()
+    return bool(np.square(ours - theirs.astype(float)).mean() <= allowed)
 
 
 def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
@@ -306,17 +309,6 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
         square += float(np.square(difference, dtype=np.int32).mean()) / len(ours)
         largest = max(largest, int(np.abs(difference).max()))
     return 10 * math.log10(255**2 / square) if square else math.inf, largest
-
-
-def _encoded_again(clip: ClipOnDisk, frames: Frames) -> Frames:
-    metadata = clip.metadata
-    with temp_folder("svdpp-verify-") as folder:
-        suffix = video.SUFFIXES[metadata["format"]]
-        output = OutputConfig(
-            path=str(folder / f"again{suffix}"), format=metadata["format"], crf=metadata["crf"]
-        )
-        video.write_clip(frames, output, fps=metadata["fps"], metadata={})
-        return video.read_frames(Path(output.path), output.format)
 
 
 def _size(frames: Frames) -> str:

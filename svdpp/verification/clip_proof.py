@@ -26,7 +26,7 @@ from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.hub import show_name
+from svdpp.models.files import show_name
 from svdpp.verification import reference
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.worker.clip_metadata import recorded_sampling
@@ -38,8 +38,6 @@ from svdpp.worker.tensor_files import TensorStore
 class Settings:
     """What the user may set for the proof; the clip's metadata sets the rest."""
 
-    threads: int | None = None
-    """Must be the clip's own number, if given."""
     image: Path | None = None
     """The clip's image, or a folder that holds all inputs; None searches for them."""
     local_files_only: bool = False
@@ -189,12 +187,6 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
         raise RequestError(
             f"{name!r} is an approximation that an earlier svdpp made, marked as not exact",
             "svdpp run makes the exact clip",
-        )
-    if settings.threads not in (None, metadata["num_threads"]):
-        raise RequestError(
-            f"{name!r} was made with --threads {metadata['num_threads']}: with "
-            f"{settings.threads} it would round differently, and the bits would differ",
-            "omit --threads to use the clip's own number",
         )
     config = _config(clip, settings, gpus)
     try:

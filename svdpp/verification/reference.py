@@ -108,7 +108,10 @@ def _main(context: RankContext, setup: _Setup) -> None:
 def _compute_all(device: str, reporter: Reporter, setup: _Setup) -> None:
     begun = time.monotonic()
     with out_of_memory_named(None):
-        compute = _diffusers(setup, device) if setup.checkpoint else _dummy(setup, device)
+        if setup.checkpoint is None:
+            compute = _dummy(setup, device)
+        else:
+            compute = _diffusers(setup, setup.checkpoint, device)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
@@ -190,26 +193,23 @@ class _Recorder:
 _Compute = Callable[[ClipRequest, _Recorder], tuple[torch.Tensor, Frames | None, Audio | None]]
 
 
-def _diffusers(setup: _Setup, device: str) -> _Compute:
+def _diffusers(setup: _Setup, checkpoint: Checkpoint, device: str) -> _Compute:
     from svdpp.verification.whole_call import Reference  # imports diffusers: seconds
 
-    assert setup.checkpoint is not None
-    reference = Reference(setup.checkpoint, setup.config.model, device)
-    sampling = setup.config.sampling
+    reference, sampling = Reference(checkpoint, setup.config.model, device), setup.config.sampling
 
     def compute(
         request: ClipRequest, recorder: _Recorder
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        source = read_source(request, sampling)
-        latent, frames = reference.run(
+        made = reference.run(
             request,
-            source,
+            read_source(request, sampling),
             sampling,
             before_steps=recorder.before_steps,
             after_step=recorder.after_step,
         )
         recorder.after_decode()
-        return latent, frames, reference.audio
+        return made
 
     return compute
 

@@ -3,34 +3,146 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Observer
+from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
 from svdpp.verification.reference import run_reference
-from svdpp.verification.result import (
-    Check,
-    Place,
-    VerificationResult,
-    compare_latents,
-    compare_levels,
-)
 from svdpp.worker.device import reset_peak
-from svdpp.worker.tensor_files import TensorStore, solver_history
+from svdpp.worker.tensor_files import TensorStore, solver_history, tensor_sha256
 
 _PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
-_DECODED: tuple[Literal["frames", "audio"], ...] = ("frames", "audio")
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_LEVELS = {"frames": 255, "audio": 32767}
+_AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
+
+What = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
+#: What is decoded, and its axes.
+_DECODED: dict[What, str] = {"frames": "FHWC", "audio": "SC"}
+
+
+class Place(NamedTuple):
+    """Where a comparison belongs."""
+
+    clip: int
+    step: int
+    """Number of steps done."""
+    rank: int
+    """The rank that computed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison of the pipelined result with the sequential one."""
+
+    clip: int
+    what: What
+    """The last two are listed only if they differ: what a multistep solver keeps of earlier steps,
+    and what one rank of a pair has received from the other."""
+    step: int
+    rank: int
+    equal: bool
+    """Bitwise, or within the tolerance if there is one."""
+    bitwise: bool
+    max_abs_diff: float
+    """Infinite if one side has NaN there. Of frames and audio, a share of the highest level."""
+    max_ulp: int
+    """The largest distance in ULPs of the dtype; of frames and audio, in levels."""
+    first_index: tuple[int, ...] | None
+    """Of the first element that differs, in row-major order; None if none differs."""
+    sha256: str
+    """Of the pipelined side."""
+    axes: str = ""
+    """The tensor's axes, one letter each."""
+    branch: int = -1
+    """Of the guidance, 0 or 1, for a prediction."""
+    psnr_db: float | None = None
+    """Of a latent that differs, against the largest value of the sequential one."""
+
+    @property
+    def distance(self) -> str:
+        """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
+        if self.what in _LEVELS:
+            return f"{self.max_ulp} of {_LEVELS[self.what]} levels"
+        ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
+        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
+
+    def __str__(self) -> str:
+        """The place and size of the difference, in words."""
+        what = {
+            "latent": f"the latent after step {self.step - 1}",
+            "final_latent": "the final latent",
+            "frames": "the frames",
+            "audio": "the sound",
+            "solver_history": f"the solver's history after step {self.step - 1}",
+            "prediction": f"the prediction of branch {self.branch} in step {self.step}",
+        }[self.what]
+        index = self.first_index or ()
+        numbers = dict(zip(self.axes, index, strict=False))  # B is always 0
+        where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
+        return (
+            f"clip {self.clip}, {what}, done by rank {self.rank}: first at {', '.join(where)} "
+            f"(index {list(index)}), max difference {self.distance}"
+        )
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """All checks, at least one: by clip, then in the order of the steps."""
+
+    checks: tuple[Check, ...]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """What the bits depend on besides the requests, as the ranks have found it."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every check is equal."""
+        return self.first_difference is None
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every bit is equal."""
+        return all(check.bitwise for check in self.checks)
+
+    @property
+    def max_abs_diff(self) -> float:
+        """The largest difference of any latent or frame."""
+        return max(check.max_abs_diff for check in self.checks)
+
+    @property
+    def first_difference(self) -> Check | None:
+        """The first check that is not equal."""
+        return next((check for check in self.checks if not check.equal), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain values."""
+        return {
+            "schema_version": 1,
+            "equal": self.equal,
+            "bitwise": self.bitwise,
+            "max_abs_diff": self.max_abs_diff,
+            "checks": [asdict(check) for check in self.checks],
+            "conditions": dict(self.conditions),
+        }
 
 
 def verify(
-    config: PipelineConfig, requests: Sequence[ClipRequest], *, tolerance: float = 0.0
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    *,
+    tolerance: float = 0.0,
+    observers: Sequence[Observer] = (),
+    open_observer: OpenObserver = no_observer,
 ) -> VerificationResult:
     """Runs `requests` through the ranks, then sequentially, and compares the latents.
 
@@ -38,6 +150,8 @@ def verify(
         config: of the pipelined run; the reference has the same model, options and threads.
         requests: of the clips; their outputs are not written.
         tolerance: the largest difference that counts as equal; 0 requires equal bits.
+        observers: of the ranks.
+        open_observer: opens an observer for each of the two runs.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
@@ -50,9 +164,13 @@ def verify(
         True
     """
     with temp_folder("svdpp-verify-") as folder:
-        run_pipelined(config, requests, folder)
-        run_sequential(config, requests, folder)
-        return compare(config, len(requests), folder, tolerance=tolerance)
+        with open_observer(_PIPELINED, config.layout.schedule(len(requests))) as observer:
+            observers = (observer, *observers)
+            conditions = run_pipelined(config, requests, folder, observers=observers)
+        with open_observer(_SEQUENTIAL, config.alone().layout.schedule(len(requests))) as observer:
+            run_sequential(config, requests, folder, observers=(observer,))
+        result = compare(config, len(requests), folder, tolerance=tolerance)
+    return replace(result, conditions=conditions)
 
 
 def run_pipelined(
@@ -114,19 +232,17 @@ def _compare_clip(
     yield from _first_different_prediction(config, ours, theirs, clip)
     for rank, end in _parts(config, clip):
         place = Place(clip, end, rank)
-        both = ours.load(clip, f"step{end}"), theirs.load(clip, f"step{end}")
-        our_latent, their_latent = (tensors[LATENTS] for tensors in both)
-        final = end == num_steps
-        yield compare_latents(
-            our_latent, their_latent, place, final=final, tolerance=tolerance, axes=axes
-        )
-        yield from _first_different_history(*both, place)
-    rank = config.layout.route(clip).ranges[-1].rank
-    for what in _DECODED if config.decodes else ():
-        if what == "frames" or theirs.has(clip, what):
-            our_levels, their_levels = (s.load(clip, what)[what].numpy() for s in (ours, theirs))
-            place = Place(clip, num_steps, rank)
-            yield compare_levels(what, our_levels, their_levels, place, tolerance=tolerance)
+        our, their = ours.load(clip, f"step{end}"), theirs.load(clip, f"step{end}")
+        what: What = "final_latent" if end == num_steps else "latent"
+        latents = our[LATENTS], their[LATENTS]
+        yield compare_tensors(what, *latents, place=place, tolerance=tolerance, axes=axes)
+        yield from _first_different_history(our, their, place)
+    place = Place(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
+    for name, axes in _DECODED.items() if config.decodes else ():
+        if name == "frames" or theirs.has(clip, name):
+            our, their = ours.load(clip, name), theirs.load(clip, name)
+            levels = our[name], their[name]
+            yield compare_tensors(name, *levels, place=place, tolerance=tolerance, axes=axes)
 
 
 def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> list[Check]:
@@ -134,9 +250,9 @@ def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> li
     expected = solver_history(theirs)
     for name, tensor in solver_history(ours).items():
         if name in expected:  # else of a copy that the pipeline has made of its scheduler
-            check = compare_latents(tensor, expected[name], place, axes="")
+            check = compare_tensors("solver_history", tensor, expected[name], place)
             if not check.bitwise:
-                return [replace(check, what="solver_history")]
+                return [check]
     return []
 
 
@@ -146,15 +262,15 @@ def _first_different_prediction(
     """The first prediction that differs between the ranks of a pair and the reference, if any."""
     if config.cfg_parallel == 1 or not theirs.has(clip, "step0_branch0"):
         return []
-    parts = config.layout.route(clip).ranges
+    axes, parts = _latent_axes(config), config.layout.route(clip).ranges
     steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
     for (first_rank, step), branch in itertools.product(steps, (0, 1)):
         name = f"step{step}_branch{branch}"
-        one, other = (store.load(clip, name)[PREDICTION] for store in (ours, theirs))
+        our, their = ours.load(clip, name)[PREDICTION], theirs.load(clip, name)[PREDICTION]
         place = Place(clip, step, first_rank + branch)
-        check = compare_latents(one, other, place, axes=_latent_axes(config))
+        check = compare_tensors("prediction", our, their, place, axes=axes)
         if not check.bitwise:
-            return [replace(check, what="prediction", branch=branch)]
+            return [replace(check, branch=branch)]
     return []
 
 
@@ -167,3 +283,70 @@ def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
     """(rank, steps done) at the end of each range of steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]
+
+
+def compare_tensors(
+    what: What,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    place: Place,
+    *,
+    tolerance: float = 0.0,
+    axes: str = "",
+) -> Check:
+    """Compares two tensors of one shape and dtype, in host memory."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
+    differs = _bits(ours) != _bits(theirs)
+    bitwise, psnr_db = not bool(differs.any()), None
+    max_ulp = int((_ordered(ours) - _ordered(theirs)).abs().max())
+    if what in _LEVELS:
+        max_abs_diff = max_ulp / _LEVELS[what]
+    else:
+        # Subtraction gives NaN for NaN and for two equal infinities.
+        difference = (ours.double() - theirs.double()).abs().nan_to_num(nan=torch.inf)
+        difference = torch.where(differs, difference, 0.0)
+        max_abs_diff = float(difference.max())
+        psnr_db = None if bitwise else _psnr_db(difference, theirs)
+    return Check(
+        **place._asdict(),
+        what=what,
+        equal=bitwise or 0 < tolerance >= max_abs_diff,
+        bitwise=bitwise,
+        max_abs_diff=max_abs_diff,
+        max_ulp=max_ulp,
+        first_index=None if bitwise else _first_index(differs),
+        sha256=tensor_sha256(ours),
+        axes=axes,
+        psnr_db=psnr_db,
+    )
+
+
+def _first_index(differs: torch.Tensor) -> tuple[int, ...]:
+    first = differs.flatten().byte().argmax()  # `nonzero` would take 8 bytes for each dimension
+    return tuple(map(int, torch.unravel_index(first, differs.shape)))
+
+
+def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    peak, error = float(theirs.double().abs().max()), float(difference.square().mean())
+    ratio = peak**2 / error if error > 0 else math.inf
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers; distinguishes -0 from 0 and one NaN from another."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the numbers, so that differences are ULPs, or levels.
+
+    See Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
+    """
+    if not tensor.is_floating_point():
+        return tensor.int()
+    bits = _bits(tensor).long()
+    lowest = -(2 ** (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)

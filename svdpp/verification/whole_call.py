@@ -16,6 +16,7 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.configs import library_errors
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -25,7 +26,7 @@ from svdpp.models.engine.load import (
     silence_libraries,
 )
 from svdpp.models.engine.model import audio_of, call_arguments
-from svdpp.models.engine.patches import replaced, step_callback
+from svdpp.models.engine.records import replaced
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Packer, changed_state, snapshot
 
@@ -36,8 +37,6 @@ class Reference:
     def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
         self._checkpoint, self._model, self._device = checkpoint, model, device
         self._loaded: tuple[bool, Any] | None = None
-        self.audio: Audio | None = None
-        """Of the last clip; None: the model makes no sound."""
 
     def run(
         self,
@@ -47,8 +46,8 @@ class Reference:
         *,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
-    ) -> tuple[torch.Tensor, Frames]:
-        """Makes one clip by `__call__`; returns its final latent and its frames.
+    ) -> tuple[torch.Tensor, Frames, Audio | None]:
+        """Makes one clip by `__call__`; returns its final latent, its frames and its sound.
 
         Args:
             request: gives seed and prompts.
@@ -75,8 +74,7 @@ class Reference:
                 **callback,
                 output_type="pil",
             )
-        self.audio = audio_of(pipe, output.get("audio"))
-        return steps.latent, stack_frames(output.frames[0])
+        return steps.latent, stack_frames(output.frames[0]), audio_of(pipe, output.get("audio"))
 
     def _pipe(self, from_image: bool) -> Any:
         """The pipeline as a user of diffusers loads it; kept for the next clips."""

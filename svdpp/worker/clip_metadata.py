@@ -28,7 +28,7 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
-from svdpp.config.clip_identity import parameters_sha256, sampling_fields
+from svdpp.config.clip import parameters_sha256, sampling_fields
 from svdpp.config.files import read_small_file
 from svdpp.config.limits import MAX_SEED
 from svdpp.errors import InputError, describe_fault

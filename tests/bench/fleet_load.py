@@ -1,12 +1,13 @@
-"""What a thousand servers ask of one PostgreSQL (docs/fleet.md, "A thousand servers").
+"""What many servers ask of one PostgreSQL, and how long it takes (docs/fleet.md, "Load").
 
+    python -m tests.bench.fleet_load --servers 50 --threads 50 --rate 100 --requests 0
     python -m tests.bench.fleet_load --servers 1000 --rate 116
 
 Starts a database in a temporary folder. Each simulated server claims a clip, holds it for so long
-that all together complete `--rate` clips a second, completes it, requests another one, and looks
-after its claim as `svdpp.serve.fleet` does. No machine here has the memory for 3,000 connections,
-so the servers share those of `--threads` threads, two for each. `--listeners` further connections
-wait for notices, as one of each server does.
+that all together complete `--rate` clips a second, completes it, requests another one (unless
+`--requests 0`), and looks after its claim as `svdpp.serve.fleet` does. No machine here has the
+memory for 3,000 connections, so the servers share those of `--threads` threads, two for each.
+`--listeners` further connections wait for notices, as one of each server does.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ import copy
 import heapq
 import random
 import secrets
+import statistics
+import tempfile
 import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
 
 from svdpp.serve import fleet
 from svdpp.serve.job import Job
-from svdpp.serve.queue import JobQueue
-from tests.bench.fleet_claims import fleet_queues, shown
+from svdpp.serve.queue import JobQueue, _insert
 from tests.bench.options import options
-from tests.serve.store_jobs import add
+from tests.serve.postgres import postgres_server
+from tests.serve.store_jobs import add, new_job
 
 _OWNERS = 20
 _JOB = {"prompt": "a sentence of eighty letters " * 3}
@@ -50,9 +56,11 @@ class Counted(psycopg.Connection[Any]):
 class Simulation:
     """Servers that share the connections of one thread, and the seconds that each answer took."""
 
-    def __init__(self, queue: JobQueue, number: int, all_servers: int, hold: float) -> None:
+    def __init__(
+        self, queue: JobQueue, number: int, all_servers: int, hold: float, *, requests: bool
+    ) -> None:
         self._queues = [_server(queue) for _ in range(number)]
-        self._all, self._hold = all_servers, hold
+        self._all, self._hold, self._requests = all_servers, hold, requests
         self._jobs: list[Job | None] = [None] * number
         self.seconds: dict[str, list[float]] = defaultdict(list)
 
@@ -73,6 +81,7 @@ class Simulation:
         queue = self._queues[number]
         if (job := self._jobs[number]) is not None:
             self._timed("complete", lambda: queue.complete(job.id, _METADATA, job.token))
+        if job is not None and self._requests:
             owner = f"owner{random.randrange(_OWNERS)}"
             self._timed(
                 "request",
@@ -102,28 +111,52 @@ def _server(queue: JobQueue) -> JobQueue:
     return other
 
 
+@contextmanager
+def _fleet_queues(
+    number: int, queued: int, connections: int
+) -> Iterator[tuple[str, list[JobQueue]]]:
+    """A new database's URL, and servers' connections to it; so many jobs are queued in it."""
+    with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
+        open_one = partial(JobQueue, folder, url=server.url)
+        queues = [opened.enter_context(closing(open_one())) for _ in range(number)]
+        for queue in queues:
+            queue.kind = "svd"
+        with queues[0].database.change() as database:
+            for index in range(queued):
+                _insert(database, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB))
+        server.execute("ANALYZE")
+        yield server.url, queues
+
+
 def main() -> None:
-    asked = options(
-        __doc__, servers=1000, rate=116.0, queued=10_000, threads=16, listeners=0, seconds=60.0
-    )
+    sizes = {"servers": 1000, "queued": 10_000, "threads": 16, "listeners": 0, "requests": 1}
+    asked = options(__doc__, rate=116.0, seconds=60.0, **sizes)
     psycopg.connect = Counted.connect  # type: ignore[assignment]
     connections = asked.listeners + 2 * asked.threads + 10
-    sizes = asked.threads, asked.queued, _OWNERS
     with (
-        fleet_queues(*sizes, connections=connections, **_JOB) as (url, queues),
+        _fleet_queues(asked.threads, asked.queued, connections) as (url, queues),
         ExitStack() as opened,
     ):
         for _ in range(asked.listeners):
             listener = opened.enter_context(psycopg.connect(url, autocommit=True))
             listener.execute("LISTEN svdpp")
-        _measure(queues, asked.servers, asked.servers / asked.rate, asked.seconds)
+        hold = asked.servers / asked.rate
+        parts = [
+            Simulation(
+                queue,
+                len(range(index, asked.servers, len(queues))),
+                asked.servers,
+                hold,
+                requests=bool(asked.requests),
+            )
+            for index, queue in enumerate(queues)
+        ]
+        print(f"{asked.servers} servers by {len(queues)} threads")
+        _measure(queues[0], parts, hold, asked.seconds)
 
 
-def _measure(queues: list[JobQueue], servers: int, hold: float, seconds: float) -> None:
-    parts = [
-        Simulation(queue, len(range(index, servers, len(queues))), servers, hold)
-        for index, queue in enumerate(queues)
-    ]
+def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: float) -> None:
     end = time.monotonic() + hold + seconds
     threads = [threading.Thread(target=part.run, args=(end,)) for part in parts]
     for thread in threads:
@@ -131,30 +164,32 @@ def _measure(queues: list[JobQueue], servers: int, hold: float, seconds: float) 
     time.sleep(hold)  # until each server has a clip
     for part in parts:
         part.seconds = defaultdict(list)
-    before, first = _size(queues[0]), Counted.number
+    before, first = _size(queue), Counted.number
     for thread in threads:
         thread.join()
-    statements, after = Counted.number - first, _size(queues[0])
+    statements, after = Counted.number - first, _size(queue)
     found: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for name, each in part.seconds.items():
             found[name] += each
     clips = len(found["claim"])
-    print(f"{servers} servers by {len(queues)} threads: {clips / seconds:.0f} clips a second")
+    print(f"{clips / seconds:.0f} clips a second")
     print(f"{statements / clips:.1f} statements a clip, {statements / seconds:.0f} a second")
-    wal, rows, table = (now - then for now, then in zip(after, before, strict=True))
-    print(
-        f"a clip: {wal / clips:.0f} bytes of WAL, {table / max(1, rows):.0f} of tables and indexes"
-    )
+    wal, table = ((now - then) / clips for now, then in zip(after, before, strict=True))
+    print(f"a clip: {wal:.0f} bytes of WAL, {table:.0f} of tables and indexes")
     for name, each in found.items():
-        print(f"{name}: {len(each) / seconds:.1f} a second, {shown(each)}")
+        print(f"{name}: {len(each) / seconds:.1f} a second, {_shown(each)}")
 
 
 def _size(queue: JobQueue) -> list[int]:
-    """Bytes of WAL ever written, rows, and bytes of tables and indexes."""
-    wal = "pg_current_wal_lsn() - '0/0'"
-    query = f"SELECT {wal}, (SELECT count(*) FROM jobs), pg_total_relation_size('jobs')"
+    """Bytes of WAL ever written, and bytes of tables and indexes."""
+    query = "SELECT pg_current_wal_lsn() - '0/0', pg_total_relation_size('jobs')"
     return [int(each) for each in queue.database.rows(query)[0]]
+
+
+def _shown(seconds: list[float]) -> str:
+    cuts = statistics.quantiles(seconds, n=100)
+    return ", ".join(f"p{percent} {1000 * cuts[percent - 1]:.1f} ms" for percent in (50, 90, 99))
 
 
 if __name__ == "__main__":

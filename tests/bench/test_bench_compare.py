@@ -11,22 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.bench.compare import Comparison, compare, ratio
-from svdpp.bench.config import read_config
+from svdpp.bench import runner
+from svdpp.bench.compare import ONE_DEVICE, PIPELINE, Comparison, compare, ratio
 from svdpp.errors import InputError
+from tests.bench.made_up_benches import bench_of, round_of
 
 ENVIRONMENT = {
     "versions": {"svdpp": "1", "torch": "2"},
     "host": {"cpu": "fast", "cpu_capability": "AVX", "usable_cores": 2},
     "devices": {"gpus": []},
 }
+#: Clips a minute in each round.
 ALONE = (50.0, 51.0, 49.0, 50.5, 49.5)
-PIPELINE = (99.0, 101.0, 100.0, 98.0, 102.0)
+TOGETHER = (99.0, 101.0, 100.0, 98.0, 102.0)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "environment", lambda: ENVIRONMENT)
 
 
 def _bench(
     folder: Path,
-    pipeline: tuple[float, ...] = PIPELINE,
+    pipeline: tuple[float, ...] = TOGETHER,
     alone: tuple[float, ...] = ALONE,
     *,
     overrides: tuple[str, ...] = (),
@@ -34,40 +41,14 @@ def _bench(
     **environment: Any,
 ) -> Path:
     """A folder of results in which every figure follows from the clips per minute."""
-    folder.mkdir()
-    point = read_config("smoke", list(overrides))
-    rates = {"pipeline": pipeline, "diffusers": alone}
-    summary = {
-        "schema_version": 1,
-        "run_id": folder.name,
-        "config_sha256": point.sha256,
-        "config": point.model_dump(),
-        "cases": {
-            case: {
-                "layout": "",
-                "error": None,
-                "rounds": [
-                    {
-                        "round": number,
-                        "ranks": [],
-                        "steady_clips_per_minute": rate,
-                        "first_clip_seconds": 100 / rate,
-                        "step_p50_seconds": 10 / rate,
-                    }
-                    for number, rate in enumerate(each)
-                ],
-            }
-            for case, each in rates.items()
-        },
-        "speedups": {"diffusers": {"rounds": [a / b for a, b in zip(pipeline, alone, strict=True)]}}
-        if alone
-        else {},
-        "same_bits": True,
-        "latents_sha256": [sha256],
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "env.json").write_text(json.dumps({**ENVIRONMENT, **environment}))
-    return folder
+    one = bench_of("dummy", *overrides)
+    for case, rates in ((PIPELINE, pipeline), (ONE_DEVICE, alone)):
+        for number, rate in enumerate(rates):
+            one.rounds.append(round_of(case, number, seconds=60 / rate, sha256=sha256))
+    results = runner.Results(folder, one)
+    results.finish()
+    (results.folder / "env.json").write_text(json.dumps({**ENVIRONMENT, **environment}))
+    return results.folder
 
 
 def _verdicts(found: Comparison) -> dict[str, bool | None]:
@@ -75,7 +56,7 @@ def _verdicts(found: Comparison) -> dict[str, bool | None]:
 
 
 def test_the_same_again_is_equal(tmp_path: Path) -> None:
-    again = tuple(1.02 * rate for rate in reversed(PIPELINE))
+    again = tuple(1.02 * rate for rate in reversed(TOGETHER))
     found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", again))
 
     assert found.verdict == "equal: every difference is within noise"
@@ -90,13 +71,13 @@ def test_the_same_again_is_equal(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
-    slower = tuple(0.85 * rate for rate in PIPELINE)
+    slower = tuple(0.85 * rate for rate in TOGETHER)
     found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", slower, sha256="other"))
 
     assert found.is_equal is found.same_bits is False
     assert found.verdict.startswith("different: pipeline / diffusers, pipeline: clips/min")
     first = found.ratios[0]
-    assert first.value == pytest.approx(0.85)
+    assert first.value == pytest.approx(0.85, rel=1e-4)
     assert first.low is not None
     assert first.high is not None
     assert 0.77 < first.low < 0.85 < first.high < 0.94
@@ -105,7 +86,7 @@ def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
 def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
     """Both cases lose a tenth: on one machine that is drift, on another one it is real."""
     a = _bench(tmp_path / "a")
-    slow = tuple(0.9 * rate for rate in PIPELINE), tuple(0.9 * rate for rate in ALONE)
+    slow = tuple(0.9 * rate for rate in TOGETHER), tuple(0.9 * rate for rate in ALONE)
     assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
 
     host = {**ENVIRONMENT["host"], "cpu": "slow"}  # type: ignore[dict-item]
@@ -118,18 +99,10 @@ def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_another_workload_has_another_yardstick(tmp_path: Path) -> None:
-    longer = ("workload.steps=8",)
-    found = compare(
-        _bench(tmp_path / "a"),
-        _bench(
-            tmp_path / "b",
-            tuple(rate / 2 for rate in PIPELINE),
-            tuple(rate / 2 for rate in ALONE),
-            overrides=longer,
-            sha256="bb",
-        ),
-    )
-    assert found.settings == ["workload.steps: 4, 8"]
+    half = tuple(rate / 2 for rate in TOGETHER), tuple(rate / 2 for rate in ALONE)
+    other = _bench(tmp_path / "b", *half, overrides=("workload.images=[a.jpg]",), sha256="bb")
+    found = compare(_bench(tmp_path / "a"), other)
+    assert found.settings == ["workload.images: [], ['a.jpg']"]
     assert found.same_bits is None  # other clips
     assert _verdicts(found)["diffusers: clips/min"] is False
 

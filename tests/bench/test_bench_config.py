@@ -35,10 +35,10 @@ def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("pipeline.wrold", "did you mean 'pipeline.world'?"),
-        ("pipelin.world", "did you mean 'pipeline.world'?"),
-        ("world", "did you mean 'pipeline.world'?"),
-        ("workload.seeds", "did you mean 'measure.seeds'?"),
+        ("pipeline.wrold", "did you mean pipeline.world?"),
+        ("pipelin.world", "did you mean pipeline.world?"),
+        ("world", "did you mean pipeline.world?"),
+        ("workload.seeds", "did you mean measure.seeds?"),
         ("zzz", "known: experiment, "),
     ],
 )

@@ -9,8 +9,7 @@ import pytest
 
 from svdpp.bench.compare import DATA_PARALLEL, PIPELINE
 from svdpp.bench.config import read_config
-from svdpp.bench.results import costs_of
-from svdpp.bench.runner import Bench, Round
+from svdpp.bench.runner import Bench, Round, costs_of
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.cost_profile import median_costs
 from svdpp.driver.trace import Trace
@@ -18,7 +17,7 @@ from svdpp.launch import gpus
 from svdpp.launch.world import World
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
-from tests.bench.test_bench_runner import round_of
+from tests.bench.made_up_benches import round_of
 
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 

@@ -4,59 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from svdpp.bench import runner as module
-from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, compare
+from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, ROUNDS, SUMMARY, compare
 from svdpp.bench.config import read_config
-from svdpp.bench.results import Results, summary
-from svdpp.bench.runner import Bench, Round, cases_of, differing
+from svdpp.bench.runner import Bench, Results, Round, cases_of, differing, summary
 from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.files import read_costs
-from svdpp.diagnostics.figures import measured_figures
-from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
-from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
-
-
-def config_of(name: str = "dummy", **layout: object) -> PipelineConfig:
-    return PipelineConfig(
-        world_size=2,
-        model=ModelConfig(name=name),
-        sampling=SvdSampling(num_inference_steps=2, num_frames=2, decode_chunk_size=2),
-        **layout,  # type: ignore[arg-type]
-    )
-
-
-def bench_of(name: str = "dummy", *overrides: str) -> Bench:
-    point = read_config("smoke", [f"model.name={name}", *overrides])
-    return Bench(point, config_of(name))
-
-
-def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
-    """A clip of two steps, on one rank."""
-    config = config_of().alone()
-    trace = Trace(1)
-    trace(0, Joined(device="cpu", load_seconds=2.0))
-    for step in range(2):
-        trace(0, StepDone(clip=0, step=step, seconds=seconds / 2))
-    trace(0, ActionDone(action="DENOISE c0 0:2", start=5.0, end=5 + seconds, waited=0.0))
-    trace(0, Finished(allocated_bytes=None, reserved_bytes=2**30))
-    figures = measured_figures(trace, config, config.layout.schedule)
-    assert figures is not None
-    return Round(
-        case=case,
-        number=number,
-        trace=trace,
-        figures=replace(figures, start_seconds=3.0),
-        latents_sha256=[sha256],
-        frames_sha256=[None],
-    )
+from tests.bench.made_up_benches import bench_of, config_of, leave_bench, round_of
+from tests.diagnostics.made_up_runs import EVEN, replayed
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
@@ -176,3 +140,30 @@ def test_a_bench_prints_the_figures_that_its_comparison_has(
     printed = capsys.readouterr().out
     assert "geometric means over rounds" in printed
     assert re.search(r"steady_clips_per_minute +30 ", printed), printed
+
+
+# --- what limits the pipeline ---------------------------------------------------------------------
+
+
+def _limits(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / SUMMARY).read_text())["limits"]
+    return found
+
+
+def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> None:
+    folder = leave_bench(tmp_path, replayed(replace(EVEN, decode_seconds=1.0)))
+    limits = _limits(folder)
+    first = limits["findings"][0]
+    assert (first["kind"], first["rank"], limits["round"]) == ("decode", 1, 1)
+    assert "its decodes take 67% of its work" in limits["headline"]
+    rounds = [json.loads(line) for line in (folder / ROUNDS).read_text().splitlines()]
+    assert [each["case"] for each in rounds] == ["pipeline", "data parallel", "diffusers"] * 3
+    assert rounds[3]["measured"] == limits["measured"], "of the median round"
+
+
+def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> None:
+    folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0)))
+    options = shlex.split(_limits(folder)["advice"]["options"])
+    asked = read_config("smoke", [each.removeprefix("--") for each in options]).pipeline
+    assert (asked.split, asked.replicas) == ("alternating", 1)
+    assert asked.costs == str(folder / "costs.json")

@@ -103,7 +103,7 @@ def test_replicas_are_shown_once() -> None:
 
     assert "and so on, in 2 replicas of 4" in answer.out
     table, picture = answer.out.split("and so on")
-    assert len(table.splitlines()) == 1 + 4
+    assert len(table.splitlines()) == 2 + 4
     assert sum(line.startswith("rank") for line in picture.splitlines()) == 8
     ranks = strict_json(svdpp_here("plan", "--world", "8", "--replicas", "2", "--json").out)[
         "ranks"
@@ -145,7 +145,7 @@ def test_ranks_without_work_are_a_warning() -> None:
     answer = svdpp_here("plan", "--world", "64", "--split", "balanced")
 
     assert answer.code == 0
-    assert "warning: 34 of 64 ranks have nothing to do\n" in answer.err
+    assert "warning: this layout: 34 of 64 ranks have nothing to do\n" in answer.err
     assert "warning" not in svdpp_here("plan", "--world", "4", "--split", "balanced").err
 
 
@@ -189,15 +189,16 @@ def costs_file(tmp_path: Path) -> str:
 
 def test_the_table_shows_the_expert_and_memory_of_each_rank(costs_file: str) -> None:
     lines = svdpp_here(*WAN, "--costs", costs_file).out.splitlines()
-    assert [line.split() for line in lines[:5]] == [
-        ["rank", "start", "end", "steps", "expert", "GiB"],
-        ["0", "0", "13", "13", "high-noise", "47.0"],
-        ["1", "13", "22", "9", "low-noise", "36.0"],
-        ["2", "22", "31", "9", "low-noise", "36.0"],
-        ["3", "31", "40", "9", "low-noise", "36.5"],
+    assert [line.split() for line in lines[1:6]] == [
+        ["rank", "start", "end", "mean", "steps", "encode", "denoise", "decode", "experts", "peak"],
+        ["0", "0", "13", "13", "yes", "yes", "no", "high-noise", "47", "GiB"],
+        ["1", "13", "22", "9", "no", "yes", "no", "low-noise", "36", "GiB"],
+        ["2", "22", "31", "9", "no", "yes", "no", "low-noise", "36", "GiB"],
+        ["3", "31", "40", "9", "no", "yes", "yes", "low-noise", "36.5", "GiB"],
     ]
     shared = svdpp_here(*WAN, "--costs", costs_file, "--share-experts").out.splitlines()
-    assert shared[2].split() == ["1", "10", "20", "10", "both", "63.0"]
+    assert shared[3].split()[1:4] == ["10", "20", "10"]
+    assert shared[3].split()[-4:] == ["high-noise,", "low-noise", "63", "GiB"]
 
 
 def test_json_shows_the_experts(costs_file: str) -> None:
@@ -208,7 +209,7 @@ def test_json_shows_the_experts(costs_file: str) -> None:
 
     options = (*WAN, "--costs", costs_file, "--layout", "auto", "--device-memory", "80", "--json")
     plan = json.loads(svdpp_here(*options).out)
-    assert plan["layout"]["reason"].endswith("; each rank holds both experts")
+    assert plan["layout"]["reason"].endswith("; 4 of 4 ranks hold both experts")
     assert plan["ranks"][0]["experts"] == ["high-noise", "low-noise"]
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
+from svdpp.redaction import recorded_path
 from svdpp.verification.verify import run_pipelined
 from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
@@ -24,6 +25,27 @@ from tests.models.builders import save_tiny_checkpoint
 
 pytestmark = pytest.mark.processes
 
+#: What a clip's JSON says of its request.
+RECORDED = {
+    "schema_version": 2,
+    "resumed_from_step": 0,
+    "output": "astronaut_3.mp4",
+    "seed": 3,
+    "dtype": "fp32",
+    "device": "cpu",
+    "world_size": 2,
+    "split": "uniform",
+    "num_threads": 1,
+    "num_inference_steps": 4,
+    "num_frames": 3,
+    "decode_chunk_size": 3,
+    "height": 64,
+    "width": 64,
+    "fps": 7,
+    "fit": "stretch",
+    "format": "mp4",
+    "crf": 18,
+}
 KNOBS = ["--steps", "4", "--height", "64", "--width", "64", "--frames", "3", "--threads", "1"]
 
 
@@ -62,9 +84,10 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     photos = example_photos()[:2]
     out = tmp_path / "out"
     command = ["run", *photos, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
-    done = svdpp_alone(*map(str, command), "--seeds", "3-4", "--out", str(out), "--json")
-    assert done.code == 0, done.err
+    done = svdpp_alone(*map(str, command), "--seeds", "3-4", "--out", str(out), "--json", "-q")
+    assert (done.code, done.err) == (0, "")
     records = json.loads(done.out)
+    assert {name: records[0][name] for name in RECORDED} == RECORDED
     names = [(photo.stem, seed) for photo in photos for seed in (3, 4)]
     assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in names]
     pipe = StableVideoDiffusionPipeline.from_pretrained(tiny, dtype=torch.float32)
@@ -77,7 +100,8 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
         assert {**read_metadata(clip), "file_sha256": file_sha256(clip)} == record
         photo = next(p for p in photos if p.stem == stem)
         assert record["input_sha256"] == hashlib.sha256(photo.read_bytes()).hexdigest()
-        assert (record["seed"], record["world_size"], record["num_threads"]) == (seed, 2, 1)
+        assert (record["seed"], record["input"]) == (seed, recorded_path(photo, out))
+        assert 0 < record["compute_seconds"] <= record["wall_seconds"] + 0.01
         latents, pixels = _diffusers_sha256(pipe, photo, seed)
         assert record["latents_sha256"] == latents
         assert record["frames_sha256"] == pixels
@@ -87,6 +111,15 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     manifest = json.loads((out / "run.json").read_text())
     assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
     assert {clip["state"] for clip in manifest["clips"]} == {"done"}
+
+    report = json.loads(svdpp_here("report", str(out), "--json").out)
+    assert report["clips"] == {"done": 4}
+    assert report["findings"]
+    first, last = report["measured"]["ranks"]
+    assert (first["step"]["count"], last["step"]["count"]) == (8, 8)
+    assert (last["decode"]["count"], last["write"]["count"]) == (4, 4)
+    assert first["peak_bytes"] > 2**20
+    assert (out / "run.json").stat().st_size < 10_000
 
     # The same command again: it is refused, then skips all clips, then makes only the missing one.
     before = {path: path.read_bytes() for path in out.iterdir()}

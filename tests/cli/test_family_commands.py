@@ -13,7 +13,6 @@ import yaml
 from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench
 from svdpp.cli.bench import pipeline_config
-from svdpp.cli.options.sampling import parse_params
 from svdpp.cli.request import PipelineRequest
 from svdpp.config import (
     SAMPLING_CLASSES,
@@ -27,7 +26,6 @@ from svdpp.config.files import read_costs
 from svdpp.diagnostics.cost_profile import measured_config
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.errors import RequestError
 from svdpp.media.inputs import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_frames, read_sound, write_clip
 from svdpp.plan.layout import Roles
@@ -324,29 +322,3 @@ def test_a_size_that_the_model_cannot_make_is_one_sentence(folders: dict[str, st
     asked = ("--prompt", "a cat", "--steps", "4", "--gpus", "2", "--dry-run")
     answer = svdpp_here("run", "--model", folders["wan"], *ON_CPU, *asked)
     assert_error(answer, 2, "cannot make a clip of 832x480 and 81 frames", "--height")
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "hint"),
-    [
-        ("stg_scal=1", "no parameter 'stg_scal'", "did you mean stg_scale?"),
-        ("zzz=1", "no parameter 'zzz'", "svdpp models ltx2"),
-        ("stg_scale", "NAME=VALUE", ""),
-        ("stg_block=1.5", "stg_block must be a whole number", ""),
-        ("stg_scale=x", "stg_scale must be a number", ""),
-    ],
-)
-def test_wrong_parameters_are_refused(text: str, words: str, hint: str) -> None:
-    with pytest.raises(RequestError, match=words) as error:
-        parse_params([text], "ltx2")
-    assert hint in error.value.hint
-
-
-def test_parameters_have_the_types_and_limits_of_their_family() -> None:
-    assert parse_params(["stg_scale=2", "stg_block=5"], "ltx2") == {
-        "stg_scale": 2.0,
-        "stg_block": 5,
-    }
-    kind: Any = SAMPLING_CLASSES["ltx2"]
-    with pytest.raises(RequestError, match="--param guidance_rescale"):
-        kind(guidance_rescale=1.5)

@@ -6,21 +6,13 @@ import copy
 import itertools
 import re
 import shlex
-from importlib import import_module
 from typing import Any
 
 import pytest
 
-from svdpp.cli.app import COMMANDS
-from svdpp.cli.command import Command
+from svdpp.cli.app import COMMANDS, command_named
 from svdpp.cli.options.declare import HIDDEN_NAMES, PANELS
-from tests.cli.shell import PHOTO, assert_error, python, svdpp_here
-
-
-def spec_of(name: str) -> Command:
-    """The declaration of a command."""
-    found: Command = getattr(import_module(f"svdpp.cli.{name}"), name)
-    return found
+from tests.cli.shell import python, svdpp_here
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -32,7 +24,7 @@ def parsed(line: str) -> dict[str, Any]:
     """
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
-    spec, calls = copy.copy(spec_of(name)), []
+    spec, calls = copy.copy(command_named(name)), []
     spec.function = lambda **values: calls.append(values)
     spec.main(arguments, standalone_mode=False)
     (values,) = calls
@@ -97,7 +89,7 @@ def test_a_command_documents_its_own_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_command_lines(name: str) -> None:
-    spec = spec_of(name)
+    spec = command_named(name)
 
     assert 2 <= len(spec.examples) <= 3
     for example in spec.examples:
@@ -110,12 +102,6 @@ def test_diffusers_spellings_are_taken() -> None:
     values = parsed("svdpp run photo.jpg --num-inference-steps 25 --num-frames 14")
 
     assert (values["options"].steps, values["options"].num_frames) == (25, 14)
-
-
-def test_a_real_model_takes_a_cpu_only_where_it_is_told_to() -> None:
-    answer = svdpp_here("run", PHOTO)
-
-    assert_error(answer, 2, "there is no GPU", "--device cpu", "--model demo")
 
 
 COMPLETE = """
@@ -132,13 +118,8 @@ COMPLETED = {
     "svdpp run --split ": "uniform balanced alternating",
     "svdpp run --layout ": "auto pipeline data-parallel",
     "svdpp run --format ": "mp4 gif webp frames",
-    "svdpp run --device ": "auto cuda cpu cuda:0",
     "svdpp run --dtype ": "fp32 fp16 bf16",
     "svdpp run --fit ": "crop pad stretch",
-    "svdpp plan --costs ": "svd-xt-a100 svd-xt-a100-pcie svd-xt-h100-pcie",
-    "svdpp run --model d": "demo dummy",
-    "svdpp verify --model d": "demo dummy",
-    "svdpp profile --model d": "demo dummy",
     "svdpp simulate --split a": "alternating",
     "svdpp do": "doctor",
 }

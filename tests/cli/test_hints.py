@@ -91,12 +91,6 @@ def test_a_launched_run_names_no_other_number_of_ranks() -> None:
     assert "--world" not in answer.err
 
 
-def test_a_model_in_capitals_is_told_the_spelling() -> None:
-    answer = svdpp_here("run", PHOTO, "--device", "cpu", "--model", "Demo")
-
-    assert_error(answer, 5, "there is no model 'Demo'\nhint: --model demo\n")
-
-
 NASTY = "$(touch x); 'a' b.jpg"
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from svdpp.cli.console import Console
 from svdpp.cli.log import open_log
+from svdpp.cli.options.files import LogOptions
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +70,12 @@ def test_a_full_disk_is_said_once_and_stops_nothing(capfd: pytest.CaptureFixture
     ]
     assert len(said) == 4
     assert capfd.readouterr().err == ""
+
+
+def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    LogOptions(verbose=1).open(Console(), None)
+    logger.info("'[/x] [b].jpg' is lost")
+    assert capsys.readouterr().err.endswith(" rank - '[/x] [b].jpg' is lost\n")
 
 
 def test_remarks_are_shown_unless_the_command_is_quiet() -> None:

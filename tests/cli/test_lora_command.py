@@ -7,37 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.model import ModelOptions
-from svdpp.config import DUMMY_MODEL, Lora
-from svdpp.errors import RequestError
 from tests.cli.shell import ROOT, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
 from tests.models.tiny_loras import save_tiny_lora
 
 SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
 ASKED = ("--prompt", "the sea", "--steps", "4", "--world", "2", "--split", "balanced")
-
-
-@pytest.mark.parametrize(
-    ("text", "lora"),
-    [
-        ("fast.safetensors", Lora(name="fast.safetensors")),
-        ("a/b/c:0.5", Lora(name="a/b/c", weight=0.5)),
-        ("a:-1.5e-1:high", Lora(name="a", weight=-0.15, expert="high")),
-        ("a:low", Lora(name="a", expert="low")),
-        ("a:b:.5", Lora(name="a:b", weight=0.5)),
-    ],
-)
-def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
-    assert ModelOptions(lora=[text]).model_config("cpu", "wan").loras == (lora,)
-
-
-def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:
-    for text in ("", " ", "a:1000", "a:inf:low:1e999"):
-        with pytest.raises(RequestError, match="--lora"):
-            ModelOptions(lora=[text]).model_config("cpu", "wan")
-    with pytest.raises(RequestError, match="the dummy model takes no --lora"):
-        ModelOptions(model=DUMMY_MODEL, lora=["a"]).model_config("cpu", "svd")
 
 
 def test_the_forecast_of_four_steps_on_four_ranks_is_what_plan_prints() -> None:

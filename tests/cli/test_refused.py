@@ -1,15 +1,18 @@
-"""Wrong requests: each command line is refused with exit code 2 and a sentence, before any work."""
+"""What cannot be done is refused before any work: with one sentence and its exit code."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.media.pictures import png
 
 _DEMO = "--model demo --device cpu"
+PHOTO_ = shlex.quote(PHOTO)
 
 PLAN = [
     ("--split fair", "--split 'fair' is not one of 'uniform', 'balanced'"),
@@ -53,9 +56,10 @@ RUN = [
     ("--overwrite --skip-existing", "--overwrite and --skip-existing contradict"),
     ("--seeds 1,a", "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
     ("--model dummy", "the dummy model makes no video files"),
+    ("--prompts two.txt", "model 'demo' takes no prompt"),
+    ("--max-megapixels 60", "--max-megapixels 60 is not in the range 1<=x<=50"),
     ("--model ''", "--model is empty"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
-    ("--profile photo.jpg", "--profile must end in .json, got 'photo.jpg'"),
 ]
 
 # What these commands have of their own; the rest is that of `run`.
@@ -65,39 +69,106 @@ SIMULATE = [
     ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
 ]
 VERIFY = [
-    ("--fps 0", "--fps must be 1 to 240 frames a second, got 0"),
-    ("--tolerance -1", "--tolerance must be 0 or more, got -1.0"),
-    ("--tolerance nan", "--tolerance must be 0 or more, got nan"),
-    (f"--model dummy {shlex.quote(PHOTO)}", "the dummy model takes no images"),
+    (f"{_DEMO} --fps 0", "--fps must be 1 to 240, got 0"),
+    (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
-    ("a.json b.json --gpus 2 --fps 7", ": --gpus, --fps;"),
+    ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
     ("a.json --share-experts", "finished clip: --share-experts;"),
 ]
+TRACE = "--latent-shape 1 4 2 8 8 --trace file/t.json"
+OTHERS = [
+    (f"run {PHOTO_} --device cpu --model Demo", 5, "no model 'Demo'\nhint: --model demo\n"),
+    (f"run nope.png {_DEMO}", 7, "'nope.png' does not exist"),
+    (f"verify nope.png {_DEMO}", 7, "'nope.png' does not exist"),
+    (f"run '' {_DEMO}", 7, "''"),
+    (f"run folder {_DEMO}", 7, "'folder' is a folder without images"),
+    (f"run '*.tif' {_DEMO}", 7, "'*.tif'"),
+    (f"run big.png {_DEMO}", 7, "6000x4001 pixels, the limit is 24 million"),
+    (f"run big.png {_DEMO}", 7, "raise --max-megapixels"),
+    ("verify run.json", 7, "run.json' is a run's manifest, not a clip"),
+    *(
+        (f"run {PHOTO_} {_DEMO} --out {out}", 8, repr(out))
+        for out in ("file", "file/below", "/proc/svdpp", "/proc/1/svdpp")
+    ),
+    *(
+        (f"{command} --log-file file/log", 8, "cannot write the log 'file/log'")
+        for command in (f"run {PHOTO_} {_DEMO}", "simulate", f"verify {_DEMO}")
+    ),
+    (f"simulate {TRACE}", 8, "a folder above it, is a file"),
+    (f"profile {_DEMO} --out folder", 8, "'folder'"),
+    (f"run {PHOTO_}", 2, "on a CPU\nhint: --device cpu runs it there anyway; --model demo is"),
+    (f"profile {_DEMO} --repeats 0", 2, "--repeats 0 is not in the range x>=1"),
+]
 REFUSED = [
-    *((f"plan {options}", words) for options, words in PLAN),
-    *((f"run {shlex.quote(PHOTO)} {_DEMO} {options}", words) for options, words in RUN),
-    *((f"simulate {options}", words) for options, words in SIMULATE),
-    *((f"verify {options}", words) for options, words in VERIFY),
+    *((f"plan {options}", 2, words) for options, words in PLAN),
+    *((f"run {PHOTO_} {_DEMO} {options}", 2, words) for options, words in RUN),
+    *((f"simulate {options}", 2, words) for options, words in SIMULATE),
+    *((f"verify {options}", 2, words) for options, words in VERIFY),
+    *OTHERS,
 ]
 
 
-@pytest.mark.usefixtures("elsewhere", "without_ranks")
+@pytest.fixture
+def files(elsewhere: None) -> None:  # noqa: ARG001
+    """The files that the command lines name."""
+    Path("file").write_bytes(b"mine")
+    Path("folder").mkdir()
+    Path("two.txt").write_text("a sea\na wave\n")
+    Path("run.json").write_text("{}")
+    Path("big.png").write_bytes(png(6000, 4001, 1, 0, bytes(751 * 4001)))
+
+
+@pytest.mark.usefixtures("files", "without_ranks")
 @pytest.mark.parametrize(
-    ("line", "words"), REFUSED, ids=[line.replace(PHOTO, "PHOTO") for line, _ in REFUSED]
+    ("line", "code", "words"),
+    REFUSED,
+    ids=[f"{code}: {line.replace(PHOTO, 'PHOTO')}: {words}" for line, code, words in REFUSED],
 )
-def test_refused(line: str, words: str) -> None:
-    command = shlex.split(line)
-    if command[0] == "verify" and ".json" not in line and "dummy" not in line:
-        command += shlex.split(_DEMO)
-    assert_error(svdpp_here(*command), 2, words)
+def test_refused(line: str, code: int, words: str) -> None:
+    command, before = shlex.split(line), set(os.listdir())
+    assert_error(svdpp_here(*command), code, words)
     as_json = svdpp_here(*command, "--json")
-    assert_error(as_json, 2, words)
+    assert_error(as_json, code, words)
     assert "error" in as_json.out
-    assert os.listdir() == []
+    assert set(os.listdir()) == before
+    assert Path("file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("line", ["run --seed", "serve --latent-shape 1"])
+def test_an_option_without_its_value_leads_to_the_help_of_its_command(line: str) -> None:
+    command, option, *_ = line.split()
+    answer = svdpp_here(*line.split())
+    assert_error(answer, 2, f"option '{option}' requires", f"svdpp {command} --help shows its")
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_all_inputs_that_are_no_images_are_named(command: str) -> None:
+    Path("empty.png").touch()
+    answer = svdpp_here(command, "two.txt", "nope.png", "empty.png", *shlex.split(_DEMO))
+    assert answer.code == 7
+    for words in ("'two.txt' is not an image in", "'nope.png' does not", "'empty.png' is empty"):
+        assert words in answer.err
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("kind", ["mp4", "webp", "frames"])
+def test_an_output_that_exists_is_left_alone(kind: str) -> None:
+    there = Path("out/rocket_0" if kind == "frames" else f"out/rocket_0.{kind}")
+    file = there / "mine.png" if kind == "frames" else there
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"mine")
+    before = file.stat()
+    answer = svdpp_here("run", PHOTO, *shlex.split(_DEMO), "--format", kind)
+
+    assert_error(answer, 2, "1 output exists already", there.name, "--resume")
+    assert file.read_bytes() == b"mine"
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert os.listdir("out") == [there.name]
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-RUN_DEMO = f"run {shlex.quote(PHOTO)} {_DEMO}"
+RUN_DEMO = f"run {PHOTO_} {_DEMO}"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.cli.request import PipelineOptions, PipelineRequest, default_world
-from svdpp.cli.run_request import RunRequest
+from svdpp.cli.console import Console
+from svdpp.cli.options.files import TraceOptions
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.request import PipelineRequest
+from svdpp.cli.run import Run
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
@@ -47,7 +50,8 @@ def names(*options: str) -> list[str]:
 def config_of(options: str, num_clips: int) -> PipelineConfig:
     """The layout of `svdpp run` with these options."""
     values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    return RunRequest(launched=None, options=values["options"]).config(num_clips)[0]
+    asked = Run(console=Console(), launched=None, options=values["options"], traces=TraceOptions())
+    return asked.config(num_clips)[0]
 
 
 SHAPES = [
@@ -91,7 +95,9 @@ def test_auto_needs_the_number_of_clips(option: str) -> None:
 
 def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
     def world(**given: Any) -> int:
-        return default_world("cpu", 25, divide=PipelineOptions(**given).must_divide)
+        options = PipelineOptions(model="demo", threads=1, steps=25, **given)
+        request = PipelineRequest(options=options, num_clips=4, device="cpu")
+        return request.resolve()[0].world_size
 
     assert world() == world(layout="pipeline") == 1
     assert world(split="alternating") == world(layout="auto") == world(layout="data-parallel") == 2
@@ -138,7 +144,9 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     assert answer.code == 0
     for words in (
         "501 clips to make: 2 frames of 32x32, 2 steps",
-        "\nout/rocket_99.mp4    99\n... and 401 more\n",
+        "folder: out\n",
+        "\n... and 401 more\n",
+        "\nrocket_99.mp4 ",
         "disk\n  needed: ",
     ):
         assert words in answer.out
@@ -229,13 +237,3 @@ def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
     assert made["input"] == "../rocket.jpg"
     assert "'rocket.jpeg' with seed 0 would both become 'rocket_0.mp4'" in lost["error"]["message"]
     assert "numbers them" in lost["error"]["hint"]
-
-
-@pytest.mark.parametrize("name", ["sea.mp4.json", "sea.run.json"])
-def test_a_file_that_is_something_else_is_not_replaced(name: str) -> None:
-    Path(name).write_text('{"mine": 1}')
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", "sea.mp4")
-
-    assert answer.code in (2, 8)
-    assert_error(answer, answer.code, name)
-    assert Path(name).read_text() == '{"mine": 1}'

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.cli.shell import PHOTO, TINY, Answer, assert_error, python, svdpp_alone
+from tests.cli.shell import PHOTO, Answer, assert_error, python
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 pytestmark = pytest.mark.long
@@ -121,19 +119,3 @@ def test_faults_of_model_folders(tmp_path: Path) -> None:
         assert cpu_seconds < MAX_CPU_SECONDS
         assert peak_bytes - base < MAX_BYTES
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.processes
-def test_weights_of_another_model(tmp_path: Path) -> None:
-    """Only a rank, which has diffusers, knows the required weights; it checks them first."""
-    model, log = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "log"
-    weights = load_file(model / UNET)
-    weights["conv_in.bias"] = torch.zeros(9)
-    save_file(weights, model / UNET, metadata={"format": "pt"})
-    run = ("run", PHOTO, "--device", "cpu", "--model", "./model", "-q", "--log-file", str(log))
-    answer = svdpp_alone(*run, *TINY, "--world", "2", cwd=tmp_path)
-
-    words = "unet cannot be loaded: Cannot load  because conv_in.bias expected"
-    assert_error(answer, 5, "'./model'", words)
-    found = json.loads(log.read_text().splitlines()[0])["record"]
-    assert "failed at start" in found["message"]

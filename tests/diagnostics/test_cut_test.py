@@ -13,10 +13,10 @@ import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import doctor
-from svdpp.diagnostics.cut_test import cut_test
+from svdpp.diagnostics.doctor import cut_test
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
-from svdpp.verification.result import Place, VerificationResult, compare_latents
+from svdpp.verification.verify import Place, VerificationResult, compare_tensors
 from tests.models.test_rows import CASES, Case, one_of_each_family
 from tests.models.tiny_rows import save_tiny
 
@@ -140,7 +140,8 @@ def test_svd_of_the_published_sizes(tmp_path: Path) -> None:
 
 def test_a_difference_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = torch.zeros(1, 1, 4, 2, 2), torch.ones(1, 1, 4, 2, 2)
-    result = VerificationResult((compare_latents(one, other, Place(clip=0, step=1, rank=0)),))
+    place = Place(clip=0, step=1, rank=0)
+    result = VerificationResult((compare_tensors("latent", one, other, place),))
     monkeypatch.setattr(doctor, "cut_test", lambda *_: result)
     names = ("devices", "model", "cut test")
     monkeypatch.setattr(doctor, "_CHECKS", {name: doctor._CHECKS[name] for name in names})

@@ -151,6 +151,11 @@ def test_an_output_of_other_threads_names_them(photo: Photo, tmp_path: Path) -> 
     assert refusal.value.hint.startswith("--threads 6 keeps it; ")
 
 
+def test_a_run_has_a_limit_of_clips(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="inputs x seeds must be 1 to 100000, got 100002"):
+        check_outputs([ClipInput()] * 2, range(50_001), OutputPolicy(folder=tmp_path))
+
+
 # --- existing files are not replaced unasked ----------------------------------------------------
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]

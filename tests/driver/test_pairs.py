@@ -21,8 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos
-from svdpp.verification.result import Check
-from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from svdpp.verification.verify import Check, compare, run_pipelined, run_sequential, verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage

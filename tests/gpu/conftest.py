@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from tests.gpu.checkpoints import save_checkpoint
+from svdpp.config import ModelConfig
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.load import silence_libraries
 from tests.gpu.machine import REHEARSAL, Machine, Report, find_machine
+from tests.models.builders import save_tiny_checkpoint, svd_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +53,31 @@ def report() -> Report:
 def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of SVD-XT's size with random weights in fp16; a tiny one at small sizes."""
     folder = tmp_path_factory.mktemp("full-size") / "model"
-    return save_checkpoint(folder, full_size=not machine.is_small)
+    return save_tiny_checkpoint(folder) if machine.is_small else _save_full_size(folder)
+
+
+def _save_full_size(folder: Path) -> Path:
+    silence_libraries()
+    published = find_checkpoint(ModelConfig(), weights=False).folder
+    kinds: dict[str, Any] = {
+        "unet": diffusers.UNetSpatioTemporalConditionModel,
+        "vae": diffusers.AutoencoderKLTemporalDecoder,
+    }
+    torch.manual_seed(0)
+    with torch.device("cuda:0"):
+        parts = {
+            name: kind.from_config(kind.load_config(published / name))
+            for name, kind in kinds.items()
+        }
+        config = CLIPVisionConfig.from_pretrained(published / "image_encoder")
+        parts["image_encoder"] = CLIPVisionModelWithProjection(config)
+    pipeline = diffusers.StableVideoDiffusionPipeline(
+        **{name: part.half().cpu() for name, part in parts.items()},
+        scheduler=svd_scheduler(),
+        feature_extractor=CLIPImageProcessorPil(),
+    )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ import diffusers
 import torch
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
+from svdpp.config import ModelConfig
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import silence_libraries
 
 
@@ -35,7 +37,7 @@ def save_tiny_checkpoint(
             vae=_vae({8: 4, 4: 3, 2: 2}[vae_factor]),
             image_encoder=_image_encoder(embedding_dim),
             unet=_unet(num_frames, embedding_dim),
-            scheduler=diffusers.EulerDiscreteScheduler(**SVD_SCHEDULER),
+            scheduler=svd_scheduler(),
             feature_extractor=CLIPImageProcessorPil(),
         )
     pipeline.to(dtype=dtype)
@@ -51,21 +53,10 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: each for key, each in values.items() if each is not None}))
 
 
-#: Config of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt).
-SVD_SCHEDULER = {
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "beta_start": 0.00085,
-    "interpolation_type": "linear",
-    "num_train_timesteps": 1000,
-    "prediction_type": "v_prediction",
-    "sigma_max": 700.0,
-    "sigma_min": 0.002,
-    "steps_offset": 1,
-    "timestep_spacing": "leading",
-    "timestep_type": "continuous",
-    "use_karras_sigmas": True,
-}
+def svd_scheduler() -> diffusers.EulerDiscreteScheduler:
+    """That of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt)."""
+    published = find_checkpoint(ModelConfig(), weights=False).folder
+    return diffusers.EulerDiscreteScheduler.from_pretrained(published, subfolder="scheduler")
 
 
 def _vae(num_blocks: int) -> diffusers.AutoencoderKLTemporalDecoder:

@@ -14,14 +14,6 @@ from tests.models.builders import save_tiny_checkpoint
 from tests.models.range_checks import Row, model_of, read_folder, source
 from tests.models.tiny_rows import save_tiny
 
-Save = Callable[[Callable[[Path], Path]], Path]
-
-
-@pytest.fixture(scope="session")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Saves the checkpoint of each function once, and returns its folder."""
-    return functools.cache(lambda make: make(tmp_path_factory.mktemp("saved") / "tiny"))
-
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Row]:
@@ -43,9 +35,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Row]:
 
 
 @pytest.fixture(scope="session")
-def tiny(save: Save) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SVD's."""
-    return save(save_tiny_checkpoint)
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("saved") / "tiny")
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ def whole_clip(
     """The same and the sound."""
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu")
-    made = run_reference(reference, checkpoint.resolve(sampling), request, image)
-    return *made, reference.audio
+    return run_reference(reference, checkpoint.resolve(sampling), request, image)
 
 
 def run_reference(
@@ -33,14 +32,14 @@ def run_reference(
     sampling: SamplingConfig,
     request: ClipRequest,
     image: Source | None = None,
-) -> tuple[list[torch.Tensor], Frames]:
-    """Latents after each step, and frames."""
+) -> tuple[list[torch.Tensor], Frames, Audio | None]:
+    """Latents after each step, frames and sound."""
     latents: list[torch.Tensor] = []
-    _, frames = reference.run(
+    _, frames, audio = reference.run(
         request,
         image,
         sampling,
         before_steps=lambda: None,
         after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
     )
-    return latents, frames
+    return latents, frames, audio

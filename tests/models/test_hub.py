@@ -22,7 +22,7 @@ from svdpp.driver.memory import check_memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
-from svdpp.models import hub as hub_downloads
+from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_model
 from tests.cli.shell import svdpp_here
@@ -96,7 +96,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub_downloads._configs.cache_clear()
+    files._configs.cache_clear()
     return tmp_path / "hub"
 
 
@@ -328,7 +328,7 @@ def test_a_download_is_announced(
     parts = "text_encoder, transformer, transformer_2, vae"
     assert told == [f"fetching {parts} of 'org/tiny' from 127.0.0.1"]
     assert wan.requested
-    silent = hub_downloads._Silent  # for configs
+    silent = files._Silent  # for configs
     assert passed == [silent, silent, silent if is_quiet else None]
 
 
@@ -338,7 +338,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     resolve(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    hub_downloads._configs.cache_clear()  # as in another process
+    files._configs.cache_clear()  # as in another process
     wan.requested.clear()
     resolve(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:

@@ -18,9 +18,8 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import STRUCTURE
 from svdpp.models.engine.rows import REFUSED
 from svdpp.models.memory import estimate
-from tests.models.allocator import num_bytes
 from tests.models.diffusers_pipeline import whole_clip
-from tests.models.probe import probe_packet
+from tests.models.probe import num_bytes, probe_packet
 from tests.models.range_checks import Row, check_every_cut, loaded, read_folder
 from tests.models.tiny_families import WAN_UNIPC
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.safetensors_header import read_safetensors_header
+from svdpp.models.files import read_safetensors_header
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "image_encoder"])

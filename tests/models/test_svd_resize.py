@@ -14,7 +14,7 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 )
 from PIL import Image
 
-from svdpp.models.engine.resize import resize_for_clip
+from svdpp.models.engine.model import resize_for_clip
 
 
 def _image(width: int, height: int) -> Image.Image:
@@ -45,7 +45,7 @@ def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[
 _PEAK = """
 import resource
 from PIL import Image
-from svdpp.models.engine.resize import resize_for_clip
+from svdpp.models.engine.model import resize_for_clip
 resize_for_clip(Image.new("RGB", (600, 400)))
 image = Image.new("RGB", (6000, 4000))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.experts import divisors
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
+from svdpp.plan.split import divisors
 from tests.plan.plans import costs, memory
 
 A100 = PRESETS["svd-xt-a100"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from svdpp.config.files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.costs import PRESETS, Costs, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 from tests.plan.plans import memory
 
@@ -56,15 +57,23 @@ def test_a_transfer_is_latency_and_bytes_and_between_hosts_it_has_its_own() -> N
     assert [HOSTS.host_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2]
 
 
-def test_peak_is_all_weights_and_the_largest_work() -> None:
-    peak = MEASURED.peak_gib
-    assert peak(Roles(encode=True, denoise=True, decode=True)) == 1.5 + 3.0 + 0.25 + 8.0
-    assert peak(Roles(denoise=True)) == 3.0 + 6.0
-    assert peak(Roles()) == 0.0
-    partly = Costs(denoise_weights_gib=3.0, denoise_work_gib=6.0, decode_weights_gib=1.0)
-    assert partly.peak_gib(Roles(denoise=True)) == 9.0
-    assert partly.peak_gib(Roles(denoise=True, experts=frozenset({0, 1}))) == 12.0
-    assert partly.peak_gib(Roles(denoise=True, decode=True)) is None
+def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
+    gib = 2**30
+    parts = MemoryEstimate(
+        encode=PartMemory(gib, 10 * gib),
+        denoise=PartMemory(2 * gib, 30 * gib),
+        decode=PartMemory(4 * gib, 20 * gib),
+    )
+    costs = Costs(**parts.as_costs())  # type: ignore[arg-type]
+    for roles, peak in (
+        (Roles(encode=True, denoise=True), 33),
+        (Roles(denoise=True, experts=frozenset({0, 1})), 34),
+        (Roles(decode=True), 24),
+        (Roles(), 0),
+    ):
+        assert costs.peak_gib(roles) == parts.of_rank(roles).peak_bytes / gib == peak
+    less = Costs(**replace(parts, encode=None).as_costs())  # type: ignore[arg-type]
+    assert less.peak_gib(Roles(encode=True)) is None
 
 
 # --- the file -----------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.plan.costs import Costs
-from svdpp.plan.experts import assign_replicas
 from svdpp.plan.forecast import replay
-from svdpp.plan.layout import Layout, Roles
+from svdpp.plan.layout import Layout, Roles, assign_replicas
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.plan.split import StepRange
 from tests.plan.plans import WAN, layouts, memory

@@ -23,6 +23,7 @@ class Postgres:
 
     def __init__(self, folder: Path, programs: Path, *, fsync: bool, connections: int) -> None:
         self._folder, self._programs = folder, programs
+        self.log = folder / "log"
         self._settings = {"max_connections": connections, "fsync": "on" if fsync else "off"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -38,9 +39,8 @@ class Postgres:
 
     def start(self) -> None:
         options = f"-p {self.port} -k {self._folder} -c listen_addresses=127.0.0.1"
-        log = str(self._folder / "log")
         options += "".join(f" -c {name}={value}" for name, value in self._settings.items())
-        self._run("pg_ctl", "-w", "-t", "300", "-l", log, "-o", options, "start")
+        self._run("pg_ctl", "-w", "-t", "300", "-l", str(self.log), "-o", options, "start")
 
     def stop(self, mode: str = "immediate") -> None:
         self._run("pg_ctl", "-w", "-m", mode, "stop")

@@ -1,10 +1,15 @@
-"""What the ranks cannot make is refused before it is stored."""
+"""What the ranks cannot make is refused before it is stored, or waits for a server that can."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+pytest.importorskip("fastapi")
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver import memory
@@ -13,6 +18,13 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
 from svdpp.serve.api_errors import as_api_error
 from svdpp.serve.clips import Admission
+from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.server import build
+from svdpp.serve.service import ServerSettings, Service
+from tests.serve.engines import dummy_config
+from tests.serve.store_jobs import SAMPLING as STORED
+from tests.serve.store_jobs import add, new_job, take_all
 
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
 SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)
@@ -71,3 +83,70 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
     gate.check(replace(config.sampling, num_inference_steps=3, num_frames=2, decode_chunk_size=2))
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**50)
     gate.check(large)
+
+
+# --- jobs of an earlier server, which had another model or other ranks ---------------------------
+
+
+@contextmanager
+def served(folder: Path, world_size: int = 2) -> Iterator[Service]:
+    """A server of the dummy model, which is not started."""
+    config = dummy_config(world_size)
+    _, service = build(
+        ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9), None
+    )
+    yield service
+    service.queue.close()
+
+
+def held(service: Service) -> dict[str, str]:
+    views = map(service.video, service.queue.page(owner=None, limit=100, order="asc"))
+    return {view.id: view.held for view in views if view.held is not None}
+
+
+def test_only_jobs_of_the_servers_model_are_taken(store: JobQueue) -> None:
+    own, other = add(store, model="a"), add(store, model="b")
+    store.kind = "a"
+    assert [id for id, _ in store.waiting()] == [own]
+    assert store.num_open() == store.num_held() == 1
+    assert store.counts()[JobState.QUEUED] == 1
+    assert take_all(store) == [own]
+    assert store.complete(own, {})
+    assert store.num_open() == 0
+    assert store.has_unfinished()
+    store.kind = "b"
+    assert store.num_held() == 0
+    assert take_all(store) == [other]
+
+
+def test_what_is_held_says_why(tmp_path: Path) -> None:
+    """Weights count, and so do steps that the ranks cannot divide."""
+    with served(tmp_path) as service:
+        add(service.queue, model="dummy")
+        other, newer, odd = (
+            add(service.queue, model="b"),
+            add(service.queue, model="dummy", weights="2" * 64),
+            add(service.queue, model="dummy", sampling=replace(STORED, num_inference_steps=6)),
+        )
+        why = {
+            other: "its model is b, and this server runs dummy",
+            newer: "its model is dummy, and this server runs other weights of it",
+        }
+        assert held(service) == why
+    with served(tmp_path, world_size=4) as service:
+        assert "6" in held(service).pop(odd)
+        assert odd not in take_all(service.queue)
+        assert service.queue.num_held() == 3
+    with served(tmp_path) as service:
+        assert odd in take_all(service.queue)
+
+
+def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
+    id = add(store, model="b", created_at=1.0)
+    store.kind = "a"
+    assert store.oldest_waiting() is None
+    store.add(new_job(model="a", created_at=2.0), max_open=1, max_open_of_owner=1)
+    with pytest.raises(QueueFullError):
+        store.add(new_job(model="a"), max_open=1)
+    assert store.oldest_waiting() == 2.0
+    assert store.cancel_waiting(id)

@@ -23,7 +23,7 @@ pytest.importorskip("fastapi")
 
 from svdpp.serve.job import Job
 from svdpp.serve.server import build
-from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.service import Followers, ServerSettings, Service
 from svdpp.serve.views import Video
 from tests.media.pictures import png
 from tests.serve.engines import dummy_config, dummy_job
@@ -89,7 +89,7 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         ),
         ({"width": 1024}, "invalid_request", "height", "height is missing"),
         ({"height": 576}, "invalid_request", "width", "width is missing"),
-        ({"width": 64, "height": 64}, "wrong_size", "width x height", "1024x576"),
+        ({"width": 64, "height": 64}, "wrong_size", "size", "1024x576"),
         ({"fit": "tile"}, "invalid_request", "fit", "fit must be"),
         ({"size": "64x64"}, "wrong_size", "size", "1024x576"),
         ({"frames": 4, "seconds": 2}, "frames_and_seconds", "seconds", "contradict"),
@@ -402,6 +402,24 @@ def test_a_stream_ends_with_the_final_state(
     service.queue.close()
 
 
+async def _looks(followers: Followers, number: int) -> float:
+    """Seconds until so many looks."""
+    begun = time.monotonic()
+    with followers.follow():
+        for _ in range(number):
+            await followers.pause()
+    return time.monotonic() - begun
+
+
+def test_they_look_from_time_to_time_and_less_often_if_they_are_many() -> None:
+    async def follow(number: int) -> float:
+        followers = Followers()
+        return max(await asyncio.gather(*(_looks(followers, 1) for _ in range(number))))
+
+    assert asyncio.run(follow(1)) >= 0.25
+    assert asyncio.run(follow(200)) >= 1.0
+
+
 # --- about the server ---------------------------------------------------------------------------
 
 
@@ -426,7 +444,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     events = document["paths"]["/v1/videos/{id}/events"]["get"]["responses"]
     assert list(events["200"]["content"]) == ["text/event-stream"]
     assert "204" in events
-    assert list(events["404"]["content"]) == ["application/json"]
+    assert list(events["4XX"]["content"]) == ["application/json"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert server.client.get("/docs").status_code == 404  # its scripts are another host's
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from svdpp.config import SvdSampling
 from svdpp.errors import (
     ClosedError,
     InputError,
@@ -20,7 +18,6 @@ from svdpp.errors import (
     SvdppError,
 )
 from svdpp.serve.api_errors import ApiError, as_api_error, error_answer
-from svdpp.serve.form import Capabilities, names_in
 from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.views import error_body
 
@@ -85,31 +82,6 @@ def test_messages_name_fields_of_requests_and_no_options(
 ) -> None:
     error = as_api_error(RequestError(*raised))
     assert (error.message, error.hint) == shown
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"num_inference_steps": 0}, "num_inference_steps"),
-        ({"num_frames": "many"}, "num_frames"),
-        ({"width": 8, "height": "x"}, "width x height"),
-        ({"steps": 0}, "steps"),
-    ],
-    ids=str,
-)
-def test_a_fault_names_the_field_that_the_client_sent(given: dict[str, Any], field: str) -> None:
-    server = Capabilities(model="a", sampling=SvdSampling(num_frames=2), sizes=(), photo="refused")
-    with pytest.raises(ApiError, match=f"^{field} must") as caught:
-        server.checked(given)
-    assert [fault["field"] for fault in caught.value.details["faults"]] == [field]
-
-
-@pytest.mark.parametrize("name", ["steps", "num_inference_steps"])
-def test_what_the_ranks_cannot_make_is_named_as_the_client_did(name: str) -> None:
-    error = RequestError("--steps is 7", "use num_inference_steps 8", details={"field": "steps"})
-    shown = as_api_error(error, names_in({name: 7}))
-    assert (shown.message, shown.hint) == (f"{name} is 7", f"use {name} 8")
-    assert shown.details == {"field": name}
 
 
 def test_an_answer_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, build_schedule
 from svdpp.serve import eta
 from svdpp.serve.eta import ClipAhead, Estimate, JobEstimates, MeasuredCosts, estimate
+from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
-from tests.serve.engines import dummy_config
+from tests.serve.engines import SAMPLING as STORED
+from tests.serve.engines import dummy_config, dummy_job
 
 COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
 LAYOUTS = [
@@ -116,6 +121,22 @@ def test_a_long_queue_is_extrapolated_closely(
     whole = estimate(_clips(routes))
     for clip in (str(replayed), str(2 * replayed - 1)):
         assert found[clip].eta_seconds == pytest.approx(whole[clip].eta_seconds, rel=0.03)
+
+
+def test_the_servers_of_a_fleet_begin_as_many_clips_at_a_time(tmp_path: Path) -> None:
+    with closing(JobQueue(tmp_path)) as store:
+        ids = [store.add(dummy_job(seed), max_open=None).id for seed in range(7)]
+        assert store.take_next() is not None
+        feeder: Any = SimpleNamespace(clips=list, preparing=None, num_free=1)
+        costs: Any = MeasuredCosts(Costs(step_seconds=1.0), STORED)
+        etas = JobEstimates(dummy_config(1), store, feeder, costs, lambda: 0.0)
+        etas.others = lambda: 2
+        found = etas.all()
+    assert [found[id].place for id in ids] == list(range(7))
+    turns = [1, 1, 1, 2, 2, 2]  # the first one is taken
+    steps = STORED.num_inference_steps
+    expected = [steps] + [steps + turn * steps for turn in turns]
+    assert [found[id].eta_seconds for id in ids] == pytest.approx(expected)
 
 
 # --- measured costs -------------------------------------------------------------------------------

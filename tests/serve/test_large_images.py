@@ -13,8 +13,8 @@ from PIL import Image
 from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.costs import Costs
+from svdpp.serve.clips import RunningClip
 from svdpp.serve.eta import JobEstimates, MeasuredCosts
-from svdpp.serve.feeder import LargeImage
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
@@ -103,8 +103,8 @@ def test_the_eta_of_others_is_without_the_image_and_that_of_the_clip_with_it(
     for job in jobs:
         store.add(job, max_open=None)
     assert store.take_next() is not None
-    image = LargeImage(jobs[0], cast(Any, None), ranks_left=1, seconds=100.0)
-    feeder = SimpleNamespace(clips=list, image=image, num_free=2)
+    large_clip = RunningClip(jobs[0], cast(Any, None), {}, ranks_left=1, prepare_seconds=100.0)
+    feeder = SimpleNamespace(clips=list, preparing=large_clip, num_free=2)
     known = MeasuredCosts(costs, SAMPLING)
     estimates = JobEstimates(config, store, cast(Any, feeder), known, lambda: 0.0).all()
     large, *others = (estimates[job.id] for job in jobs)

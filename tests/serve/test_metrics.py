@@ -29,9 +29,8 @@ class Server:
         self.jobs = dict.fromkeys(JobState, 0)
         self.oldest: float | None = None
         self.engine: Any = SimpleNamespace(restarts=0, live_ranks=2)
-        followers: Any = SimpleNamespace(number=0)
         queue: Any = SimpleNamespace(counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest)
-        self.metrics = Metrics(queue, self.engine, followers)
+        self.metrics = Metrics(queue, self.engine)
 
     def value(self, name: str, **labels: object) -> float:
         wanted = {key: str(value) for key, value in labels.items()}

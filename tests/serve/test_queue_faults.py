@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sqlite3
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.serve import queue_sqlite
-from svdpp.serve.database import _SCHEMA
+from svdpp.serve import database
 from svdpp.serve.queue import JobQueue
-from tests.serve.store_jobs import SAMPLING, add, take_all
+from tests.serve.store_jobs import add
 from tests.small_disk import small_disk
 
 
@@ -86,35 +83,6 @@ def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) 
         JobQueue(tmp_path / "data")
 
 
-def test_a_queue_of_the_version_before_is_upgraded(tmp_path: Path) -> None:
-    """Its jobs keep their places, states and files."""
-    rows = [
-        ("first", "ann", 2.0, 2.0, "queued"),
-        ("second", "bob", 1.0, 1.0, "queued"),
-        ("done", "ann", 0.0, 0.0, "completed"),
-    ]
-    with sqlite3.connect(tmp_path / "queue.sqlite3") as before:
-        before.executescript(_SCHEMA.format(serial="INTEGER PRIMARY KEY AUTOINCREMENT"))
-        before.executemany(
-            "INSERT INTO jobs (id, owner, created_at, due, state, seed, sampling, photo,"
-            " photo_name, photo_sha256, priority, attempts, cancel_asked, metadata, proof)"
-            f" VALUES (?, ?, ?, ?, ?, 1, '{json.dumps(asdict(SAMPLING))}', '', '', '', 0, 0, 0,"
-            " '{}', 'none')",
-            rows,
-        )
-        before.execute("PRAGMA user_version = 5")
-    before.close()
-    for _ in range(2):  # the second time there is nothing to upgrade
-        with contextlib.closing(JobQueue(tmp_path)) as store:
-            assert [id for id, _ in store.waiting()] == ["second", "first"]
-    with contextlib.closing(JobQueue(tmp_path)) as store:
-        done = store.get("done")
-        assert done is not None
-        assert done.clip_in(tmp_path) == tmp_path / "clips" / "done.mp4"
-        assert take_all(store) == ["second", "first"]
-        assert store.complete("first", {})
-
-
 def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
         database.execute("CREATE TABLE theirs (value TEXT)")
@@ -157,7 +125,7 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
 def test_a_queue_that_another_program_locks_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_sqlite, "_BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.1)
     store = JobQueue(tmp_path)
     other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from svdpp.errors import BrokenLinkError, OutOfMemoryError, error_to_dict
-from svdpp.serve.ranks import Rank, RankView
+from svdpp.serve.engine import Rank, RankView
 from svdpp.worker.messages import ActionDone, Failed, Heartbeat, Joined, StepDone
 
 

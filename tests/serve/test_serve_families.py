@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
 from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.tiny_loras import save_tiny_lora
 from tests.serve.http_server import PHOTO, HttpServer, error_of, schema_of_form, wait
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened
@@ -148,7 +150,7 @@ def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
 
     assert (old["status"], old["motion_bucket_id"]) == ("queued", 127)
     assert old["held"].startswith("its model is svd, and this server runs ")
-    assert "queued clips that wait for another start: 1; of one, its" in wan.err
+    assert "queued clips that wait for another model: 1" in wan.err
     listed = wan.client.get("/v1/videos?limit=100").json()["data"]
     assert [video for video in listed if video["id"] == old["id"]] == [old]
 
@@ -163,6 +165,27 @@ def test_clips_are_made_from_photographs_and_from_text(ltx: HttpServer) -> None:
     assert ltx.wait_for(of_photo, "completed")["input"]["name"] == "sea.jpg"
     error = error_of(ltx.request(prompt=PROMPT, guidance_scale_2=1), 422, "invalid_request")
     assert "guidance_scale_2 is not for" in error["message"]
+
+
+#: As in docs/lora.md.
+FOUR_STEPS = ("--world", "4", "--steps", "4", "--guidance-scale", "1", "--param", "flow_shift=5")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
+    """A LoRA for each expert, no guidance, and four ranks of one step each."""
+    folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875)
+    high = save_tiny_lora(folder, tmp_path / "high.safetensors", seed=1)
+    low = save_tiny_lora(folder, tmp_path / "low.safetensors", part="transformer_2", seed=2)
+    loras = ("--lora", f"{high}:high", "--lora", f"{low}:low")
+    with HttpServer(tmp_path / "data", *WAN, "--model", str(folder), *FOUR_STEPS, *loras) as server:
+        server.wait_ready()
+        video = made(server, photo=None, prompt="the sea", seed=7)
+        assert video["proof"] == "equal", video
+        metadata = server.client.get(f"/v1/videos/{video['id']}/metadata").json()
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (high, low)]
+    assert [each["sha256"] for each in metadata["lora"]] == hashes
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from svdpp.cli.options.serve import ServeOptions
+from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.database import AwayError
 from svdpp.serve.fleet import Fleet
@@ -71,8 +72,8 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
         queue.database.change = change  # type: ignore[method-assign]
 
 
-def _too_short(job: Job) -> str | None:
-    return "too few steps" if job.sampling == _SHORT else None
+def _too_short(sampling: SamplingConfig) -> str | None:
+    return "too few steps" if sampling == _SHORT else None
 
 
 def taken(queue: JobQueue) -> Job:
@@ -165,16 +166,6 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
     taken(dying)
     other.ask_to_cancel(cancelled)
     assert [job.state for job in recovered(other)] == [JobState.CANCELLED]
-
-
-def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(opened: Open) -> None:
-    running = opened()
-    with running.database.change() as database:
-        database.execute("ALTER TABLE jobs DROP COLUMN lost")
-        database.execute("UPDATE queue SET version = 6")
-    id = add(running)
-    assert opened().database.rows("SELECT id, lost FROM jobs") == [(id, 0)]
-    assert taken(running).id == id
 
 
 def test_a_renewal_that_fails_forgets_no_lost_claim(opened: Open) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import RequestError
+from svdpp.serve.clips import ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import _sizes, remove_leftovers
 from svdpp.serve.store import FileStore
-from tests.serve.engines import dummy_job
+from svdpp.worker import tensor_files
+from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import DEMO, DUMMY, PHOTO, HttpServer, error_of, wait
 from tests.serve.swift import Swift
 from tests.serve.test_crashes import wait_made
@@ -179,6 +181,33 @@ def test_a_store_that_does_not_answer_is_asked_once(
         swift.start()
     store._look()
     store.put(path)
+
+
+def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones of the same clip are, as nobody needs them any more."""
+    store = FileStore(tmp_path, f"memory://{new_id()}")
+    to_request = ToRequest(dummy_config(1), None, store)
+    to_request.latents_folder.mkdir()
+    job = dummy_job(1, photo="", token=2)
+    key = to_request(job).request.latents_key
+    assert key is not None
+    for step in (2, 4):
+        path = tensor_files.path_of(to_request.latents_folder, key, step)
+        path.write_bytes(b"of another server")
+        store.put(path, f"latents/{key}/{path.name}")
+        path.unlink()
+    fetch = store.fetch
+
+    def published(path: Path, name: str = "") -> None:
+        to_request.publish()
+        fetch(path, name)
+
+    monkeypatch.setattr(store, "fetch", published)
+    assert to_request(job).request.done_steps == 4
+    to_request.publish()
+    assert set(store.objects()) == {f"latents/{key}/{path.name}"}
 
 
 def test_an_unknown_kind_of_store_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import click
 
+from svdpp.cli.command import answered
 from svdpp.cli.console import Console
-from svdpp.cli.failures import answered
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files

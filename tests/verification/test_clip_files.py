@@ -13,7 +13,7 @@ from PIL import Image
 from svdpp.config import OutputConfig
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
-from svdpp.verification.clip_files import are_clips, find_clips, find_photo, read_clip
+from svdpp.verification.clip_files import find_clips, find_photo, read_clip
 from tests.cli.shell import PHOTO
 from tests.verification.clips import frames_of, put_clip
 
@@ -52,7 +52,6 @@ ALL = ["out/a.gif.json", "out/a.json", "out/a.mp4.json", "out/a.webp.json"]
     ],
 )
 def test_what_inputs_name(inputs: list[str], clips: list[str], passed_over: list[str]) -> None:
-    assert are_clips(inputs)
     found, others = _found(*inputs)
     assert (sorted(found), others) == (sorted(clips), passed_over)
 
@@ -79,19 +78,20 @@ def test_what_is_no_clip_is_passed_over_and_what_is_damaged_is_not(out: Path) ->
         read_clip(out / "b.mp4.json")
 
 
-def test_folders_of_photographs_are_none(tmp_path: Path, out: Path) -> None:
+@pytest.mark.usefixtures("out")
+def test_folders_of_photographs_are_none(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     shutil.copy(PHOTO, photos)
     Image.open(PHOTO).resize((64, 48)).save(photos / "still.webp")
     Image.open(PHOTO).resize((64, 48)).save(photos / "00000.png")
     for inputs in (["photos"], ["photos/rocket.jpg"], ["photos/*.webp"], ["photos/still.webp"]):
-        assert not are_clips(inputs)
-    assert not are_clips([])
+        assert _found(*inputs) == ([], [])
+    assert _found() == ([], [])
     with pytest.raises(RequestError, match=r"'out' is a finished clip, 'photos' is not"):
-        are_clips(["photos", "out"])
-    assert are_clips(["out/no.json"])
-    assert are_clips([str(out / "deleted.mp4")])
+        find_clips(["photos", "out"])
+    for missing in ("out/no.json", "out/deleted.mp4"):
+        assert _found(missing) == ([missing], [])
 
 
 def test_what_is_not_there_is_an_error(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.verification.result import (
-    Check,
-    Place,
-    VerificationResult,
-    compare_latents,
-    compare_levels,
-)
+from svdpp.verification.verify import Check, Place, VerificationResult, compare_tensors
 from svdpp.worker.tensor_files import TensorStore, tensor_sha256
 from tests.faults.damage import one_ulp_off
 
@@ -26,7 +21,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.0) -> Check:
-    return compare_latents(ours, theirs, Place(clip=2, step=8, rank=1), tolerance=tolerance)
+    place = Place(clip=2, step=8, rank=1)
+    return compare_tensors("latent", ours, theirs, place, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,21 +84,24 @@ def test_other_shapes_and_dtypes_are_a_programmers_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "dtype", "most"), [("frames", np.uint8, 255), ("audio", np.int16, 32767)]
+    ("what", "dtype", "most"), [("frames", torch.uint8, 255), ("audio", torch.int16, 32767)]
 )
-def test_levels_are_compared(what: Any, dtype: Any, most: int) -> None:
-    levels = np.zeros((2, 4, 4, 3), dtype)
-    other = levels.copy()
+def test_levels_are_compared(what: Any, dtype: torch.dtype, most: int) -> None:
+    levels = torch.zeros((2, 4, 4, 3), dtype=dtype)
+    other = levels.clone()
     other[1, 2, 3, 0] = 5
-    place = Place(clip=0, step=4, rank=1)
-    assert compare_levels(what, levels, levels.copy(), place).equal
-    check = compare_levels(what, other, levels, place)
-    assert (check.equal, check.max_ulp, check.first_index) == (False, 5, (1, 2, 3, 0))
-    assert check.distance == f"5 of {most} levels"
-    assert check.sha256 == hashlib.sha256(other.tobytes()).hexdigest()
-    assert compare_levels(what, other, levels, place, tolerance=5 / most).equal
+    compare = partial(compare_tensors, what, place=Place(clip=0, step=4, rank=1))
+    assert compare(levels, levels.clone()).bitwise
+    for ours, theirs in ((other, levels), (levels, other)):
+        check = compare(ours, theirs)
+        assert (check.equal, check.max_ulp, check.first_index) == (False, 5, (1, 2, 3, 0))
+        assert check.distance == f"5 of {most} levels"
+        assert check.sha256 == hashlib.sha256(ours.numpy().tobytes()).hexdigest()
+        assert (check.max_abs_diff, check.psnr_db) == (5 / most, None)
+    assert compare(other, levels, tolerance=5 / most).equal
+    assert not compare(other, levels, tolerance=4 / most).equal
     with pytest.raises(ValueError, match="against"):
-        compare_levels(what, other, levels[:1], place)
+        compare(other, levels[:1])
 
 
 def test_verdict_names_the_first_difference() -> None:

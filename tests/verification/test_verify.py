@@ -14,8 +14,7 @@ import torch
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
-from svdpp.verification.result import Check
-from svdpp.verification.verify import compare, run_pipelined, run_sequential, verify
+from svdpp.verification.verify import Check, compare, run_pipelined, run_sequential, verify
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import field, fields
-from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -104,26 +103,9 @@ DIAGNOSTICS = Panel("Diagnostics")
 PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
 
 
-def completes(*values: str) -> Any:
-    """The `shell_complete` of an option that takes these values and others."""
-    return lambda context, option, text: [one for one in values if one.startswith(text)]  # noqa: ARG005
-
-
 def argument(metavar: str, help: str, **more: Any) -> Any:
     """A field that is an argument of the command; None if it is not given."""
     return field(default=None, metadata={"metavar": metavar, "help": help, **more})
-
-
-@cache
-def declared(group: Any) -> Mapping[str, tuple[Any, dict[str, Any]]]:
-    """Type of each field of an option group, and what it says of its option; {} for a group."""
-    hints, found = get_type_hints(group), {}
-    for each in fields(group):
-        about = dict(each.metadata)
-        if "panel" in about and not about["names"]:
-            about["names"] = (f"--{each.name.replace('_', '-')}",)
-        found[each.name] = hints[each.name], about
-    return found
 
 
 class _Whole(click.IntRange):
@@ -139,18 +121,43 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
         return super().convert(present_split(value), param, ctx)
 
 
-def parameter(name: str, hint: Any, about: Mapping[str, Any]) -> Option | Argument:
-    """The option or argument of the field `name` for click."""
-    about = {**_typed(hint), **about}
-    if "panel" not in about:
-        if about.pop("multiple", False):
-            about["nargs"] = -1
-        return Argument([name], **{"required": False, **about})
-    if between := about.pop("between", None):
+def parameters(
+    group: Any, without: Container[str], shown: Mapping[str, str], meanings: Mapping[str, str]
+) -> Iterator[Option | Argument]:
+    """The options and arguments of a group for click, with its values as defaults.
+
+    Args:
+        group: an instance.
+        without: names of the fields that are left out.
+        shown: other texts for defaults, by name.
+        meanings: other texts of the help, by name.
+    """
+    hints = get_type_hints(type(group))
+    for each in fields(group):
+        if each.name in without:
+            continue
+        about = {**_typed(hints[each.name]), **each.metadata}
+        about["help"] = meanings.get(each.name, about["help"])
+        if each.name in shown:
+            about["shown"] = shown[each.name]
+        if "panel" not in about:
+            yield _argument(each.name, **about)
+        else:
+            yield _option(each.name, **about, default=getattr(group, each.name))
+
+
+def _argument(name: str, *, multiple: bool = False, **about: Any) -> Argument:
+    if multiple:
+        about["nargs"] = -1
+    return Argument([name], **{"required": False, **about})
+
+
+def _option(name: str, *, names: tuple[str, ...], between: Any = None, **about: Any) -> Option:
+    if between is not None:
         about["type"] = _Whole(*between)
     if isinstance(about.get("type"), click.Choice) and not about["metavar"]:
         about["metavar"] = "|".join(about["type"].choices)
-    return Option([name, *about.pop("names")], **about)
+    return Option([name, *(names or (f"--{name.replace('_', '-')}",))], **about)
 
 
 def _typed(hint: Any) -> dict[str, Any]:

@@ -1,28 +1,84 @@
-"""The options for the model: its weights, their source and their precision."""
+"""The options for the model and its sampler: weights, precision, steps, seeds, size, guidance."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.declare import MODEL, completes
-from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, Dtype, Lora, ModelConfig
-from svdpp.errors import RequestError
+from svdpp.cli.options.declare import MODEL, PROMPTS, VIDEO
+from svdpp.config import (
+    DEFAULT_MODEL,
+    DEMO_MODEL,
+    DEMO_SAMPLING,
+    DUMMY_MODEL,
+    SAMPLING_CLASSES,
+    Dtype,
+    Fit,
+    Lora,
+    ModelConfig,
+    PromptedSampling,
+    SamplingConfig,
+    SvdSampling,
+    own_params,
+    params_of,
+    sampling_defaults,
+)
+from svdpp.config.limits import MAX_SEED, check_seed
+from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Use
 
+_MAX_SEEDS = 100_000
+# Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
+_LOW_MEMORY_CHUNK = 2
+
+#: Every parameter with an option of its own, by the name of its field.
+_SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
+#: The parameters that only families with prompts take.
+PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
+#: The parameters, besides the seed, on which neither costs nor memory depend.
+LOOKS = (
+    *("fit", "fps", "motion_bucket_id", "noise_aug_strength"),
+    *("min_guidance_scale", "max_guidance_scale"),
+)
+
+
+def _of(field: str, metavar: str = "", *aliases: str, shown: str = "") -> Any:
+    """The option of a parameter, as its `Param` says."""
+    param = _SHARED[field]
+    panel = PROMPTS if field in PROMPT_FIELDS else VIDEO
+    return panel.setting(
+        metavar or ("N" if param.kind is int else "X"),
+        param.help,
+        *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
+        shown=shown or _default_text(field),
+    )
+
+
+def _default_text(field: str) -> str:
+    """SVD's default, and the demo model's if it is another one."""
+    if field in PROMPT_FIELDS:
+        return "the family's"
+    svd, demo = _SHARED[field].default, DEMO_SAMPLING.get(field)
+    text = "the model's own" if svd is None else str(svd)
+    text = text if field in own_params(SvdSampling) or svd is None else f"{text} for SVD"
+    return text if demo in (None, svd) else f"{text}; demo {demo}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The weights and their precision."""
+    """The weights, their precision, and the arguments of diffusers' `__call__`.
+
+    None stands for the model's default.
+    """
 
     model: str = MODEL.setting(
         "MODEL",
         "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
         default=DEFAULT_MODEL,
-        shell_complete=completes(DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL),
     )
     as_family: str | None = MODEL.setting(
         "NAME", "Run the model by another family, such as wan_v2v.", "--family"
@@ -56,6 +112,30 @@ class ModelOptions:
         "B C F H W",
         "Shape of the dummy model's latent: five sizes, each 1 or more.",
         shown="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
+    )
+    steps: int | None = _of("num_inference_steps", "N", "--total-steps")
+    num_frames: int | None = _of("num_frames", "F")
+    decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
+    seed: int | None = VIDEO.setting(
+        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
+    )
+    height: int | None = _of("height", "PIXELS")
+    width: int | None = _of("width", "PIXELS")
+    fit: Fit = VIDEO.setting(
+        "",
+        "How to fit an image of another shape to the frame; diffusers stretches it.",
+        default="stretch",
+    )
+    fps: int | None = _of("fps", "FPS")
+    motion_bucket_id: int | None = _of("motion_bucket_id")
+    noise_aug_strength: float | None = _of("noise_aug_strength")
+    min_guidance_scale: float | None = _of("min_guidance_scale")
+    max_guidance_scale: float | None = _of("max_guidance_scale")
+    guidance_scale: float | None = _of("guidance_scale")
+    max_sequence_length: int | None = _of("max_sequence_length")
+    param: list[str] | None = PROMPTS.setting(
+        "NAME=VALUE",
+        "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
     )
 
     @property
@@ -103,6 +183,29 @@ class ModelOptions:
             **more,
         )
 
+    def sampling_config(
+        self, *, from_image: bool = True, family: str | None = None
+    ) -> SamplingConfig:
+        """The given values, else the model's defaults, else those of diffusers."""
+        family = family or self.family
+        kind = SAMPLING_CLASSES[family]
+        known = {field.name for field in fields(kind)}
+        own = {**vars(self), "num_inference_steps": self.steps}
+        if self.memory_opt and self.decode_chunk_size is None:
+            own["decode_chunk_size"] = _LOW_MEMORY_CHUNK
+        given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
+        given |= parse_params(self.param or (), family)
+        for name in given.keys() - known:
+            typed = _SHARED[name].option
+            raise RequestError(
+                f"{typed} is not for {self.model}, a model of the family {family}",
+                f"leave {typed} out",
+            )
+        if "from_image" in known:
+            given["from_image"] = from_image
+        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
+        return sampling
+
 
 _LORA = re.compile(
     r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
@@ -115,3 +218,42 @@ def _parse_lora(text: str) -> Lora:
         raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")
     expert: Any = match["expert"]
     return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
+
+
+def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
+    """The values of `--param NAME=VALUE` by name, in the types of the family's parameters."""
+    known = own_params(SAMPLING_CLASSES[family])
+    values: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RequestError(f"--param takes NAME=VALUE, got {text!r}")
+        if name not in known:
+            hint = nearest(name, known, f"svdpp models {family} lists them")
+            raise RequestError(f"the family {family} has no parameter {name!r}", hint)
+        kind = known[name].kind
+        try:
+            values[name] = kind(value)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise RequestError(f"--param {name} must be {what}, got {value!r}") from None
+    return values
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of `--seeds 1,3,5-7`."""
+    seeds: dict[int, None] = {}  # a set that keeps its order
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
+        if match is None:
+            raise RequestError(
+                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= _MAX_SEEDS or len(seeds) >= _MAX_SEEDS:
+            raise RequestError(
+                f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds"
+            )
+        check_seed(last)
+        seeds.update(dict.fromkeys(range(first, last + 1)))
+    return list(seeds)

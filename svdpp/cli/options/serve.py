@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
-from svdpp.cli.options.inputs import ImageOptions
-from svdpp.cli.request import PipelineOptions
+from svdpp.cli.options.files import ImageOptions
+from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import RequestError

@@ -11,6 +11,7 @@ pipelines have several loops, one for each chunk of the clip; their steps are co
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from diffusers.image_processor import VaeImageProcessor
 
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, STATE, AfterStep, Tensors
-from svdpp.models.engine import patches, values
+from svdpp.models.engine import values
 from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.records import Records
+from svdpp.models.engine.records import Records, component_methods, own_methods, replaced
 from svdpp.models.engine.rows import Row
 from svdpp.models.engine.values import Node
 
@@ -86,7 +87,7 @@ class RangeCall:
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Calls the pipeline; its result if `end` is None."""
-        callback = patches.step_callback(self.pipe, self._on_step_end)
+        callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
@@ -267,21 +268,21 @@ class RangeCall:
     def _patched(self) -> Iterator[None]:
         pipe = self.pipe
         with ExitStack() as stack:
-            stack.enter_context(patches.replaced(pipe, progress_bar=self.progress_bar))
-            for name in patches.own_methods(pipe.__class__):
+            stack.enter_context(replaced(pipe, progress_bar=self.progress_bar))
+            for name in own_methods(pipe.__class__):
                 method = self._records.wrapped(name, getattr(pipe, name))
-                stack.enter_context(patches.replaced(pipe, **{name: method}))
+                stack.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
                 if part in self.row.denoisers and component is not None:
                     forward = self._denoiser(part, component)
-                    stack.enter_context(patches.replaced(component, forward=forward))
+                    stack.enter_context(replaced(component, forward=forward))
                 elif isinstance(component, torch.nn.Module):
                     stack.enter_context(self._recording(part, component))
             for part, value in list(vars(pipe).items()):
                 if isinstance(value, VaeImageProcessor):
                     stack.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__ = patches.range_class(scheduler.__class__)
+            scheduler.__class__ = range_class(scheduler.__class__)
             scheduler._range_call = self
             try:
                 yield
@@ -289,16 +290,34 @@ class RangeCall:
                 del scheduler._range_call  # and with it the packet
 
     def _recording(self, part: str, component: Any) -> Any:
-        methods = patches.component_methods(component).items()
+        methods = component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
         if self.given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
-        return patches.replaced(component, **recorded)
+        return replaced(component, **recorded)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's global generators, which are in host memory for all devices."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The argument of `__call__` that is called after each step; empty if there is none."""
+    name = "callback_on_step_end"
+    return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
+
+
+@functools.cache
+def range_class(real: Any) -> Any:
+    """A subclass of the scheduler class `real` whose steps belong to a call."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
+
+    # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
+    methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
+    return type(real.__name__, (real,), methods)

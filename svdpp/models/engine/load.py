@@ -23,10 +23,9 @@ from svdpp.errors import ModelError, OutOfMemoryError, RequestError, first_line,
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.configs import has_weights, library_errors, short_repr
-from svdpp.models.engine.patches import replaced
+from svdpp.models.engine.records import replaced
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.hub import show_name
-from svdpp.models.lora import LoraFile
+from svdpp.models.files import LoraFile, show_name
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.

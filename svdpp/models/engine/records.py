@@ -1,14 +1,19 @@
-"""What a pipeline's call does outside its steps: recorded once, and replayed by all later ranks."""
+"""What a pipeline's call does outside its steps: recorded once, and replayed by all later ranks.
+
+For that, methods of the pipeline and of its components are replaced while a call lasts.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 
 from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.engine.rows import Row
@@ -21,6 +26,10 @@ _UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
     "preprocess_conditions",  # of VACE
 )
+
+_METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
+_PREPROCESS = ("preprocess", "preprocess_video")
+_NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 
 class Records:
@@ -107,3 +116,38 @@ class Records:
                 if leaf["name"] not in (None, LATENTS):
                     tensors[leaf["name"]] = received[name]
         return records
+
+
+@contextmanager
+def replaced(target: Any, **methods: Any) -> Iterator[None]:
+    """Replaces methods of this one object, a pipeline or a part of it, while the context lasts."""
+    before = {name: vars(target)[name] for name in methods if name in vars(target)}
+    for name, method in methods.items():
+        object.__setattr__(target, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            object.__delattr__(target, name)
+        for name, method in before.items():
+            object.__setattr__(target, name, method)
+
+
+def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
+    """The methods by which pipelines call a component."""
+    names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
+    return {name: getattr(component, name) for name in names if hasattr(component, name)}
+
+
+@functools.cache
+def own_methods(pipeline_class: Any) -> tuple[str, ...]:
+    """The methods that the pipeline's class defines, and not diffusers' base classes."""
+    names: dict[str, Any] = {}
+    for cls in pipeline_class.__mro__:
+        is_own = cls.__module__.startswith("diffusers.pipelines")
+        names |= vars(cls) if is_own and cls not in DiffusionPipeline.__mro__ else {}
+    return tuple(
+        name
+        for name, value in names.items()
+        if callable(getattr(value, "__func__", value)) and name not in _NOT_RECORDED
+    )

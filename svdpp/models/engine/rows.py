@@ -78,7 +78,7 @@ class Row:
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
     resizes_early: bool = False
-    """Whether an image is resized before the encode: see `resize`."""
+    """Whether an image is resized before the encode: see `model`."""
 
     @property
     def parts(self) -> frozenset[str]:

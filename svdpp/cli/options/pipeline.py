@@ -1,40 +1,40 @@
-"""The options for ranks: number, devices, threads, timeouts, and how they share the work."""
+"""The options of a pipeline: its model and sampler, its ranks, and how they share the work."""
 
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, completes
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.files import find_costs
 from svdpp.errors import RequestError
-from svdpp.launch.gpus import visible_gpus
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
 
-#: The options of `LayoutOptions` that the choice of a layout replaces.
+#: The options that the choice of a layout replaces.
 OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions(ModelOptions):
-    """The number of ranks, and what each may use."""
+class PipelineOptions(ModelOptions):
+    """The options that together give one configuration; None stands for the default."""
 
     world: int | None = LAYOUT.setting(
         "W",
         "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
         "--gpus",
         "--world",
+        shown="all GPUs, if they divide the steps; on the CPU 2",
     )
     device: str = LAYOUT.setting(
         "auto|cuda|cpu|cuda:N",
         "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
-        "over gloo. auto: GPUs if there are any, else the CPU for demo and dummy.",
+        "over gloo. auto: GPUs if there are any, else the CPU; verify and doctor use it for any "
+        "model, others for demo and dummy.",
         default="auto",
-        shell_complete=completes("auto", "cuda", "cpu", "cuda:0"),
     )
     threads: int | None = LAYOUT.setting(
         "T",
@@ -52,45 +52,6 @@ class RankOptions(ModelOptions):
         "Accept ranks on different GPUs or library versions. Their bits may differ, so "
         "clips are not marked as exact."
     )
-
-    def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
-
-        With `any_on_cpu` it may be the CPU for every model.
-        """
-        if self.device != "auto":
-            return self.device
-        if visible_gpus():
-            import torch
-
-            if torch.cuda.is_available():  # False for a CPU build of torch
-                return "cuda"
-        # "Demo" is refused with a better hint.
-        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
-            return "cpu"
-        raise RequestError(
-            "there is no GPU, and this model takes minutes for each step on a CPU",
-            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
-            details={"asked": "auto", "found": 0},
-        )
-
-    def threads_on(self, device: str, num_local: int) -> int:
-        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
-
-        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
-        the number of ranks.
-        """
-        if self.threads is not None:
-            return self.threads
-        if device.startswith("cuda"):
-            return 1
-        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How the ranks share the work; None stands for the default."""
-
     layout: Literal["auto", "pipeline", "data-parallel"] | None = LAYOUT.setting(
         "",
         "How ranks share the work. pipeline: each does some steps of all clips; "
@@ -127,7 +88,6 @@ class LayoutOptions:
         "Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
         f"an earlier run, or published costs: {', '.join(PRESETS)}.",
         shown=ASSUMED_COSTS,
-        shell_complete=completes(*PRESETS),
     )
     share_experts: bool = LAYOUT.switch(
         "Let one rank hold both experts, so that the steps can be cut anywhere."
@@ -155,11 +115,6 @@ class LayoutOptions:
     def chooses(self) -> bool:
         """Whether the forecast decides something."""
         return "auto" in (self.layout, self.cfg_parallel)
-
-    @property
-    def chooses_pairs(self) -> bool:
-        """Whether the forecast decides about pairs."""
-        return self.chooses and self.cfg_parallel in (None, "auto")
 
     @property
     def fixed(self) -> dict[str, Any] | None:
@@ -194,3 +149,38 @@ class LayoutOptions:
         if self.costs is None and not (decodes and family == "svd"):
             return Costs()
         return find_costs(self.costs or ASSUMED_COSTS)
+
+    def device_name(self, *, any_on_cpu: bool = False) -> str:
+        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
+
+        With `any_on_cpu` it may be the CPU for every model.
+        """
+        if self.device != "auto":
+            return self.device
+        from svdpp.launch.gpus import visible_gpus
+
+        if visible_gpus():
+            import torch
+
+            if torch.cuda.is_available():  # False for a CPU build of torch
+                return "cuda"
+        # "Demo" is refused with a better hint.
+        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
+            return "cpu"
+        raise RequestError(
+            "there is no GPU, and this model takes minutes for each step on a CPU",
+            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
+            details={"asked": "auto", "found": 0},
+        )
+
+    def threads_on(self, device: str, num_local: int) -> int:
+        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
+
+        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
+        the number of ranks.
+        """
+        if self.threads is not None:
+            return self.threads
+        if device.startswith("cuda"):
+            return 1
+        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))

@@ -1,11 +1,11 @@
-"""The options for output: clips and existing files, traces, the log, and the terminal."""
+"""The options for a run's files: images, prompts and seeds, clips, the log and traces."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -13,17 +13,144 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from svdpp import __version__
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, RECOVERY, VIDEO
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.config import OutputConfig, VideoFormat
-from svdpp.errors import OutputError, RequestError
+from svdpp.config.clip import check_prompt
+from svdpp.config.files import read_small_file
+from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS
+from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
+    from svdpp.config import SamplingConfig
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
+    from svdpp.media.image import Photo
+    from svdpp.media.inputs import ClipInput
 
 _SUFFIXES = (".mp4", ".gif", ".webp")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """The number of clips, if images and seeds do not determine it."""
+
+    clips: int | None = LAYOUT.setting(
+        "M", "Number of clips.", shown="2 for each rank", between=(1, MAX_CLIPS)
+    )
+
+    def at_least_one(self, default: int) -> int:
+        """The number of clips."""
+        return self.clips or max(1, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompts, for models that take them."""
+
+    prompt: str | None = PROMPTS.setting(
+        "TEXT", "What happens in the clip; with an image or, for text to video, without."
+    )
+    prompts: Path | None = PROMPTS.setting(
+        "FILE", "Several prompts, one in each line of a UTF-8 file."
+    )
+    negative_prompt: str | None = PROMPTS.setting("TEXT", "What must not be in the clip.")
+    video: list[str] | None = PROMPTS.setting(
+        "NAME=FILE",
+        "A further video of each clip, repeatable; svdpp models FAMILY lists those that it takes.",
+    )
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether any prompt is given."""
+        return self.prompt is not None or self.prompts is not None
+
+    def combined(
+        self,
+        images: Sequence[Photo | None],
+        sampling: SamplingConfig,
+        max_pixels: int = MAX_MEGAPIXELS * 10**6,
+        *,
+        example: str | None = None,
+    ) -> list[ClipInput]:
+        """Each image with each prompt; `example` stands for a prompt that is not given."""
+        from svdpp.media.inputs import ClipInput
+
+        prompts: list[str | None] = [*self._all_prompts()] or [example]
+        videos = self._videos(sampling, max_pixels)
+        return [
+            ClipInput(image, prompt, self.negative_prompt, videos)
+            for image in images
+            for prompt in prompts
+        ]
+
+    def _videos(self, sampling: SamplingConfig, max_pixels: int) -> tuple[tuple[str, Photo], ...]:
+        from svdpp.media.inputs import read_video
+
+        paths: dict[str, Path] = {}
+        for text in self.video or ():
+            name, _, path = text.partition("=")
+            if not path:
+                raise RequestError(f"--video takes NAME=FILE, got {text!r}")
+            paths[name] = Path(path)
+        sampling.check_videos(paths)
+        read = [read_video(path, sampling.frames, max_pixels) for path in paths.values()]
+        return tuple(zip(paths, read, strict=True))
+
+    def _all_prompts(self) -> list[str]:
+        if self.prompts is None:
+            return [] if self.prompt is None else [self.prompt]
+        if self.prompt is not None:
+            raise RequestError("--prompt and --prompts contradict each other", "use one of them")
+        name, prompts = f"--prompts {str(self.prompts)!r}", []
+        data = read_small_file(self.prompts, "--prompts")
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            try:
+                if prompt := line.decode().strip():
+                    check_prompt("a prompt", prompt)
+                    prompts.append(prompt)
+            except UnicodeDecodeError as error:
+                raise InputError(f"{name}, line {number}: not UTF-8 text") from error
+            except RequestError as error:
+                raise InputError(f"{name}, line {number}: {error}") from error
+        if not prompts:
+            raise InputError(f"{name} has no prompt", "write one prompt in each line")
+        return prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Which images are taken."""
+
+    max_megapixels: int = VIDEO.setting(
+        "N",
+        f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
+        default=24,
+        between=(1, MAX_MEGAPIXELS),
+    )
+
+    @property
+    def max_pixels(self) -> int:
+        """The same in pixels."""
+        return self.max_megapixels * 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(ImageOptions):
+    """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
+
+    inputs: list[str] | None = argument(
+        "INPUT...", "Images or videos: files, folders, quoted globs."
+    )
+    seeds: str | None = VIDEO.setting(
+        "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
+    )
+    recursive: bool = VIDEO.switch("Include images in subfolders.", "--recursive", "-r")
+    keep_going: bool = RECOVERY.switch(
+        "If some images cannot be used, make the clips of the others; the exit code "
+        "is the highest of all errors."
+    )
 
 
 class Place(NamedTuple):
@@ -127,15 +254,6 @@ def _has_fields(text: str, typed: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkOptions:
-    """Options that every command has; its `Console` follows them."""
-
-    as_json: bool = DIAGNOSTICS.switch("Print results and errors as JSON.", "--json")
-    debug: bool = DIAGNOSTICS.switch("Show tracebacks with errors.")
-    quiet: bool = DIAGNOSTICS.switch("Print no progress and no remarks.", "--quiet", "-q")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LogOptions:
     """Options of the log."""
 
@@ -152,8 +270,11 @@ class LogOptions:
         "becomes FILE.1, and four old files are kept.",
     )
 
-    def open(self, console: Console, launched: World | None) -> None:
-        """Opens the log; of the ranks of a host only the first makes remarks."""
+    def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
+        """Opens the log; of the ranks of a host only the first makes remarks.
+
+        With `warns` warnings are shown without being asked for, too.
+        """
         from svdpp.cli.log import open_log
 
         quiet = console.quiet or (launched is not None and launched.local_rank != 0)
@@ -162,46 +283,36 @@ class LogOptions:
         open_log(
             verbosity=self.verbose,
             log_file=self.log_file,
-            write=console.err.print,
+            write=lambda text: console.err.print(text, markup=False),
             quiet=quiet,
+            warns=warns,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Traces of a run."""
+    """The trace of a run."""
 
     trace: Path | None = DIAGNOSTICS.setting(
         "FILE.json",
         "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
     )
-    profile: Path | None = DIAGNOSTICS.setting(
-        "FILE.json",
-        "Profile one clip on rank 0 with torch.profiler, which slows it down, and write "
-        "every kernel in Chrome's trace format.",
-    )
 
     def check(self) -> None:
-        """Checks before any work that the files can be written at its end."""
+        """Checks before any work that the file can be written at its end."""
         from svdpp.media import output_files
 
-        for name, path in vars(self).items():
-            if path is None:
-                continue
-            if path.suffix.lower() != ".json":
-                raise RequestError(f"--{name} must end in .json, got {str(path)!r}")
-            output_files.check_writable(path.parent)
-            output_files.check_free(str(path))
+        if self.trace is None:
+            return
+        if self.trace.suffix.lower() != ".json":
+            raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
+        output_files.check_writable(self.trace.parent)
+        output_files.check_free(str(self.trace))
 
     @property
     def paths(self) -> list[str]:
         """The requested files, quoted for a shell."""
-        return [shlex.quote(str(path)) for path in vars(self).values() if path is not None]
-
-    @property
-    def profile_path(self) -> str | None:
-        """The profile for `Pipeline`; absolute, because a rank writes it."""
-        return None if self.profile is None else str(self.profile.absolute())
+        return [] if self.trace is None else [shlex.quote(str(self.trace))]
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:

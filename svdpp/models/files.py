@@ -1,0 +1,371 @@
+"""The files of a model: downloads from the hub, weights and their headers, LoRAs; knows no torch.
+
+Reads no whole tensor. No message contains a token, or a URL that may contain one. `checkpoint`
+checks the configs, and adds the model's name to the errors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import tqdm
+from loguru import logger
+from safetensors import SafetensorError, safe_open
+
+from svdpp.config import Lora, ModelConfig
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.engine.configs import JsonFile, check_not_pointer, read_json, short_repr
+from svdpp.redaction import redact, redact_tokens
+
+#: Hint for a name that is not a model.
+MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
+
+#: Configs of all families, and tokenizers; a few megabytes.
+_CONFIG_PATTERNS = [
+    "model_index.json",
+    "*/config.json",
+    "*/scheduler_config.json",
+    "*/preprocessor_config.json",
+    "tokenizer/*",
+    "tokenizer_2/*",
+    "guider/*",
+]
+
+#: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
+Header = dict[str, tuple[str, tuple[int, ...]]]
+
+# A few hundred KB of several GB are enough: training changes every number of a tensor.
+_SAMPLED_BYTES = 64
+_HINT = (
+    "--variant fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
+    "convert them with save_pretrained(..., safe_serialization=True)"
+)
+
+# What diffusers writes: the file of a folder, or of a repository, that is named alone.
+_DEFAULT_FILE = "pytorch_lora_weights.safetensors"
+
+
+# 1. The hub.
+
+
+def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
+    """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
+
+    All configs, and the weights of `components`: safetensors of one variant. Each process downloads
+    what it needs; the hub's library locks a file that another one downloads.
+    """
+    from huggingface_hub import constants
+
+    with typed_errors(model):
+        folder = _configs(model.name, model.revision, model.local_files_only)
+    absent = [part for part in components if not _has_weights(folder, part, model.variant)]
+    if absent:
+        what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
+        # Shown by the command line too, which otherwise shows only the log that a user asks for.
+        logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
+        # The library reads the variable only when it is imported.
+        is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+        bar = _Silent if is_quiet else None
+        patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
+        revision = commit_of(folder) or model.revision
+        with typed_errors(model, absent):
+            _fetch(model.name, revision, model.local_files_only, patterns, bar)
+    return folder
+
+
+@functools.cache
+def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
+    """A process keeps to the commit that it finds first, and asks the hub for it only once."""
+    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, _Silent)
+
+
+def _fetch(
+    name: str, revision: str | None, local_files_only: bool, patterns: list[str], bar: Any
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    options: Any = {"revision": revision, "local_files_only": local_files_only}
+    return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar, **options))
+
+
+class _Silent(tqdm.tqdm):  # type: ignore[misc]
+    """No progress bar: configs take a moment, and cached ones none."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
+    with suppress(ModelError):
+        return bool(weight_files(folder, component, variant))
+    return False
+
+
+def commit_of(snapshot: Path) -> str | None:
+    """The commit hash after which the hub cache names a snapshot's folder; None if it does not."""
+    return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
+
+
+def show_name(name: str) -> str:
+    """A model's name for messages: short, on one line, without home folder and tokens."""
+    return short_repr(redact(name))
+
+
+@contextmanager
+def typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+    """Converts the errors of the hub's library to ModelError.
+
+    The messages do not quote the library's, which contain URLs and advice for other programs.
+    """
+    from huggingface_hub import errors
+
+    try:
+        yield
+    # HTTPError is the base of the hub's HTTP library; a full disk or a network failure is an
+    # OSError; the hub's other transfer library, hf_xet, raises RuntimeError.
+    except (
+        errors.HFValidationError,
+        errors.HTTPError,  # type: ignore[attr-defined]
+        OSError,
+        RuntimeError,
+    ) as error:
+        raise ModelError(*_message_and_hint(error, model, components)) from error
+
+
+def _message_and_hint(
+    error: Exception, model: ModelConfig, components: Collection[str]
+) -> tuple[str, str]:
+    from huggingface_hub import errors
+
+    name = redact_tokens(model.name)
+    responses = (getattr(each, "response", None) for each in (error, error.__cause__))
+    answer = next((each.status_code for each in responses if each is not None), None)
+    match error:
+        case errors.GatedRepoError():
+            page = f"https://huggingface.co/{name}"
+            hint = f"accept the licence at {page}, then: hf auth login"
+            return "the hub requires you to accept its licence", hint
+        case errors.HFValidationError() | errors.RepositoryNotFoundError():
+            hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
+            return "neither a local folder nor a model on the hub", hint
+        case errors.LocalEntryNotFoundError() if answer not in (401, 403):
+            missing = f" ({', '.join(components)} missing)" if components else ""
+            only = "".join(f" --include '{part}/*'" for part in components)
+            return (
+                f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
+                f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
+                "--model demo",
+            )
+    cause = f"the hub answered {answer}" if answer else type(error).__name__
+    cause = getattr(error, "strerror", None) or cause
+    return (
+        f"cannot be downloaded ({cause})",
+        "check --revision, the network and the disk (HF_HOME names another one), and run the "
+        "command again: complete files stay in the cache; for a private model: hf auth login",
+    )
+
+
+# 2. Weights.
+
+
+def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
+    """The names of a component's weights: of one file; or a pattern for shards, and their index."""
+    # Encoders of text and images are of transformers, the others of diffusers.
+    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
+    start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
+    return (
+        f"{start}{tag}.safetensors",
+        f"{start}{tag}-?????-of-?????.safetensors",
+        f"{start}.safetensors.index{tag}.json",
+    )
+
+
+def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
+    """The files with a component's weights that the libraries read: one, or the shards of an index.
+
+    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
+    diffusers 0.42 and transformers 5.23). `variant` is such as `fp16`; None: plain names.
+    """
+    paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
+    names = sorted(f"{component}/{path.name}" for path in paths)
+    single, shard, index = weight_names(component, variant)
+    if index in names and not ("_encoder" in component and single in names):
+        return _shards(read_json(folder, index), component, shard, names)
+    if single in names:
+        return [single]
+    if others := ", ".join(name for name in names if not name.endswith(".json")):
+        raise ModelError(f"{single} is missing; there are {short_repr(others)}", _HINT)
+    raise ModelError(f"{single} is missing")
+
+
+def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> list[str]:
+    listed = index.values.get("weight_map")
+    files = listed.values() if isinstance(listed, dict) else [listed]
+    for name in files:  # a pickle, or a file outside the folder
+        if not fnmatch.fnmatchcase(f"{component}/{name}", pattern):
+            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
+    shards = sorted({f"{component}/{name}" for name in files})
+    if missing := {*shards} - {*names}:  # an interrupted download
+        raise index.error(f"{len(missing)} of {len(shards)} shards miss")
+    return shards
+
+
+def read_safetensors_header(path: Path) -> Header:
+    """dtype and shape of each tensor in a safetensors file; reads no tensor."""
+    entries = _read_entries(path)[1]
+    return {name: (each["dtype"], tuple(each["shape"])) for name, each in entries.items()}
+
+
+def fingerprint(folder: Path, files: Iterable[Path]) -> str:
+    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor.
+
+    It takes milliseconds. A copy of the folder has the same fingerprint. A folder with other
+    weights has another one.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        header, entries = _read_entries(path)
+        digest.update(header)
+        with path.open("rb") as file:
+            for begin, end in sorted(each["data_offsets"] for each in entries.values()):
+                size = min(_SAMPLED_BYTES, end - begin)
+                file.seek(8 + len(header) + (begin + end - size) // 2)
+                digest.update(file.read(size))
+    return digest.hexdigest()
+
+
+def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """A file's header as it is, and parsed."""
+    label = f"{path.parent.name}/{path.name}"
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            check_not_pointer(start + file.read(64), label)
+            # The library checks that the tensors fill the file without gaps.
+            with safe_open(path, framework="np"):
+                file.seek(8)
+                header = file.read(int.from_bytes(start, "little"))
+    except OSError as error:
+        raise ModelError(f"{label} cannot be read ({error.strerror or error})") from error
+    except SafetensorError as error:
+        reason = short_repr(str(error)).strip("'\"")
+        raise ModelError(f"{label} is damaged or truncated: {reason}") from error
+    entries: dict[str, Any] = json.loads(header)
+    entries.pop("__metadata__", None)
+    return header, entries
+
+
+# 3. LoRAs.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """A LoRA whose file has been found and checked."""
+
+    lora: Lora
+    """With the file's hash, and its absolute path or its commit on the """
+    path: Path
+
+    @property
+    def part(self) -> str:
+        """The denoiser that it changes."""
+        return "transformer_2" if self.lora.expert == "low" else "transformer"
+
+    @property
+    def identity(self) -> str:
+        """What its effect depends on, wherever the file is."""
+        assert self.lora.sha256 is not None
+        return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
+
+
+def check_loras(model: ModelConfig, checkpoint: Any) -> None:
+    """Refuses LoRAs that a model cannot load, before any file is looked for."""
+    if not model.loras:
+        return
+    label, two_experts = checkpoint.label, checkpoint.num_experts == 2
+    if not checkpoint.row.loras:
+        raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
+    for lora in model.loras:
+        name = show_name(lora.name)
+        if two_experts == (lora.expert is None):
+            experts = "two experts: say which" if two_experts else "one expert: say none"
+            hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
+            raise RequestError(f"{label} has {experts} in --lora {name}", hint)
+
+
+def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
+    """The file of a LoRA, downloaded if it is on the hub."""
+    name, path = show_name(lora.name), Path(os.path.expanduser(lora.name))
+    try:
+        if path.exists():
+            path = (path / _DEFAULT_FILE if path.is_dir() else path).resolve()
+            found = replace(lora, name=str(path))
+        else:
+            path = _download_lora(lora, local_files_only)
+            commits = filter(None, map(commit_of, path.parents))
+            found = replace(lora, revision=next(commits, lora.revision))
+        if path.suffix != ".safetensors":
+            raise ModelError("only safetensors files are read", "convert it")
+        read_safetensors_header(path)  # finds a damaged file before any rank starts
+        status = path.stat()
+        sha256 = _sha256(path, status.st_size, status.st_mtime_ns)
+    except ModelError as error:
+        raise ModelError(f"--lora {name}: {error.message}", error.hint) from error
+    except OSError as error:
+        raise ModelError(f"--lora {name} cannot be read ({error.strerror})") from error
+    if lora.sha256 not in (None, sha256):
+        raise ModelError(
+            f"the LoRA {name} has changed since the clip was made",
+            "restore it, or make the clip again: svdpp run --overwrite",
+        )
+    return LoraFile(lora=replace(found, sha256=sha256), path=path)
+
+
+def lora_bytes(model: ModelConfig) -> int:
+    """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
+    sizes: Counter[str] = Counter()
+    for each in model.loras:
+        file = find_lora(each, local_files_only=model.local_files_only)
+        sizes[file.part] += file.path.stat().st_size
+    return max(sizes.values(), default=0)
+
+
+@functools.cache
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """The hash of a file, computed once; `size` and `modified` are new if it is another one."""
+    del size, modified
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_lora(lora: Lora, local_files_only: bool) -> Path:
+    """The file in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    owner, _, rest = lora.name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
+        hint = "name a safetensors file, or OWNER/NAME/FILE on the hub"
+        raise ModelError("there is no such file", hint)
+    given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
+    source = ModelConfig(name=f"{owner}/{repository}", **given)
+    with typed_errors(source):
+        return Path(hf_hub_download(source.name, file or _DEFAULT_FILE, **given))

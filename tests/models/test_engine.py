@@ -1,0 +1,273 @@
+"""What the engine loads, keeps between clips, packs and refuses; test_rows.py has the bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from transformers import TokenizersBackend
+
+from svdpp.errors import ModelError, NotFiniteError, RequestError
+from svdpp.models.base import Tensors
+from svdpp.models.engine import load
+from svdpp.models.engine.families import ltx_generator_device
+from svdpp.models.engine.model import EngineModel
+from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
+from tests.models.builders import edit_json
+from tests.models.range_checks import Row, nothing, ranks, read_folder, request_of
+from tests.models.test_rows import Rows
+from tests.models.tiny_families import WAN_UNIPC, save_tiny_wan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T2V, I2V, WAN_5B = "wan", "wan-2.1-image", "wan-5b-unguided"
+LTX, LTX_TIMESTEP = "ltx", "ltx-timestep"
+HUNYUAN, KANDINSKY = "hunyuan-video-image", "kandinsky5"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def wan(rows: Rows) -> Row:
+    """Wan with two experts."""
+    return rows(T2V)
+
+
+def encoder(row: Row, **changes: Any) -> EngineModel:
+    """A rank of its own that encodes."""
+    made: EngineModel = ranks(row.checkpoint, replace(row.sampling, **changes))(0, 0)
+    return made
+
+
+def half_done(row: Row) -> Tensors:
+    return row.rank_for(0, 2).denoise(row.encode(row.request()), 0, 2, nothing)
+
+
+# What is loaded and kept.
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_weights_are_mapped_and_the_other_expert_is_not_opened(
+    wan: Row, tmp_path: Path, shard_size: str
+) -> None:
+    folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, max_shard_size=shard_size)
+    rank_for = ranks(read_folder(folder), wan.sampling)
+    models = [rank_for(0, 0), rank_for(wan.steps - 1, wan.steps)]
+    maps = Path("/proc/self/maps").read_text()
+    mapped = {path for path in folder.glob("*/*.safetensors") if str(path) in maps}
+    parts = ("text_encoder", "transformer_2")
+    assert mapped == {path for part in parts for path in (folder / part).glob("*.safetensors")}
+    num_files = len(list((folder / "transformer_2").glob("*.safetensors")))
+    assert num_files > (shard_size == "20KB")
+    del models
+
+
+def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(wan: Row, tmp_path: Path) -> None:
+    folder = wan.checkpoint.folder
+    tokenizer = TokenizersBackend.from_pretrained(folder / "tokenizer")
+    pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=tokenizer)
+    pipe.save_pretrained(tmp_path)
+    assert "TokenizersBackend" in (tmp_path / "model_index.json").read_text()
+    ours = ranks(read_folder(tmp_path), wan.sampling)(0, 0)
+    packet, expected = (each.encode({}, request_of()) for each in (ours, wan.encoder))
+    assert packet.keys() == expected.keys()
+    assert all(torch.equal(packet[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_missing_tokenizer_is_named(
+    rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = rows(LTX)
+    folder = Path(shutil.copytree(row.checkpoint.folder, tmp_path / "copy"))
+    rank_for = ranks(read_folder(folder), row.sampling)
+    (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/spiece.model")
+    monkeypatch.setattr(load, "is_sentencepiece_available", lambda: False)
+    with pytest.raises(ModelError, match="needs the packages") as error:
+        rank_for(0, 0)
+    assert error.value.hint == "pip install sentencepiece protobuf"
+    (folder / "tokenizer/spiece.model").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
+        rank_for(0, 0)
+
+
+def test_each_distinct_prompt_is_encoded_once(wan: Row) -> None:
+    model = encoder(wan)
+    texts: list[int] = []
+    model._pipe.text_encoder.register_forward_hook(lambda *_: texts.append(1))
+    first = model.encode({}, request_of(prompt="the sea"))
+    second = model.encode({}, request_of(prompt="the sea", seed=4))
+    longer = model.with_sampling(replace(wan.sampling, num_frames=9))
+    other = longer.encode({}, request_of(prompt="a cat"))
+    assert len(texts) == 3  # two prompts, and the empty negative one
+    assert torch.equal(first["record.0.0"], second["record.0.0"])
+    assert not torch.equal(first["record.0.0"], other["record.0.0"])
+    assert not torch.equal(first["latents"], second["latents"])
+
+
+def test_the_end_of_a_long_prompt_is_named(wan: Row) -> None:
+    model = encoder(wan, max_sequence_length=16)
+    assert model.removed_text("the sea") == ""
+    assert model.removed_text("the sea at night " * 8).endswith("sea at night")
+
+
+def test_boundary_of_the_published_model(wan: Row) -> None:
+    for shift, boundary in ((3.0, 13), (12.0, 26)):
+        sampling = replace(wan.sampling, num_inference_steps=40, flow_shift=shift)
+        assert wan.checkpoint.expert_boundary(sampling) == boundary
+
+
+def test_an_image_and_a_timestep_need_a_generator_on_the_device(rows: Rows) -> None:
+    conditioned, plain = rows(LTX_TIMESTEP), rows(LTX)
+    for row, from_image, device in (
+        (conditioned, True, "cuda"),
+        (conditioned, False, "cpu"),
+        (plain, True, "cpu"),
+    ):
+        sampling = replace(row.sampling, from_image=from_image)
+        assert ltx_generator_device(row.checkpoint, sampling, "cuda") == device
+
+
+# What a packet holds.
+
+
+def test_values_come_back_with_their_order_in_memory() -> None:
+    packer = Packer()
+    tensor = torch.arange(12.0).view(3, 4).t()
+    value = {"a": (tensor, None, [True, 2.5]), "b": tensor, "c": "text"}
+    node = json.loads(json.dumps(packer.pack(value, "x")))
+    assert list(packer.tensors) == ["x.a.0"]  # the tensor is in both places
+    back = unpack(node, packer.tensors, CPU)
+    assert (back["a"][1:], back["c"]) == ((None, [True, 2.5]), "text")
+    for each in (back["a"][0], back["b"]):
+        assert torch.equal(each, tensor)
+        assert each.stride() == tensor.stride()
+    with pytest.raises(NotPackableError, match=r"x\.a is a set"):
+        packer.pack({"a": {1}}, "x")
+
+
+@pytest.mark.parametrize("name", ["os:system", "diffusers.utils:logging", "diffusers:WanPipeline"])
+def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="class"):
+        unpack({"kind": "output", "class": name, "items": {}}, {}, CPU)
+
+
+def test_a_distribution_of_latents_is_recorded() -> None:
+    value = AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2)))
+    assert tensors_in(value)
+    packer = Packer()
+    back = unpack(packer.pack(value, "x"), packer.tensors, CPU)
+    assert torch.equal(back.latent_dist.mode(), value.latent_dist.mode())
+
+
+# What is refused.
+
+
+def test_draws_from_the_global_generator_are_refused(
+    wan: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = encoder(wan)
+    encode_prompt = model._pipe.encode_prompt
+    monkeypatch.setattr(
+        model._pipe, "encode_prompt", lambda **options: (torch.rand(1), encode_prompt(**options))[1]
+    )
+    with pytest.raises(ModelError, match="from torch's global generator"):
+        model.encode({}, request_of())
+
+
+def test_a_pipeline_that_does_not_reach_the_step_is_refused(wan: Row) -> None:
+    with pytest.raises(ModelError, match="ends before step 9"):
+        wan.rank_for(2, wan.steps).denoise(half_done(wan), 2, 9, nothing)
+
+
+def test_frames_that_are_not_finite_are_an_error(wan: Row) -> None:
+    packet = wan.rank_for(2, wan.steps).denoise(half_done(wan), 2, wan.steps, nothing)
+    packet["latents"][:] = torch.nan
+    with pytest.raises(NotFiniteError, match="VAE"):
+        wan.decoder.decode(packet)
+
+
+def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: Row) -> None:
+    packet, last = wan.encode(wan.request()), wan.steps - 1
+    with pytest.raises(ValueError, match="step 0 needs transformer, which is not loaded"):
+        wan.rank_for(last, wan.steps).denoise(packet, 0, 1, nothing)
+    with pytest.raises(ValueError, match=r"step \d needs transformer_2"):
+        wan.rank_for(0, 1).denoise(packet, 0, wan.steps, nothing)
+
+
+@pytest.mark.parametrize("from_image", [True, False])
+def test_two_first_steps_at_one_timestep_are_refused(rows: Rows, from_image: bool) -> None:
+    row = rows(WAN_5B)
+    plain = UniPCMultistepScheduler(**WAN_UNIPC)
+    plain.set_timesteps(500, device="cpu")
+    assert plain.timesteps[0] == plain.timesteps[1]
+    for changes in ({"num_inference_steps": 500}, {"num_inference_steps": 40, "flow_shift": 60.0}):
+        sampling = replace(row.sampling, from_image=from_image, **changes)
+        if from_image:
+            with pytest.raises(RequestError, match="have the same timestep, 999"):
+                row.checkpoint.resolve(sampling)
+        else:  # this pipeline says where it begins
+            assert row.checkpoint.resolve(sampling) == sampling
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        (T2V, {"image": True}, "takes no image"),
+        (I2V, {}, "needs an image"),
+        (T2V, {"prompt": None}, "needs a prompt"),
+        (T2V, {"prompt": " \n"}, "--prompt is empty"),
+        (WAN_5B, {"image": True}, "have from_image=False"),
+        (WAN_5B, {"negative_prompt": "blurred"}, "--negative-prompt has no effect"),
+    ],
+)
+def test_wrong_inputs_are_refused(
+    rows: Rows, name: str, inputs: dict[str, Any], message: str
+) -> None:
+    known = {"image": False, "prompt": "the sea", "negative_prompt": None, **inputs}
+    row = rows(name)
+    with pytest.raises(RequestError, match=message):
+        row.checkpoint.check_inputs(row.sampling, **known)
+    if known["negative_prompt"]:
+        row.checkpoint.check_inputs(replace(row.sampling, guidance_scale=5.0), **known)
+
+
+INDEX, DENOISER = "model_index.json", "transformer/config.json"
+SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "changes", "message"),
+    [
+        (T2V, INDEX, {"boundary_ratio": None}, "boundary_ratio is None"),
+        (T2V, INDEX, {"boundary_ratio": 2.0}, "boundary_ratio is 2.0"),
+        (T2V, INDEX, {"transformer_2": [None, None]}, "transformer_2 is missing"),
+        (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
+        (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
+        (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),
+        (T2V, "text_encoder/config.json", {"quantization_config": {}}, NO_CODE),
+        (T2V, "vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, NO_CODE),
+        (T2V, SCHEDULER, {"use_beta_sigmas": True}, "needs scipy"),
+        (T2V, SCHEDULER, {"solver_p": {"a": 1}}, "solver_p"),
+        (LTX, INDEX, {"_class_name": "LTXLatentUpsamplePipeline"}, "LTXLatentUpsamplePipeline"),
+        (LTX, "vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
+        (LTX, SCHEDULER, {"stochastic_sampling": True}, "global generator"),
+        (HUNYUAN, DENOISER, {"image_condition_type": "latent_concat"}, "first four frames"),
+        (KANDINSKY, DENOISER, {"attention_type": "nabla"}, "sparse attention"),
+    ],
+)
+def test_wrong_configs_are_refused(
+    rows: Rows, tmp_path: Path, name: str, file: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(rows(name).checkpoint.folder, tmp_path / "copy"))
+    edit_json(folder / file, **changes)
+    with pytest.raises(ModelError, match=message) as error:
+        read_folder(folder)
+    assert f": {file}: " in error.value.message or ": scheduler/" in error.value.message
