@@ -73,7 +73,7 @@ def rehearse_seven_ranks() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
-    spans = pipeline.replayed()
+    spans = pipeline.replayed(requests)
     times = {"Measured": pipeline.trace.summary(), "Forecast": summarise(spans, config.world_size)}
     panels = [
         Panel(

@@ -95,7 +95,7 @@ def simulate(
     seed, prompt = options.seed or 0, options.prompt
     requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)
-    _show(console, pipeline)
+    _show(console, pipeline, requests)
 
 
 def _check_sizes(options: PipelineOptions) -> None:
@@ -127,10 +127,12 @@ def _perform(
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 
-def _show(console: Console, pipeline: Pipeline) -> None:
+def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> None:
     from svdpp.diagnostics.figures import measured_figures
+    from svdpp.plan.forecast import summarise
 
-    times = {"measured": pipeline.trace.summary(), "forecast": pipeline.forecast()}
+    forecast = summarise(pipeline.replayed(requests), pipeline.config.world_size)
+    times = {"measured": pipeline.trace.summary(), "forecast": forecast}
     config, figures = pipeline.config, measured_figures(pipeline.trace, pipeline.config)
     assert figures is not None, "a simulation has a clip"
     names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"

@@ -16,8 +16,7 @@ from svdpp.driver.resolve import ClipWork, check_metadata, resolve
 from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Forecast, Span, replay, summarise
+from svdpp.plan.forecast import Span, replay
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ClipJob, Work
@@ -106,12 +105,9 @@ class Pipeline(PipelineRanks):
             history_clips=history_clips,
             trace_clips=history_clips if trace_clips is None else trace_clips,
         )
-        self._history_clips = history_clips
         self._work = ClipWork(
             self.config, self.checkpoint, keeps_latents=latents_folder is not None
         )
-        # Of the whole run, for its forecast.
-        self._requests: list[ClipRequest] = []
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
         self._submitting = threading.RLock()
@@ -195,8 +191,6 @@ class Pipeline(PipelineRanks):
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
-            if self._history_clips is None:
-                self._requests += checked
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
@@ -221,19 +215,13 @@ class Pipeline(PipelineRanks):
         """Each rank's actions for the first clips: what `submit` sends and a forecast replays."""
         return self._work.schedule(list(map(self._work.resolved, requests)), 0)
 
-    def forecast(self) -> Forecast:
-        """The forecast for the submitted clips, at `forecast_costs`."""
-        return summarise(self.replayed(), self.config.world_size)
+    def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
+        """The times of every rank's actions for the first clips, at the mean costs measured so far.
 
-    def forecast_costs(self) -> Costs:
-        """The mean costs measured so far; if the dummy model sleeps, its configured costs."""
-        return self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
-
-    def replayed(self) -> list[Span]:
-        """The times of every rank's actions in the forecast."""
-        if self._history_clips is not None:
-            raise RuntimeError("a pipeline with history_clips keeps no whole run to forecast")
-        return replay(self.schedule(self._requests), self.forecast_costs())
+        If the dummy model sleeps, at its configured costs.
+        """
+        costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
+        return replay(self.schedule(requests), costs)
 
     # --- entry and exit -------------------------------------------------------------------------
 

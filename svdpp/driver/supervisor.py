@@ -330,8 +330,9 @@ class Liveness:
             seen.heartbeat = event
             return
         seen.progressed = seen.acted = now
-        if isinstance(event, StepDone):
-            seen.heartbeat = _at_next_step(seen.heartbeat, event)
+        if isinstance(event, StepDone) and seen.heartbeat.action is not None:
+            step = min(event.step + 1, seen.heartbeat.action.end - 1)
+            seen.heartbeat = seen.heartbeat.model_copy(update={"step": step})
         seen.joined = seen.joined or isinstance(event, Joined)
         seen.finished = seen.finished or isinstance(event, Finished)
 
@@ -420,13 +421,6 @@ class Liveness:
             return Stall(rank, reason, "check that the folder it writes to still responds")
         reason = f"has made no progress for {waited:.0f} s"
         return Stall(rank, reason, "raise --timeout if a single step takes that long")
-
-
-def _at_next_step(heartbeat: Heartbeat, done: StepDone) -> Heartbeat:
-    if heartbeat.action is None:
-        return heartbeat
-    last = heartbeat.action.end - 1
-    return heartbeat.model_copy(update={"step": min(done.step + 1, last)})
 
 
 def silence_limit(config: PipelineConfig) -> float:

@@ -11,7 +11,6 @@ the run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -20,14 +19,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import Store
 
 from svdpp.errors import OutputError, RankError, RequestError, error_from_dict
 from svdpp.launch import process_group, process_lifetime
@@ -42,9 +43,6 @@ from svdpp.launch.group import (
     RankContext,
 )
 from svdpp.launch.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
@@ -69,18 +67,17 @@ class RankHello:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where rank 0 listens, and the files that all hosts must see."""
+    """Where rank 0 listens, and the files that all hosts must see.
+
+    `token` names this attempt; unlike the secret, messages may show it.
+    """
 
     address: str
     port: int
     secret: str
+    token: str
     host: str
     probes: list[str]
-
-    @property
-    def token(self) -> str:
-        """A name for this attempt, which messages may show."""
-        return hashlib.sha256(self.secret.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +118,14 @@ class RankListener:
     ) -> None:
         self._peer_timeout = peer_timeout
         self._secret = secrets.token_bytes(32)
-        self._socket = socket.create_server(
-            (address, 0), family=_family(address), backlog=_BACKLOG, dualstack_ipv6=False
-        )
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._socket.settimeout(_POLL_SECONDS)
         self.endpoint = Endpoint(
             address=address,
             port=self._socket.getsockname()[1],
             secret=self._secret.hex(),
+            token=secrets.token_hex(8),
             host=socket.gethostname(),
             probes=list(probes),
         )
@@ -242,10 +239,6 @@ def _set_read_timeout(connection: Connection, seconds: int) -> None:
         view.detach()
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 _NUM_ROUNDS = 8
 _TIMES = struct.Struct("<dd")
 
@@ -304,34 +297,21 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
         join=lambda: process_group.join_store(terms.world, terms.backend, store, token),
         host=host,
     )
-    thread = _RankThread(partial(entry, context, argument))
-    first = Member(host, terms.world.local_rank, QueuedChannel(ours), thread)
+    process = SimpleNamespace(pid=None, exitcode=None)  # the code that a process would have
+
+    def run() -> None:
+        code = 1
+        with contextlib.suppress(BaseException):  # the entry has reported the error itself
+            entry(context, argument)
+            code = 0
+        process.exitcode = code
+
+    first = Member(host, terms.world.local_rank, QueuedChannel(ours), process)
     others = [joined[rank] for rank in range(1, terms.world.size)]
     for member in others:
         member.channel.send(BEGIN)
-    thread.start()
+    threading.Thread(target=run, name="rank-0", daemon=True).start()
     return Group([first, *others])
-
-
-class _RankThread(threading.Thread):
-    """Rank 0 in a thread of this process, with the exit code that a process would have."""
-
-    exitcode: int | None = None
-    pid = None
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="rank-0", daemon=True)
-        self._work = work
-
-    def run(self) -> None:
-        code = 1
-        try:
-            self._work()
-            code = 0
-        except BaseException:
-            pass  # the entry has reported the error itself
-        finally:
-            self.exitcode = code
 
 
 def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms) -> None:

@@ -263,9 +263,8 @@ def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
 
 def weights_identity(checkpoint: Checkpoint) -> object:
     """What the weights are now: the commit of a hub model, or the files of a folder."""
-    return checkpoint.revision or _age_of_weights(checkpoint.folder)
-
-
-def _age_of_weights(folder: Path) -> list[tuple[str, int, int]]:
+    if checkpoint.revision:
+        return checkpoint.revision
+    folder = checkpoint.folder
     files = ((path, path.stat()) for path in sorted(folder.rglob("*.safetensors")))
-    return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in files]
+    return [(str(path.relative_to(folder)), s.st_size, s.st_mtime_ns) for path, s in files]

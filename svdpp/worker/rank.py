@@ -127,15 +127,17 @@ def _prepared_stage(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    tensor_store, checkpoint_writer, profiler = None, None, None
+    tensor_store = None
     if setup.tensor_folder is not None:
         # A rank that may be on another host sends its tensors.
         send = reporter.tensor if is_member(context.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
+    checkpoint_writer = None
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
+    profiler = None
     if setup.profile_path is not None and rank == PROFILED_RANK:
         profiler = ClipProfiler(Path(setup.profile_path), name)
     tools = RankTools(

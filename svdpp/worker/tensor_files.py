@@ -19,7 +19,7 @@ from svdpp.media import output_files
 from svdpp.media.video import Frames
 from svdpp.models.base import STATE, Audio, Tensors
 
-#: 2 was of development versions, some of which kept less of a clip.
+#: 2 was of development versions, of which some kept less of a clip.
 _SCHEMA_VERSION = 3
 _KEY = re.compile(r"[0-9a-f]{64}")
 _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)

@@ -57,7 +57,7 @@ def sleeping_ranks(num_clips: int, time_scale: float) -> None:
     for name, split in {**_SPLITS, "data parallel": {"replicas": 7}}.items():
         pipeline = run(replace(config, **split), requests)
         measured = pipeline.trace.summary().makespan
-        promised = pipeline.forecast().makespan
+        promised = forecast_seconds(pipeline, requests, costs)
         print(f"{name:24}{measured:10.2f}{promised:10.2f}{measured / promised:8.3f}", flush=True)
 
 

@@ -123,4 +123,3 @@ def test_a_whole_run_is_kept_unless_asked_otherwise() -> None:
                 pipeline.run(clips(*range(first, first + 60)))
         assert [failure.clip for failure in pipeline.failures] == [0, 50, 100]
         assert pipeline.trace.summary().clips == 120
-        assert pipeline.forecast().clips == 120

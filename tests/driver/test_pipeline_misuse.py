@@ -98,14 +98,6 @@ def test_a_history_has_a_clip(number: int) -> None:
             Pipeline(config(), **{name: number})
 
 
-@pytest.mark.processes
-def test_a_pipeline_with_a_bounded_history_forecasts_nothing() -> None:
-    with Pipeline(config(), history_clips=1) as pipeline:
-        pipeline.run(clips(0))
-        with pytest.raises(RuntimeError, match="keeps no whole run"):
-            pipeline.forecast()
-
-
 # --- requests ------------------------------------------------------------------------------------
 
 

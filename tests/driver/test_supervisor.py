@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,50 +34,24 @@ REFUSED = _failed(TransportError("sent 7, expected 8"))
 RAISED = _failed(RuntimeError("of its own"))
 
 
-class Group:
-    """Ranks with prescribed messages and exit codes."""
-
-    world_size = 3
-    members = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]  # noqa: RUF012
-
-    def __init__(self, said: list[tuple[int, Event]], exited: dict[int, int | None]) -> None:
-        self._said = [(rank, event.to_bytes()) for rank, event in said]
-        self._exited = exited
-        self.sent: list[tuple[int, int]] = []
-        """The rank of each message sent, and how many messages of the ranks were unread then."""
-        self.output: str | None = "its last output"
-
-    def poll(self, timeout: float) -> list[tuple[int, bytes]]:  # noqa: ARG002
-        said, self._said = self._said, []
-        return said
-
-    def exited(self) -> dict[int, int | None]:
-        return self._exited
-
-    def send(self, rank: int, message: bytes) -> None:  # noqa: ARG002
-        self.sent.append((rank, len(self._said)))
-
-    def output_tail(self, rank: int) -> str | None:  # noqa: ARG002
-        return self.output
-
-    def end(self, timeout: float) -> bool:  # noqa: ARG002
-        return True
-
-    def kill(self, error: BaseException | None = None) -> None:
-        """There is no process to kill."""
-
-
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.0)
 
 
-def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Group:
+def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock:
+    """Ranks that have joined, with prescribed messages and exit codes."""
     joined = [(rank, Joined(device="cpu", load_seconds=0.0)) for rank in range(3)]
-    return Group([*joined, *said], exited)
+    messages = [(rank, event.to_bytes()) for rank, event in [*joined, *said]]
+    members = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]
+    group = Mock(world_size=3, members=members)
+    group.poll.side_effect = itertools.chain([messages], itertools.repeat([]))
+    group.exited.return_value = exited
+    group.output_tail.return_value = "its last output"
+    return group
 
 
-def _of(group: Group) -> Supervisor:
+def _of(group: Mock) -> Supervisor:
     return Supervisor(group, config(3, steps=6))
 
 
@@ -148,7 +124,9 @@ def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     said: list[tuple[int, Event]] = [(rank, Finished()) for rank in range(3)]
     group = _group(said, {})
     _of(group).stop()
-    assert group.sent == [(rank, unread) for unread in (6, 0) for rank in range(3)]
+    calls = [name for name, *_ in group.method_calls if name in ("poll", "send")]
+    assert calls == ["send"] * 3 + ["poll"] + ["send"] * 3
+    assert [call.args[0] for call in group.send.call_args_list] == [0, 1, 2] * 2
 
 
 def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
@@ -170,8 +148,8 @@ def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
 def test_only_a_rank_that_never_began_could_not_import_the_script(
     output: str | None, words: str
 ) -> None:
-    group = Group([], {1: 1})
-    group.output = output
+    group = _group([], {1: 1})
+    group.output_tail.return_value = output
     with pytest.raises(RankError, match=f"rank 1 .* {words}") as told:
         _of(group).step()
     assert told.value.trace == ""
@@ -179,6 +157,6 @@ def test_only_a_rank_that_never_began_could_not_import_the_script(
 
 def test_before_it_joins_a_rank_is_named_by_its_planned_device() -> None:
     on_gpus = config(3, steps=6, device="cuda")
-    planned = Supervisor(Group([], {}), on_gpus)
+    planned = Supervisor(_group([], {}), on_gpus)
     names = [planned._name(rank).split()[2] for rank in range(3)]
     assert names == ["(cuda:0", "(cuda:1", "(cuda:2"]

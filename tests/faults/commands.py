@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.faults.processes import (
     MARK,
     allowing_for_others,
     collected,
+    command_line,
     described,
     marked,
     process_ids,
@@ -124,13 +124,13 @@ class Command:
         self._seen.update(found)
         return found
 
-    def process_with(self, words: str, read: Callable[[int], str]) -> int:
-        """Waits for a process of the run whose `read` contains `words`."""
+    def process_with(self, words: str) -> int:
+        """Waits for a process of the run whose command line contains `words`."""
         found: list[int] = []
 
         def there() -> bool:
             assert self.process.poll() is None, f"ended before {words!r}: {self.errors}"
-            found.extend(pid for pid in self.pids() if words in read(pid))
+            found.extend(pid for pid in self.pids() if words in command_line(pid))
             return bool(found)
 
         wait_until(there, _START_SECONDS, words)

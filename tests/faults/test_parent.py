@@ -12,7 +12,7 @@ import pytest
 from tests.cli.shell import svdpp_here
 from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
-from tests.faults.processes import command_line, listening
+from tests.faults.processes import listening
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
@@ -34,7 +34,7 @@ def test_ranks_listen_on_loopback_and_end_with_a_killed_parent(start: StartComma
 def test_a_parent_killed_while_an_mp4_is_written(start: StartCommand, home: Path) -> None:
     out = home / "out"
     command = start(*RUN, str(out), plan={})
-    os.kill(command.process_with("libx264", command_line), signal.SIGSTOP)
+    os.kill(command.process_with("libx264"), signal.SIGSTOP)
     whole = set(out.glob("*.mp4"))
     assert list(out.glob(".svdpp-*.mp4")), "nothing is being written; this test sees nothing"
     command.signal(signal.SIGKILL)

@@ -32,7 +32,6 @@ from tests.faults.conftest import StartCommand
 from tests.faults.damage import Damage
 from tests.faults.processes import (
     allowing_for_others,
-    command_line,
     is_there,
     ranks_below,
     wait_until,
@@ -365,7 +364,7 @@ def test_a_rank_that_never_starts() -> None:
 def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:
     """The whole command: partly written files are removed, complete ones stay."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
-    writing = command.process_with("libx264", command_line)
+    writing = command.process_with("libx264")
     os.kill(writing, signal.SIGSTOP)
     fault = time.monotonic()
     os.kill(command.ranks()[LAST], signal.SIGKILL)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.faults.commands import RUN, SIMULATE, STANDING
 from tests.faults.conftest import StartCommand
-from tests.faults.processes import command_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
@@ -51,10 +50,10 @@ def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     """
     if writes:
         command = start(*RUN, str(home / "out"), out=home / "out", plan={})
-        os.kill(command.process_with("libx264", command_line), signal.SIGSTOP)
+        os.kill(command.process_with("libx264"), signal.SIGSTOP)
     else:
         command = start(*SIMULATE)
-        command.process_with("multiprocessing.forkserver", command_line)
+        command.process_with("multiprocessing.forkserver")
     assert command.end(command.signal(number, group=True), 2) == 128 + number
     first, *rest = command.errors.splitlines()
     assert first == f"error: ended by {number.name}"

@@ -40,8 +40,9 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
 
 _START_IN_A_THREAD_AND_A_FOLDER_THAT_GO = """
 import os, threading
-from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
+from svdpp import Pipeline
 from svdpp.launch import fork_server
+from tests.driver.dummies import clips, config
 
 if __name__ == "__main__":
     os.mkdir("gone")
@@ -51,13 +52,8 @@ if __name__ == "__main__":
     starter.join()
     os.chdir("..")
     os.rmdir("gone")
-    config = PipelineConfig(
-        world_size=1,
-        model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        sampling=SvdSampling(num_inference_steps=1),
-    )
-    with Pipeline(config) as pipeline:
-        pipeline.run(ClipRequest(seed=0))
+    with Pipeline(config(1, steps=1)) as pipeline:
+        pipeline.run(clips(0))
 """
 
 
@@ -74,17 +70,12 @@ def test_a_server_outlives_the_thread_and_the_folder_it_was_started_in(tmp_path:
 
 _START_RANKS = """
 import os
-from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.driver.pipeline import Pipeline
+from svdpp import Pipeline
+from tests.models.small_svd import small_svd
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    config = PipelineConfig(
-        world_size=1,
-        model=ModelConfig(name="demo"),
-        sampling=SvdSampling(num_inference_steps=1, num_frames=2, height=32, width=32),
-    )
-    with Pipeline(config):
+    with Pipeline(small_svd(1)):
         assert dict(os.environ) == before
 """
 

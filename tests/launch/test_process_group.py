@@ -97,7 +97,3 @@ def test_work_after_a_group_that_did_not_close_is_refused(
     with pytest.raises(RankError, match="still in a process group") as caught:
         join_file_store(World(rank=0, local_rank=0, size=1, local_size=1), "gloo", tmp_path / "it")
     assert "PIPELINE_BACKEND=gloo" in caught.value.hint
-
-
-def test_leaving_without_a_group_does_nothing() -> None:
-    destroy(0.0)

@@ -76,21 +76,6 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
     assert not report.exists(), report.read_text()
 
 
-_STARTER = """
-from multiprocessing import util
-from svdpp.launch import process_lifetime
-
-util.get_temp_dir()
-process_lifetime.make_folder("svdpp-test-")
-process_lifetime.exit_process(0)
-"""
-
-
-def test_exit_process_leaves_no_temporary_files(tmp_path: Path) -> None:
-    assert _run(tmp_path, _STARTER) == 0
-    assert not list(tmp_path.iterdir())
-
-
 _MAKER = """
 import threading
 from svdpp.launch import process_lifetime
@@ -107,11 +92,6 @@ process_lifetime.exit_process(0)
 """
 
 
-def test_no_thread_makes_a_folder_after_the_end(tmp_path: Path) -> None:
-    assert _run(tmp_path, _MAKER) == 0
-    assert not list(tmp_path.iterdir())
-
-
 _CLEANED = """
 import shutil
 from multiprocessing import util
@@ -124,8 +104,13 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
 """
 
 
-def test_folders_can_be_made_after_a_cleaner_has_removed_the_temporary_files(
-    tmp_path: Path,
-) -> None:
-    assert _run(tmp_path, _CLEANED) == 0
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(_MAKER, id="a thread makes folders meanwhile"),
+        pytest.param(_CLEANED, id="a cleaner has removed its folder before"),
+    ],
+)
+def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
+    assert _run(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pynvml
@@ -15,31 +15,20 @@ import pytest
 
 from svdpp.errors import InputError
 from svdpp.launch import gpus
-from svdpp.launch.group import Channel
 from svdpp.plan.actions import Action
 from svdpp.worker import reporter
 from svdpp.worker import reporter as module
 from svdpp.worker.messages import ClipFailed, GpuSample, Heartbeat, parse
 from svdpp.worker.reporter import Reporter, read_sample
 
+Sent = TypeVar("Sent")
 
-class _Channel:
-    def __init__(self) -> None:
-        self._sent: queue.Queue[bytes] = queue.Queue()
 
-    def send(self, message: bytes) -> None:
-        self._sent.put(message)
-
-    def heartbeat(self) -> Heartbeat:
-        event = parse(self._sent.get(timeout=60.0))
-        assert isinstance(event, Heartbeat)
-        return event
-
-    def sample(self) -> GpuSample:
-        """The next sample, which heartbeats may precede."""
-        while not isinstance(event := parse(self._sent.get(timeout=60.0)), GpuSample):
-            pass
-        return event
+def _next(sent: queue.Queue[bytes], kind: type[Sent]) -> Sent:
+    """The next event of that kind."""
+    while not isinstance(event := parse(sent.get(timeout=60.0)), kind):
+        pass
+    return event
 
 
 def _no_file(device: str) -> int:
@@ -48,16 +37,16 @@ def _no_file(device: str) -> int:
 
 def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
-    channel = _Channel()
-    reporter = Reporter(cast("Channel", channel))
+    sent: queue.Queue[bytes] = queue.Queue()
+    reporter = Reporter(Mock(send=sent.put))
     reporter.at(Action.parse("ENCODE c0 @0"))
-    assert channel.heartbeat().memory_bytes is None
+    assert _next(sent, Heartbeat).memory_bytes is None
     reporter.measure_memory("cpu")
     reporter.at(Action.parse("DENOISE c0 0:2"))
-    assert (channel.heartbeat().memory_bytes or 0) > 2**20
+    assert (_next(sent, Heartbeat).memory_bytes or 0) > 2**20
     monkeypatch.setattr(module, "bytes_in_use", _no_file)
     reporter.start()
-    assert channel.heartbeat() == Heartbeat(action="DENOISE c0 0:2")
+    assert _next(sent, Heartbeat) == Heartbeat(action="DENOISE c0 0:2")
     reporter.stop()
 
 
@@ -124,9 +113,9 @@ def test_what_a_gpu_does_not_give_is_missing() -> None:
 
 def test_the_thread_samples_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, _stand_in())
-    channel = _Channel()
-    reporter = _sampling("1", channel)
-    found = [channel.sample() for _ in range(3)]
+    sent: queue.Queue[bytes] = queue.Queue()
+    reporter = _sampling("1", Mock(send=sent.put))
+    found = [_next(sent, GpuSample) for _ in range(3)]
     reporter.stop()
     assert found[0].when < found[1].when < found[2].when
     for thread in _samplers():  # `stop` waits no longer than a sample takes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,15 +19,13 @@ pytestmark = pytest.mark.processes
 
 
 def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
-    """PSS and RSS of a process in kB, by the subfolder of `folder` whose files it maps."""
+    """PSS and RSS of a process in bytes, by the subfolder of `folder` whose files it maps."""
     found: dict[str, Counter[str]] = {"Pss": Counter(), "Rss": Counter()}
-    part = ""
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if (size := re.match(r"(Pss|Rss): +(\d+) kB", line)) and part:
-            found[size[1]][part] += int(size[2])
-        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            path = Path(line.split(maxsplit=5)[-1])
-            part = path.parent.name if path.is_relative_to(folder) else ""
+    for region in psutil.Process(pid).memory_maps():
+        path = Path(region.path)
+        if path.is_relative_to(folder):
+            found["Pss"][path.parent.name] += region.pss
+            found["Rss"][path.parent.name] += region.rss
     return found
 
 
