@@ -17,14 +17,14 @@ from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
-    from svdpp.plan.choose import Choice, Pairs
+    from svdpp.plan.choose import Choice
     from svdpp.plan.costs import Costs
 
 #: By how the family's row divides the branches of the guidance.
-_PAIRS: Mapping[str | None, tuple[Pairs, str]] = {
-    "calls": ("exact", ""),
-    "batch": ("unproven", ""),
-    None: ("no", "no pairs: the model's steps have other evaluations than two branches"),
+_PAIRS: Mapping[str | None, tuple[bool, str]] = {
+    "calls": (True, ""),
+    "batch": (False, "no pairs: in the halves of a batch bits may differ; svdpp doctor tries it"),
+    None: (False, "no pairs: the model's steps have other evaluations than two branches"),
 }
 
 
@@ -191,17 +191,17 @@ class PipelineRequest:
         return replace(costs, ranks_per_host=per_host)
 
     @cached_property
-    def pairs(self) -> tuple[Pairs, str]:
+    def pairs(self) -> tuple[bool, str]:
         """Whether `auto` may choose pairs of ranks, and why not."""
         if self.expert_boundary is not None:  # such a model has two calls in each step
-            return "exact", ""
+            return True, ""
         if self.options.allow_mixed_devices:
-            return "no", "no pairs: devices may differ"
+            return False, "no pairs: devices may differ"
         if self.options.is_dummy:
-            return "exact", ""
+            return True, ""
         checkpoint, sampling = self._read
         if not sampling.guided:
-            return "no", "no pairs: the guidance is off"
+            return False, "no pairs: the guidance is off"
         return _PAIRS["batch" if checkpoint is None else checkpoint.row.branches]
 
     @cached_property
@@ -226,7 +226,7 @@ class PipelineRequest:
             "world_size": world_size,
             "num_clips": clips,
             "memory_gib": limits,
-            "pairs": self.pairs[0] if may_pair else "no",
+            "pairs": may_pair and self.pairs[0],
             "sooner": self.serves or clips < world_size,
         }
 

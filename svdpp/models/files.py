@@ -51,13 +51,13 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
-_HINT = (
+_WEIGHTS_HINT = (
     "--variant fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
     "convert them with save_pretrained(..., safe_serialization=True)"
 )
 
 # What diffusers writes: the file of a folder, or of a repository, that is named alone.
-_DEFAULT_FILE = "pytorch_lora_weights.safetensors"
+_LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 # 1. The hub.
@@ -71,7 +71,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """
     from huggingface_hub import constants
 
-    with typed_errors(model):
+    with _typed_errors(model):
         folder = _configs(model.name, model.revision, model.local_files_only)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
     if absent:
@@ -81,9 +81,9 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         # The library reads the variable only when it is imported.
         is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         bar = _Silent if is_quiet else None
-        patterns = [*chain(*(weight_names(part, model.variant) for part in absent))]
+        patterns = [*chain(*(_weight_names(part, model.variant) for part in absent))]
         revision = commit_of(folder) or model.revision
-        with typed_errors(model, absent):
+        with _typed_errors(model, absent):
             _fetch(model.name, revision, model.local_files_only, patterns, bar)
     return folder
 
@@ -127,7 +127,7 @@ def show_name(name: str) -> str:
 
 
 @contextmanager
-def typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
     """Converts the errors of the hub's library to ModelError.
 
     The messages do not quote the library's, which contain URLs and advice for other programs.
@@ -183,7 +183,7 @@ def _message_and_hint(
 # 2. Weights.
 
 
-def weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
+def _weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
     """The names of a component's weights: of one file; or a pattern for shards, and their index."""
     # Encoders of text and images are of transformers, the others of diffusers.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
@@ -203,13 +203,13 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
     names = sorted(f"{component}/{path.name}" for path in paths)
-    single, shard, index = weight_names(component, variant)
+    single, shard, index = _weight_names(component, variant)
     if index in names and not ("_encoder" in component and single in names):
         return _shards(read_json(folder, index), component, shard, names)
     if single in names:
         return [single]
     if others := ", ".join(name for name in names if not name.endswith(".json")):
-        raise ModelError(f"{single} is missing; there are {short_repr(others)}", _HINT)
+        raise ModelError(f"{single} is missing; there are {short_repr(others)}", _WEIGHTS_HINT)
     raise ModelError(f"{single} is missing")
 
 
@@ -316,7 +316,7 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
     name, path = show_name(lora.name), Path(os.path.expanduser(lora.name))
     try:
         if path.exists():
-            path = (path / _DEFAULT_FILE if path.is_dir() else path).resolve()
+            path = (path / _LORA_FILE if path.is_dir() else path).resolve()
             found = replace(lora, name=str(path))
         else:
             path = _download_lora(lora, local_files_only)
@@ -367,5 +367,5 @@ def _download_lora(lora: Lora, local_files_only: bool) -> Path:
         raise ModelError("there is no such file", hint)
     given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
     source = ModelConfig(name=f"{owner}/{repository}", **given)
-    with typed_errors(source):
-        return Path(hf_hub_download(source.name, file or _DEFAULT_FILE, **given))
+    with _typed_errors(source):
+        return Path(hf_hub_download(source.name, file or _LORA_FILE, **given))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
@@ -22,10 +22,6 @@ _MAX_REPLICA_SIZE = 64
 _EQUAL = 1.001
 # What the rate may lose for a lower latency, where that is what matters.
 _RATE_KEPT = 0.9
-
-#: Whether layouts of pairs are candidates too; `unproven`: for the reason only, because their bits
-#: may differ.
-Pairs = Literal["no", "exact", "unproven"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,7 @@ def choose_layout(
     expert_boundary: int | None = None,
     share_experts: bool = False,
     cfg_parallel: int = 1,
-    pairs: Pairs = "no",
+    pairs: bool = False,
     fixed: Mapping[str, Any] | None = None,
     sooner: bool = False,
 ) -> Choice:
@@ -58,8 +54,9 @@ def choose_layout(
     both experts of a model, layouts in which a rank holds both count as well.
 
     `memory_gib` is what each of the W ranks has; empty: unknown. Without `share_experts` a rank
-    of a longer replica holds both experts only if it is known to have room. `fixed` are the
-    fields of the only layout; what is left to choose is then whether its ranks are pairs.
+    of a longer replica holds both experts only if it is known to have room. With `pairs`, layouts
+    of pairs are candidates too. `fixed` are the fields of the only layout; what is left to choose
+    is then whether its ranks are pairs.
     """
     data_parallel = Layout(
         num_steps=num_steps,
@@ -95,13 +92,12 @@ class _Search:
     data_parallel: Layout
     num_clips: int
     memory_gib: Sequence[float]
-    pairs: Pairs
+    pairs: bool
     fixed: Mapping[str, Any] | None
     sooner: bool
 
     def choice(self) -> Choice:
-        paired = self._paired()
-        wholes = [self.data_parallel, *(paired if self.pairs == "exact" else [])]
+        wholes = [self.data_parallel, *self._paired()]
         # If the fixed layout is impossible, its error says why.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
         fitting = [*filter(self._fits, possible), *self._with_shared_experts(wholes)]
@@ -112,15 +108,11 @@ class _Search:
             fitting[:1]
         )
         best = self._best(candidates)
-        remarks = [
-            self._why(best, candidates),
-            self._unproven(best, paired),
-            f"{best.layout.world_size} ranks form no pairs"
-            if self.pairs != "no" and not paired
-            else "",
-            *self._left_out(best.layout, possible, len(fitting) - len(candidates)),
-        ]
-        reason = f"{best.layout}: {'; '.join(filter(None, remarks))}"
+        remarks = [self._why(best, candidates)]
+        if self.pairs and len(wholes) == 1:
+            remarks.append(f"{best.layout.world_size} ranks form no pairs")
+        remarks += self._left_out(best.layout, possible, len(fitting) - len(candidates))
+        reason = f"{best.layout}: {'; '.join(remarks)}"
         return Choice(layout=best.layout, reason=reason)
 
     # --- the layouts ----------------------------------------------------------------------------
@@ -128,7 +120,7 @@ class _Search:
     def _paired(self) -> list[Layout]:
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
-        if self.pairs == "no" or whole.world_size % 2 or per_host % 2:
+        if not self.pairs or whole.world_size % 2 or per_host % 2:
             return []
         return [replace(whole, replicas=whole.world_size // 2, cfg_parallel=2)]
 
@@ -187,19 +179,6 @@ class _Search:
             return f"no other layout finishes {clips} sooner, and none is simpler"
         longer = fastest.seconds / best.seconds - 1
         return f"the next best, {fastest.layout}, takes {longer:.1%} longer for {clips}"
-
-    def _unproven(self, best: _Candidate, paired: Sequence[Layout]) -> str:
-        """What `--cfg-parallel 2` would give, if its bits are not known to be equal."""
-        layouts = filter(self._fits, self._layouts(paired) if self.pairs == "unproven" else [])
-        pairs = self._forecast(filter(_has_known_transfers, layouts))
-        if not pairs:
-            return ""
-        pair = self._best(pairs)
-        return (
-            f"with --cfg-parallel 2 ({pair.layout}) a clip would take {pair.latency:.4g} s and "
-            f"{_clips(self.num_clips)} {pair.seconds:.4g} s, not {best.latency:.4g} and "
-            f"{best.seconds:.4g}; it divides a batch, so bits may differ: svdpp doctor tries it"
-        )
 
     def _left_out(
         self, best: Layout, possible: Sequence[Layout], num_unknown: int
@@ -298,7 +277,7 @@ def compare_layouts(
     *,
     num_clips: int,
     memory_gib: Sequence[float] = (),
-    pairs: Pairs = "no",
+    pairs: bool = False,
     sooner: bool = False,
     **counts: Any,
 ) -> list[Row]:
@@ -311,7 +290,6 @@ def compare_layouts(
     check_counts(num_steps, world_size)
     costs.check_world(world_size)
     decoders = min(world_size, max(2, decoders_needed(num_steps, world_size, costs)))
-    known = pairs if pairs == "exact" else "no"  # else the last row says it
     named: dict[str, dict[str, Any] | None] = {
         **{split: {"split": split} for split in SPLITS},
         f"{decoders} decoders": {"split": "alternating", "decoders": decoders},
@@ -326,7 +304,7 @@ def compare_layouts(
                 choice = choose_layout(
                     num_clips=num_clips,
                     memory_gib=memory_gib,
-                    pairs=known,
+                    pairs=pairs,
                     sooner=sooner,
                     **counts,
                 )

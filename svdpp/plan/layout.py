@@ -408,17 +408,11 @@ def assign_replicas(
     `replica_size` and `ranks_per_host` divide `world_size`; None: all ranks are on one host.
     """
     on_host = ranks_per_host or world_size
-    replica_ranks: list[tuple[int, ...]] = []
-    left: list[int] = []
-    for first in range(0, world_size, on_host):
-        whole = on_host // replica_size * replica_size
-        for begin in range(first, first + whole, replica_size):
-            replica_ranks.append(tuple(range(begin, begin + replica_size)))
-        left += range(first + whole, first + on_host)
-    replica_ranks += [
-        tuple(left[at : at + replica_size]) for at in range(0, len(left), replica_size)
-    ]
-    return tuple(sorted(replica_ranks))
+    whole = on_host // replica_size * replica_size
+    # First the ranks of each host that form whole replicas, then those that are left.
+    ranks = sorted(range(world_size), key=lambda rank: rank % on_host >= whole)
+    firsts = range(0, world_size, replica_size)
+    return tuple(sorted(tuple(ranks[first : first + replica_size]) for first in firsts))
 
 
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:

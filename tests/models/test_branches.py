@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -40,24 +40,20 @@ def both(work: Callable[[Half], Any]) -> list[Any]:
     """What `work` returns in each of two threads that are partners; the first error of one."""
     ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
 
-    results: dict[int, Any] = {}
+    errors: list[Exception] = []
 
-    def side(branch: int) -> None:
+    def side(branch: int) -> Any:
         try:
-            results[branch] = work(Half(branch, ends[branch], ends[1 - branch]))
+            return work(Half(branch, ends[branch], ends[1 - branch]))
         except Exception as error:
-            results[branch] = error
-            ends[branch].put((-1, {}))
+            errors.append(error)
+            ends[branch].put((-1, {}))  # ends the other one
 
-    threads = [threading.Thread(target=side, args=(branch,)) for branch in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results.values():
-        if isinstance(result, Exception):
-            raise result
-    return [results[0], results[1]]
+    with ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(side, (0, 1))]
+    if errors:
+        raise errors[0]
+    return results
 
 
 def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) -> list[Tensors]:

@@ -145,51 +145,45 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
     ("options", "layout", "reason"),
     [
         (  # fewer clips than ranks
-            {"num_clips": 3, "pairs": "exact", "sooner": True},
+            {"num_clips": 3, "pairs": True, "sooner": True},
             "data parallel of pairs",
             BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
         ),
         (  # of a long queue the rate decides
-            {"pairs": "exact"},
+            {"pairs": True},
             "data parallel",
             BOTH.format("32.15", "80 clips", "321.5", "data parallel of pairs", "18.41", "368.2"),
         ),
         (  # so much of the rate is not given up: pairs would have 0.87 of it
-            {"pairs": "exact", "sooner": True},
+            {"pairs": True, "sooner": True},
             "data parallel",
             BOTH.format("32.15", "80 clips", "321.5", "data parallel of pairs", "18.41", "368.2"),
         ),
         (
-            {"pairs": "exact", "sooner": True, "costs": STEPS_ONLY},
+            {"pairs": True, "sooner": True, "costs": STEPS_ONLY},
             "data parallel of pairs",
             BOTH.format("12.5", "80 clips", "250", "data parallel", "25", "250"),
         ),
-        ({"pairs": "exact", "costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
+        ({"pairs": True, "costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
+        ({"pairs": True, "world_size": 7}, "data parallel", "; 7 ranks form no pairs"),
         (
-            {"num_clips": 3, "pairs": "unproven", "sooner": True},
-            "data parallel",
-            "a clip would take 18.41 s and 3 clips 18.41 s, not 32.15 and 32.15; it divides",
-        ),
-        ({"pairs": "exact", "world_size": 7}, "data parallel", "; 7 ranks form no pairs"),
-        (
-            {"pairs": "exact", "costs": replace(A100, ranks_per_host=3), "world_size": 6},
+            {"pairs": True, "costs": replace(A100, ranks_per_host=3), "world_size": 6},
             "data parallel",
             "; 6 ranks form no pairs",
         ),
         (  # only pairs can divide these steps evenly
-            {"pairs": "exact", "fixed": {"replicas": 1}, "num_steps": 28},
+            {"pairs": True, "fixed": {"replicas": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
             "no other layout is possible",
         ),
         (
             {
-                **{"pairs": "exact", "sooner": True, "costs": STEPS_ONLY, "num_steps": 24},
+                **{"pairs": True, "sooner": True, "costs": STEPS_ONLY, "num_steps": 24},
                 "fixed": {"replicas": 2, "split": "balanced"},
             },
             "2 replicas of 2 pairs, balanced",
             "a clip takes 12 s and 80 clips 246 s, with 2 replicas of 4 ranks, balanced 24 s",
         ),
-        ({"pairs": "unproven", "fixed": {}}, "data parallel", "--cfg-parallel 2 (data parallel of"),
     ],
 )
 def test_pairs_are_chosen_for_latency(options: dict[str, Any], layout: str, reason: str) -> None:
@@ -200,21 +194,18 @@ def test_pairs_are_chosen_for_latency(options: dict[str, Any], layout: str, reas
 
 def test_what_is_fixed_and_impossible_is_said_of_single_ranks() -> None:
     with pytest.raises(RequestError, match="over 8 ranks"):
-        choose(pairs="exact", fixed={"replicas": 1})
+        choose(pairs=True, fixed={"replicas": 1})
 
 
 def test_two_ranks_without_room_for_both_experts_are_no_pair() -> None:
     options: dict[str, Any] = {
-        **{"world_size": 2, "num_clips": 1, "pairs": "exact", "sooner": True},
+        **{"world_size": 2, "num_clips": 1, "pairs": True, "sooner": True},
         **{"costs": WITH_MEMORY, "expert_boundary": 10, "num_steps": 20},
     }
     assert str(choose(**options, memory_gib=(16.0,) * 2)[0]) == "one pair of ranks"
     layout, why = choose(**options, memory_gib=(12.0,) * 2)
     assert str(layout) == "1 replica of 2 ranks, uniform"
     assert "need more memory" in why
-    unproven = {**options, "pairs": "unproven", "expert_boundary": None}
-    assert "--cfg-parallel 2" in choose(**unproven, memory_gib=(16.0,) * 2)[1]
-    assert "--cfg-parallel 2" not in choose(**unproven, memory_gib=(12.0,) * 2)[1]
 
 
 HOSTS = replace(A100, ranks_per_host=4, inter_host_transfer_seconds=None)

@@ -1,64 +1,21 @@
-"""Layouts of two experts: no rank holds both, ranks follow the work, refusals name what works."""
+"""Layouts of two experts: ranks follow the work, and `auto` the memory; see test_layout.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles
-from svdpp.plan.schedule import Route, build_schedule
 from svdpp.plan.split import Part, Stage, balanced_cuts, uniform_cuts
 from tests.plan.plans import WAN, layouts, steps_in
-from tests.plan.schedule_check import check_schedule
 
 two_experts = layouts(experts=2)
 HIGH, LOW = frozenset({0}), frozenset({1})
-
-
-def experts_of_steps(layout: Layout, routes: list[Route]) -> list[set[int]]:
-    """The experts whose steps each rank does on these routes."""
-    assert layout.expert_boundary is not None
-    experts: list[set[int]] = [set() for _ in range(layout.world_size)]
-    for route in routes:
-        for part in route.ranges:
-            experts[part.rank] |= {
-                int(step >= layout.expert_boundary) for step in range(part.start, part.end)
-            }
-    return experts
-
-
-@pytest.mark.long
-@given(two_experts, st.integers(1, 20), st.data())
-@settings(max_examples=200)
-def test_no_rank_does_steps_of_both_experts(
-    layout: Layout, clips: int, data: st.DataObject
-) -> None:
-    """On no route, complete, resumed or over all stages; roles hold what each rank needs."""
-    routes = [
-        layout.route(clip, all_stages=data.draw(st.booleans())).resumed(
-            data.draw(st.integers(0, layout.num_steps))
-        )
-        for clip in range(clips)
-    ]
-    experts = experts_of_steps(layout, [*map(layout.route, range(clips)), *routes])
-
-    for role, needed in zip(layout.roles, experts, strict=True):
-        assert needed <= role.experts
-        assert role.denoise == bool(role.experts)
-        if layout.replica_size > 1 and not layout.share_experts:
-            assert len(role.experts) < 2
-        elif layout.replica_size == 1:
-            assert role.experts == HIGH | LOW
-    schedule = build_schedule(routes, layout.world_size)
-    check_schedule(schedule, layout.num_steps)
-    replay(schedule, layout.costs)
 
 
 @pytest.mark.long

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Route, Schedule, build_schedule, connect_rounds
 from svdpp.plan.split import StepRange
-from tests.plan.plans import route_lists, uniform_layouts
+from tests.plan.plans import route_lists
 from tests.plan.schedule_check import check_receives, check_schedule
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -103,25 +101,6 @@ def test_any_routes_give_lists_that_pass_the_check(case: tuple[list[Route], int]
         assert kinds.count(Kind.DECODE) == route.decodes
         assert [0, *(action.end for action in in_order)][:-1] == [a.start for a in in_order]
         assert in_order[-1].end == route.ranges[-1].end
-
-
-@given(uniform_layouts(), st.integers(1, 12), st.data())
-def test_a_resumed_way_does_the_steps_that_are_left(
-    layout: Layout, num_clips: int, data: st.DataObject
-) -> None:
-    at = data.draw(st.integers(1, layout.num_steps))
-    routes = map(replace(layout, decodes=True).route, range(num_clips))
-    resumed = [route.resumed(at) if route.clip % 2 else route for route in routes]
-    schedule = build_schedule(resumed, layout.world_size)
-
-    check_schedule(schedule, layout.num_steps)
-    steps = dict.fromkeys(range(num_clips), 0)
-    loads = []
-    for action in itertools.chain(*schedule):
-        steps[action.clip] += action.end - action.start
-        loads += [(action.clip, action.start)] if action.kind is Kind.LOAD else []
-    assert sorted(loads) == [(clip, at) for clip in steps if clip % 2]
-    assert steps == {clip: layout.num_steps - at * (clip % 2) for clip in steps}
 
 
 # --- check_schedule itself ------------------------------------------------------------------------

@@ -282,7 +282,7 @@ class RangeCall:
                 if isinstance(value, VaeImageProcessor):
                     stack.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__ = range_class(scheduler.__class__)
+            scheduler.__class__ = _range_class(scheduler.__class__)
             scheduler._range_call = self
             try:
                 yield
@@ -312,7 +312,7 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def range_class(real: Any) -> Any:
+def _range_class(real: Any) -> Any:
     """A subclass of the scheduler class `real` whose steps belong to a call."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
