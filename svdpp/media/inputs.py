@@ -176,16 +176,13 @@ def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
 
 def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
     """The folder's files by name, then those of its subfolders, without hidden ones."""
-    try:
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be read: {error.strerror}") from None
-    paths = [folder / name for name in names]
-    yield from (path for path in paths if not path.is_dir())
-    if recursive:
-        for path in paths:
-            if path.is_dir() and not path.is_symlink():
-                yield from _files_in(path, recursive=True)
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename!r} cannot be read: {error.strerror}") from None
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if recursive and name[0] != ".")
+        yield from (Path(parent, name) for name in sorted(names) if name[0] != ".")
 
 
 def _has(path: Path, suffixes: Collection[str]) -> bool:

@@ -221,14 +221,10 @@ class _Search:
     def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
         smallest, largest = min(self.memory_gib), max(self.memory_gib)
-        what = f"in {smallest:.4g} GiB a rank: the smallest one needs {least:.4g}"
-        if smallest < largest:
-            what = (
-                f"on cards of {smallest:.4g} to {largest:.4g} GiB: the smallest one needs "
-                f"{least:.4g} for one of its ranks"
-            )
+        has = " to ".join(f"{each:.4g}" for each in sorted({smallest, largest}))
         return RequestError(
-            f"no layout of {layouts[0].world_size} ranks fits {what}",
+            f"no layout of {layouts[0].world_size} ranks fits in {has} GiB a rank: the smallest "
+            f"one needs {least:.4g}",
             "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
             "--memory-opt",
             details={"asked": least, "free": smallest},

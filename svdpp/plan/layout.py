@@ -21,9 +21,9 @@ from svdpp.plan.split import (
     StepRange,
     check_counts,
     check_even,
+    check_uniform,
     cut_stages,
     divisors,
-    split_steps,
 )
 
 Split = Literal["uniform", "balanced", "alternating"]
@@ -176,7 +176,7 @@ class Layout:
                 "use --split balanced or --split alternating, which allow any number of steps",
             )
         else:
-            split_steps(self.num_steps, stages)
+            check_uniform(self.num_steps, stages)
 
     def __str__(self) -> str:
         pairs = self.cfg_parallel == 2

@@ -108,8 +108,8 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
     return tuple(whole)
 
 
-def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
-    """The uniform rule: `start = rank * (num_steps // world_size)`, all ranges of equal length."""
+def check_uniform(num_steps: int, world_size: int) -> None:
+    """Checks that the steps can be split evenly."""
     check_counts(num_steps, world_size)
     if world_size > num_steps:
         raise RequestError(
@@ -128,8 +128,6 @@ def split_steps(num_steps: int, world_size: int) -> tuple[StepRange, ...]:
             f"or --world {largest_world(num_steps, world_size)}, or --split alternating",
             details={"steps": num_steps, "ranks": world_size, "nearest": nearest},
         )
-    count = num_steps // world_size
-    return tuple(StepRange(rank, rank * count, (rank + 1) * count) for rank in range(world_size))
 
 
 def check_counts(num_steps: int, world_size: int) -> None:

@@ -24,7 +24,7 @@ from tests.models.builders import edit_json
 from tests.models.probe import probe_packet
 from tests.models.range_checks import model_of, nothing, read_folder
 from tests.models.test_rows import CASES
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny
 
 STEPS, CALLS = 50, 3
 #: Height, width and frames of published models.

@@ -31,8 +31,7 @@ from svdpp.media.video import read_frames, read_sound, write_clip
 from svdpp.plan.layout import Roles
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.cli.test_help import parsed
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 
 ON_CPU = ("--device", "cpu", "--threads", "1")
 SIZES = {

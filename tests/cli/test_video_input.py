@@ -16,8 +16,7 @@ from svdpp.config import OutputConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import write_clip
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
-from tests.models.tiny_families import save_tiny_wan
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny, save_tiny_wan
 
 SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
 

@@ -18,7 +18,7 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.verification.verify import Place, VerificationResult, compare_tensors
 from tests.models.test_rows import CASES, Case, one_of_each_family
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny
 
 #: What published configs have besides the defaults of diffusers' classes.
 _T5 = {"d_model": 4096, "num_heads": 64, "d_kv": 64, "d_ff": 10240, "num_layers": 24}

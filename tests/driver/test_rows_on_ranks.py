@@ -25,7 +25,7 @@ from tests.cli.shell import svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing
 from tests.models.test_rows import CASES, SIZES, one_of_each_family
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.range_checks import Row, model_of, read_folder, source
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,8 @@ from svdpp.verification.whole_call import Reference
 from tests.models.diffusers_pipeline import latents_and_frames, run_reference
 from tests.models.range_checks import check_every_cut, ranks, read_folder
 from tests.models.test_rows import CASES, Rows
-from tests.models.tiny_families import save_tiny_wan
+from tests.models.tiny_families import save_tiny, save_tiny_wan
 from tests.models.tiny_loras import save_tiny_lora
-from tests.models.tiny_rows import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

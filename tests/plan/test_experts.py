@@ -157,8 +157,7 @@ def test_auto_compares_each_rank_with_its_own_card() -> None:
     with pytest.raises(RequestError) as caught:
         choose_layout(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
     assert caught.value.message == (
-        "no layout of 4 ranks fits on cards of 36 to 47 GiB: the smallest one needs 47 for one of "
-        "its ranks"
+        "no layout of 4 ranks fits in 36 to 47 GiB a rank: the smallest one needs 47"
     )
 
 

@@ -14,7 +14,7 @@ from svdpp.plan.split import (
     Stage,
     alternating_cuts,
     balanced_cuts,
-    split_steps,
+    check_uniform,
 )
 from tests.plan.plans import steps_in
 
@@ -24,7 +24,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
     if num_steps % world_size == 0 or world_size > num_steps:
         return
     with pytest.raises(RequestError) as caught:
-        split_steps(num_steps, world_size)
+        check_uniform(num_steps, world_size)
 
     below = max(n for n in range(1, num_steps) if n % world_size == 0)
     above = min(n for n in range(num_steps, num_steps + world_size + 1) if n % world_size == 0)
@@ -53,7 +53,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
 )
 def test_impossible_counts(num_steps: int, world_size: int, message: str, hint: str) -> None:
     with pytest.raises(RequestError) as caught:
-        split_steps(num_steps, world_size)
+        check_uniform(num_steps, world_size)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
 

@@ -17,8 +17,7 @@ from svdpp.media.inputs import example_photos
 from svdpp.serve.job import new_id
 from svdpp.serve.photos import PhotoFolder
 from tests.cli.test_video_input import save_video
-from tests.models.tiny_families import save_tiny_wan
-from tests.models.tiny_rows import save_tiny
+from tests.models.tiny_families import save_tiny, save_tiny_wan
 from tests.serve.http_server import PHOTO, HttpServer, error_of, schema_of_form
 from tests.serve.test_page import driver, opened
 from tests.serve.test_serve_families import WAN
