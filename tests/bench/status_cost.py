@@ -18,7 +18,7 @@ import httpx
 
 from tests.bench.options import options
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.soak.serve_processes import cpu_seconds
+from tests.soak.serve_server import cpu_seconds
 
 _WARM_UP = 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -59,3 +60,21 @@ def test_the_last_turn_is_another_one() -> None:
     wait_until(lambda: turns, HANG_SECONDS, "no turn")
     thread.close()
     assert turns == ["a", "b"]
+
+
+def test_a_close_between_two_turns_is_noticed() -> None:
+    turns: list[str] = []
+    thread = Background(
+        "test", lambda: turns.append("a"), 1000.0, failure="", last=lambda: turns.append("b")
+    )
+
+    class Woken(threading.Event):
+        def clear(self) -> None:
+            thread.is_closing = True  # as `close` does it in another thread
+            self.set()
+            super().clear()
+
+    thread._is_woken = Woken()
+    thread.start()
+    thread._thread.join(10)
+    assert turns == ["b"]

@@ -24,7 +24,7 @@ from svdpp.worker.tensor_files import tensor_sha256
 from tests.faults.processes import MARK
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import DUMMY, HttpServer, wait
-from tests.soak.serve_processes import belonging, fork_server_of, ranks_of
+from tests.soak.serve_server import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
 pytest.importorskip("fastapi")

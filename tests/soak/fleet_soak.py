@@ -37,8 +37,7 @@ from tests.soak.serve_checks import (
     wrong_files,
 )
 from tests.soak.serve_clients import Clients, requests
-from tests.soak.serve_processes import belonging
-from tests.soak.serve_server import FaultyServer
+from tests.soak.serve_server import FaultyServer, belonging
 
 _SERVERS = 3
 _LEASE = 6.0
