@@ -40,15 +40,24 @@ _MAX_CUTS = 16
 _TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
+#: The fields of `Costs` that options give.
+_SECONDS = (
+    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
+    "inter_host_transfer_seconds",
+)
 _DEFAULT_WORLD = 4
 _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
+def _seconds(help: str) -> Any:
+    return COSTS.setting("SECONDS", help, shown="that of --costs")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ForecastOptions(ClipOptions):
-    """What to forecast."""
+class PlanOptions(PipelineOptions, ClipOptions):
+    """The options of the pipeline, and what to forecast; times replace those of `--costs`."""
 
     compare: bool = LAYOUT.switch("Show every split, auto and data parallel side by side.")
     hosts: str | None = LAYOUT.setting(
@@ -70,6 +79,14 @@ class ForecastOptions(ClipOptions):
         "GIB,GIB",
         "Memory of each device, or of all, such as 79,79,47,47; --layout auto and --compare "
         "leave out layouts that need more.",
+    )
+    step_seconds: float | None = _seconds("Time of one step, above 0.")
+    encode_seconds: float | None = _seconds("Time of one clip's encode.")
+    decode_seconds: float | None = _seconds("Time of one clip's decode.")
+    transfer_seconds: float | None = _seconds("Latency of one transfer from rank to rank.")
+    inter_host_transfer_seconds: float | None = _seconds(
+        "Latency of one transfer to a rank on another host. A plan over several hosts needs it, "
+        "here or in the costs."
     )
 
     def num_clips(self, world_size: int) -> int:
@@ -102,30 +119,32 @@ class ForecastOptions(ClipOptions):
             )
         return sizes if len(sizes) == world_size else sizes * world_size
 
+    def world_and_per_host(self) -> tuple[int, int | None]:
+        """The number of ranks, and of ranks per host if there are several hosts."""
+        hosts, asked = self.hosts, self.world
+        if hosts is None:
+            return (_DEFAULT_WORLD if asked is None else asked), None
+        match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", hosts, re.ASCII)
+        num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not num_hosts * per_host:
+            raise RequestError(
+                f"--hosts must be HOSTSxRANKS, such as 2x4 for 2 hosts of 4 ranks, got {hosts!r}"
+            )
+        if asked not in (None, num_hosts * per_host):
+            raise RequestError(
+                f"--hosts {hosts} makes {num_hosts * per_host} ranks, but --world is {asked}",
+                "leave --world out",
+            )
+        return num_hosts * per_host, per_host
 
-def _seconds(help: str) -> Any:
-    return COSTS.setting("SECONDS", help, shown="that of --costs")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SecondsOptions:
-    """Costs that replace those of `--costs`; None keeps theirs."""
-
-    step_seconds: float | None = _seconds("Time of one step, above 0.")
-    encode_seconds: float | None = _seconds("Time of one clip's encode.")
-    decode_seconds: float | None = _seconds("Time of one clip's decode.")
-    transfer_seconds: float | None = _seconds("Latency of one transfer from rank to rank.")
-    inter_host_transfer_seconds: float | None = _seconds(
-        "Latency of one transfer to a rank on another host. A plan over several hosts needs it, "
-        "here or in the costs."
-    )
-
-    def applied(self, costs: Costs, *, ranks_per_host: int | None) -> Costs:
-        """`costs` with the given values in place of theirs, for hosts of `ranks_per_host` ranks."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+    def costs_on(self, ranks_per_host: int | None) -> Costs:
+        """The costs with the given seconds, for hosts of so many ranks, and with `--memory`."""
+        given = {name: getattr(self, name) for name in _SECONDS}
+        given = {name: value for name, value in given.items() if value is not None}
         if ranks_per_host is not None:
             given["ranks_per_host"] = ranks_per_host
-        return replace(costs, **given)
+        costs = replace(self.assumed_costs(family=self.family), **given)
+        return replace(costs, **_memory(self)) if self.memory else costs
 
 
 @command(
@@ -145,9 +164,7 @@ class SecondsOptions:
 def plan(
     context: click.Context,
     console: Console,
-    forecast: ForecastOptions,
-    seconds: SecondsOptions,
-    options: PipelineOptions = PipelineOptions(device="cuda"),
+    options: PlanOptions = PlanOptions(device="cuda"),
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.
 
@@ -157,22 +174,19 @@ def plan(
     from svdpp.plan.choose import compare_layouts
     from svdpp.plan.layout import check_chunks
 
-    _refuse_contradictions(context, forecast, options)
-    world_size, ranks_per_host = _world(forecast.hosts, options.world)
+    _refuse_contradictions(context, options)
+    world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
-    costs = options.assumed_costs(family=options.family)
-    costs = seconds.applied(costs, ranks_per_host=ranks_per_host)
-    if forecast.memory:
-        costs = replace(costs, **_memory(options))
-    num_clips = forecast.num_clips(world_size)
+    costs = options.costs_on(ranks_per_host)
+    num_clips = options.num_clips(world_size)
     request = PipelineRequest(
         options=options,
         num_clips=num_clips,
         costs=costs,
-        expert_boundary=forecast.expert_boundary,
-        memory_gib=forecast.limits(world_size),
+        expert_boundary=options.expert_boundary,
+        memory_gib=options.limits(world_size),
     )
-    if forecast.compare:
+    if options.compare:
         rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
         show_comparison(console, request.counts, rows)
     else:
@@ -181,27 +195,9 @@ def plan(
             check_chunks(options.decode_ranks, config.chunks)
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config.layout, num_clips, reason)
-    console.info(*_remarks(forecast, options, seconds, costs))
+    console.info(*_remarks(options, costs))
     if options.cfg_parallel == "auto":
         console.info(request.pairs[1])
-
-
-def _world(hosts: str | None, asked: int | None) -> tuple[int, int | None]:
-    """The number of ranks, and of ranks per host if there are several hosts."""
-    if hosts is None:
-        return (_DEFAULT_WORLD if asked is None else asked), None
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", hosts, re.ASCII)
-    num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not num_hosts * per_host:
-        raise RequestError(
-            f"--hosts must be HOSTSxRANKS, such as 2x4 for 2 hosts of 4 ranks, got {hosts!r}"
-        )
-    if asked not in (None, num_hosts * per_host):
-        raise RequestError(
-            f"--hosts {hosts} makes {num_hosts * per_host} ranks, but --world is {asked}",
-            "leave --world out",
-        )
-    return num_hosts * per_host, per_host
 
 
 def _memory(options: PipelineOptions) -> dict[str, Any]:
@@ -219,35 +215,28 @@ def _memory(options: PipelineOptions) -> dict[str, Any]:
     return estimate_parts(*resolve(config, weights="none")).as_costs()
 
 
-def _refuse_contradictions(
-    context: click.Context, forecast: ForecastOptions, options: PipelineOptions
-) -> None:
-    if forecast.device_memory is not None and not (forecast.compare or options.chooses):
+def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None:
+    if options.device_memory is not None and not (options.compare or options.chooses):
         raise RequestError(
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave out --device-memory",
         )
-    if forecast.memory and forecast.expert_boundary is not None:
+    if options.memory and options.expert_boundary is not None:
         raise RequestError(
             "with --memory the model gives the boundary between its experts",
             "leave out --expert-boundary",
         )
     for name, option in given_options(context).items():
-        if forecast.compare and name in OF_LAYOUT:
+        if options.compare and name in OF_LAYOUT:
             raise RequestError(f"--compare shows all layouts: leave out {option}")
 
 
-def _remarks(
-    forecast: ForecastOptions,
-    options: PipelineOptions,
-    seconds: SecondsOptions,
-    costs: Costs,
-) -> Iterator[str]:
-    if forecast.memory and options.device == "cpu":
+def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
+    if options.memory and options.device == "cpu":
         yield "memory: as in use at the same time; malloc may keep up to twice the working memory"
-    if forecast.device_memory is not None and costs.denoise_weights_gib is None:
+    if options.device_memory is not None and costs.denoise_weights_gib is None:
         yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
-    if options.costs is None and None in (seconds.step_seconds, seconds.decode_seconds):
+    if options.costs is None and None in (options.step_seconds, options.decode_seconds):
         yield (
             f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device; "
             "svdpp profile measures yours"

@@ -16,7 +16,6 @@ from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
     DEMO_SAMPLING,
-    DTYPE_BYTES,
     DUMMY_MODEL,
     Dtype,
     LatentSpec,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
@@ -45,37 +45,26 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "noise_aug_strength": 0.02,
 }
 
-#: Bytes of one element, by dtype.
-DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype of one clip's latent."""
+    """Shape and dtype of a latent of the dummy model."""
 
     shape: tuple[int, ...]
+    """B C F H W, because Conv3d requires it."""
     dtype: Dtype = "fp32"
-    dims: str = "BFCHW"
-    """A letter for each axis; B C F H W for the dummy model, because Conv3d requires it."""
 
     def __post_init__(self) -> None:
         sizes = " ".join(map(shown, self.shape))
         require(
-            len(self.shape) == len(self.dims)
-            and all(type(size) is int and size > 0 for size in self.shape),
-            f"latent shape {sizes} needs {len(self.dims)} positive sizes, "
-            f"in the order {' '.join(self.dims)}",
+            len(self.shape) == 5 and all(type(size) is int and size > 0 for size in self.shape),
+            f"latent shape {sizes} needs 5 positive sizes, in the order B C F H W",
         )
         require(
             math.prod(self.shape) <= MAX_LATENT_ELEMENTS,
             f"latent shape {sizes} has more than {MAX_LATENT_ELEMENTS} elements",
         )
         _check_dtype(self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the latent, without the rest of a packet."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +136,7 @@ class ModelConfig:
         shape = self.dummy_latent_shape
         if shape is None:
             shape = (1, 4, 2, 8, 8) if self.dummy_sleeps else (1, 4, 14, 64, 64)
-        return LatentSpec(shape=shape, dtype=self.dtype, dims="BCFHW")
+        return LatentSpec(shape=shape, dtype=self.dtype)
 
     @property
     def is_dummy(self) -> bool:
@@ -156,8 +145,8 @@ class ModelConfig:
 
 
 def _check_dtype(dtype: object) -> None:
-    known = ", ".join(DTYPE_BYTES)
-    require(dtype in (*DTYPE_BYTES,), f"--dtype must be one of {known}, got {shown(dtype)}")
+    known = get_args(Dtype)
+    require(dtype in known, f"--dtype must be one of {', '.join(known)}, got {shown(dtype)}")
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:

@@ -203,6 +203,7 @@ class Supervisor:
     def _failed(self, rank: int, error: SvdppError) -> SvdppError:
         event = self._failures[rank]
         if type(error) is not SvdppError and not isinstance(error, RankError):
+            error.details.setdefault("rank", rank)
             return error  # input, output, model or memory: its message is complete
         where = describe_position(event.action, event.step)
         return RankError(

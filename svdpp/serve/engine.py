@@ -18,7 +18,7 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import BrokenLinkError, Interrupted, SvdppError, reraisable
+from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
@@ -41,8 +41,6 @@ SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
-# Types of errors that follow from the failure of another rank, or from a signal.
-_CONSEQUENCES = (BrokenLinkError.__name__, Interrupted.__name__)
 _SHOWN = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 # A guess, until the ranks have been started once.
 _START_SECONDS = 5.0
@@ -272,7 +270,6 @@ class Engine:
     def _blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
-        rank = self.rank_view.failed if rank is None else rank
         clip = self.feeder.of_clip(None if rank is None else self.rank_view.clip_of(rank))
         if clip is not None:
             return {clip.job.id}
@@ -346,14 +343,11 @@ class RankView:
         self._lock = threading.Lock()
         self._ranks = [_State() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
-        self.failed: int | None = None
-        """The first rank that reported a failure of its own; None if none has."""
 
     def reset(self) -> None:
         """Forgets what the ranks do, because they have ended; keeps the spans."""
         with self._lock:
             self._ranks = [_State() for _ in self._ranks]
-            self.failed = None
 
     def add(self, rank: int, event: Event) -> Action | None:
         """Takes one event; returns its action if it is about one."""
@@ -363,8 +357,6 @@ class RankView:
                 case Joined():
                     at.device, at.clock_ahead = event.device, event.clock_ahead
                 case Failed() | Heartbeat():
-                    if isinstance(event, Failed) and event.error["type"] not in _CONSEQUENCES:
-                        self.failed = rank if self.failed is None else self.failed
                     waits = isinstance(event, Heartbeat) and event.waiting
                     if (event.action, waits) != (at.action, at.waits):
                         at.action, at.waits, at.since = event.action, waits, time.monotonic()

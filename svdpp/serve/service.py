@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -381,17 +382,17 @@ class Service:
         """The views of an owner's jobs by the time of their requests, after the job of an id."""
         if after is not None:
             self.job(after, owner)
-        # Of the few that the ranks have, those that none has begun are queued.
-        states = (status, JobState.IN_PROGRESS) if status is JobState.QUEUED else (status,)
+        states = [] if status is None else [status]
+        most = limit
+        if status is JobState.QUEUED:  # also what the ranks have, and none of them has begun
+            states.append(JobState.IN_PROGRESS)
+        if JobState.IN_PROGRESS in states:
+            most += len(self.queue.running())
         jobs = self.queue.page(
-            owner=owner.name,
-            limit=limit + len(self.queue.running()),
-            after=after,
-            order=order,
-            states=[state for state in states if state is not None],
+            owner=owner.name, limit=most, after=after, order=order, states=states
         )
-        views = map(self.video, jobs)
-        return [view for view in views if status in (None, view.status)][:limit]
+        views = (view for view in map(self.video, jobs) if status in (None, view.status))
+        return list(islice(views, limit))
 
     def completed(self, id: str, owner: Owner) -> Job:
         """The job of that id, if it is completed."""

@@ -21,7 +21,6 @@ from svdpp.verification.reference import run_reference
 from svdpp.worker.device import reset_peak
 from svdpp.worker.tensor_files import TensorStore, solver_history, tensor_sha256
 
-_PIPELINED, _SEQUENTIAL = "pipelined", "sequential"
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _LEVELS = {"frames": 255, "audio": 32767}
 _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
@@ -141,6 +140,7 @@ def verify(
     requests: Sequence[ClipRequest],
     *,
     tolerance: float = 0.0,
+    fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
 ) -> VerificationResult:
@@ -150,8 +150,9 @@ def verify(
         config: of the pipelined run; the reference has the same model, options and threads.
         requests: of the clips; their outputs are not written.
         tolerance: the largest difference that counts as equal; 0 requires equal bits.
+        fault: for tests; see `Pipeline`.
         observers: of the ranks.
-        open_observer: opens an observer for each of the two runs.
+        open_observer: opens an observer for each of the two runs, "pipelined" and "sequential".
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
@@ -164,32 +165,36 @@ def verify(
         True
     """
     with temp_folder("svdpp-verify-") as folder:
-        with open_observer(_PIPELINED, config.layout.schedule(len(requests))) as observer:
+        pipelined, sequential = folder / "pipelined", folder / "sequential"
+        for kept in (pipelined, sequential):
+            kept.mkdir()
+        with open_observer(pipelined.name, config.layout.schedule(len(requests))) as observer:
             observers = (observer, *observers)
-            conditions = run_pipelined(config, requests, folder, observers=observers)
-        with open_observer(_SEQUENTIAL, config.alone().layout.schedule(len(requests))) as observer:
-            run_sequential(config, requests, folder, observers=(observer,))
-        result = compare(config, len(requests), folder, tolerance=tolerance)
-    return replace(result, conditions=conditions)
+            conditions = run_pipelined(config, requests, pipelined, fault, observers)
+        with open_observer(sequential.name, config.alone().layout.schedule(len(requests))) as alone:
+            steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
+            run_reference(
+                config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
+            )
+        ours, theirs = TensorStore(pipelined), TensorStore(sequential)
+        clips = (_compare_clip(config, n, ours, theirs, tolerance) for n in range(len(requests)))
+        return VerificationResult(tuple(itertools.chain.from_iterable(clips)), conditions)
 
 
 def run_pipelined(
     config: PipelineConfig,
     requests: Sequence[ClipRequest],
     folder: Path,
-    *,
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
-    """Runs `requests` through the ranks and keeps the latent after each range under `folder`.
+    """Runs `requests` through the ranks and keeps the latent after each range in `folder`.
 
     Returns:
         The conditions in the first clip's metadata, see `worker.device.conditions_of`.
     """
-    kept = folder / _PIPELINED
-    kept.mkdir()
     files = sorted({path for request in requests for path, _ in request.files.values()})
-    pipeline = Pipeline(config, tensor_folder=str(kept), shared_paths=files, fault=fault)
+    pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
     if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all
@@ -200,29 +205,6 @@ def run_pipelined(
         reset_peak()
     conditions: dict[str, Any] = results[0].metadata["conditions"]
     return conditions
-
-
-def run_sequential(
-    config: PipelineConfig,
-    requests: Sequence[ClipRequest],
-    folder: Path,
-    *,
-    observers: Sequence[Observer] = (),
-) -> None:
-    """Runs `requests` through the reference and keeps the same latents under `folder`."""
-    kept = folder / _SEQUENTIAL
-    kept.mkdir()
-    steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
-    run_reference(config, requests, steps=steps, tensor_folder=kept, observers=observers)
-
-
-def compare(
-    config: PipelineConfig, num_clips: int, folder: Path, *, tolerance: float = 0.0
-) -> VerificationResult:
-    """Compares what `run_pipelined` and `run_sequential` kept under `folder`."""
-    ours, theirs = TensorStore(folder / _PIPELINED), TensorStore(folder / _SEQUENTIAL)
-    clips = (_compare_clip(config, clip, ours, theirs, tolerance) for clip in range(num_clips))
-    return VerificationResult(tuple(itertools.chain.from_iterable(clips)))
 
 
 def _compare_clip(

@@ -116,14 +116,6 @@ def test_replicas_are_shown_once() -> None:
     ]
 
 
-def test_of_many_ranks_the_first_are_listed() -> None:
-    answer = svdpp_here("plan", "--world", "128", "--split", "alternating", "--clips", "9")
-
-    assert "... and 28 more\n" in answer.out
-    assert "(no picture: 128 ranks are too many)" in answer.out
-    assert max(map(len, answer.out.splitlines())) <= 80
-
-
 def test_comparison_in_json_says_the_same() -> None:
     result = strict_json(svdpp_here("plan", *A100, "--world", "8", "--compare", "--json").out)
 

@@ -17,7 +17,7 @@ from PIL import Image
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.redaction import recorded_path
-from svdpp.verification.verify import run_pipelined
+from svdpp.verification.verify import verify
 from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.faults.damage import Damage
@@ -139,8 +139,8 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.promise
 def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    damaged = partial(run_pipelined, fault=Damage("ulp", 1, 1))
-    monkeypatch.setattr("svdpp.verification.verify.run_pipelined", damaged)
+    damaged = partial(verify, fault=Damage("ulp", 1, 1))
+    monkeypatch.setattr("svdpp.verification.verify.verify", damaged)
     shape = ("--latent-shape", "1", "4", "2", "8", "8")
     done = svdpp_here("verify", "--model", "dummy", *shape, "--steps", "4", "--json")
     assert done.code == 3

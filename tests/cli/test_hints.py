@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.config.files import read_costs
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -109,9 +110,13 @@ def test_what_profile_and_run_suggest_next() -> None:
     costs = "my costs.json"
     profiled = svdpp_here(
         *("profile", "--model", "dummy", "--latent-shape", "1", "4", "2", "8", "8"),
-        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", costs),
+        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", costs, "--json"),
     )
     assert profiled.code == 0, profiled
+    measured = read_costs(costs)
+    assert measured.to_json() == json.loads(profiled.out)
+    assert (measured.decode_seconds, measured.transfer_seconds) == (0, 0)
+    assert (measured.denoise_weights_gib, measured.decode_weights_gib) == (0, None)
     line = profiled.err.splitlines()[-1]
     assert line == "next: svdpp plan --world 1 --costs 'my costs.json' --compare"
     assert svdpp_here(*shlex.split(line)[2:]).code == 0

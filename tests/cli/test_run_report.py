@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
-from svdpp.config import ClipRequest, VideoFormat
+from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan
 from svdpp.driver.pipeline import Pipeline
@@ -22,25 +22,6 @@ from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.driver.dummies import clips, config
 
 run = import_module("svdpp.cli.run")  # the package also has a command of this name
-
-
-@pytest.mark.parametrize(
-    ("output", "format", "named"),
-    [
-        ("cat.v2_0", "frames", "out/cat.v2_0"),
-        ("cat.v2_0.mp4", "mp4", "out/cat.v2_0.mp4"),
-        ("my cat_0.gif", "gif", "'out/my cat_0.gif'"),
-    ],
-)
-def test_the_command_that_proves_a_clip_names_it(
-    output: str, format: VideoFormat, named: str
-) -> None:
-    console, heard = Console(), io.StringIO()
-    console.err = RichConsole(file=heard, width=80)
-    run.print_clips(
-        console, Path("out"), [], [{"output": output, "format": format, "exact": True}], []
-    )
-    assert f"svdpp verify {named}\n" in heard.getvalue()
 
 
 def test_clips_of_divided_batches_are_not_called_exact() -> None:

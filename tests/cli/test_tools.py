@@ -12,7 +12,6 @@ import torch
 from svdpp import __version__
 from svdpp.config import DEFAULT_MODEL
 from svdpp.diagnostics import doctor
-from svdpp.plan.costs import Costs
 from tests.cli.shell import svdpp_alone, svdpp_here
 
 #: The first line of `doctor`, before its imports.
@@ -123,16 +122,3 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert "--model" in checks["model"]["fix"]
     for name in ("memory", "transfers", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
-
-
-@pytest.mark.processes
-def test_profile_of_the_dummy_has_steps_alone(tmp_path: Path) -> None:
-    answer = svdpp_here(
-        *("profile", "--model", "dummy", "--latent-shape", "1", "4", "2", "8", "8", "--json"),
-        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", str(tmp_path / "c.json")),
-    )
-
-    assert answer.code == 0, answer
-    costs = Costs.from_json(json.loads(answer.out), "stdout")
-    assert (costs.decode_seconds, costs.transfer_seconds) == (0, 0)
-    assert (costs.denoise_weights_gib, costs.decode_weights_gib) == (0, None)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures
-from svdpp.plan.actions import Kind
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics.figures import RunFigures, measured_figures
+from svdpp.driver.trace import Trace
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import Span, replay, summarise
-from svdpp.plan.layout import Layout
+from svdpp.plan.forecast import replay
+from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
 EVEN = Costs(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
@@ -23,7 +24,6 @@ def replayed(
     num_steps: int = 10,
     clips: int = 40,
     slow: tuple[float, ...] = (),
-    **changes: Any,
 ) -> RunFigures:
     """The figures of a run that took exactly what the forecast says.
 
@@ -37,25 +37,25 @@ def replayed(
             encode_seconds=tuple(costs.encode_on(0) * each for each in slow),
             decode_seconds=tuple(costs.decode_on(0) * each for each in slow),
         )
-    layout = Layout(num_steps=num_steps, world_size=world_size, costs=costs)
-    spans = replay(layout.schedule(clips), costs)
-    summary = summarise(spans, world_size)
-    return RunFigures(
-        **{
-            "ranks": tuple(
-                _rank(rank, spans, summary.makespan, costs) for rank in range(world_size)
-            ),
-            "clips": clips,
-            "num_steps": num_steps,
-            "makespan": summary.makespan,
-            "first_clip": summary.first_clip,
-            "seconds_per_clip": summary.seconds_per_clip,
-            "bubble": summary.bubble,
-            "transfer_seconds": costs.transfer_seconds,
-            "forecast_seconds": summary.makespan,
-            **changes,
-        }
+    config = PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="demo"),
+        sampling=SvdSampling(num_inference_steps=num_steps),
     )
+    trace, ends = Trace(world_size), dict[int, float]()
+    for rank in range(world_size):
+        trace(rank, Joined(device="cpu", load_seconds=0.0))
+        trace(rank, Finished(allocated_bytes=None, reserved_bytes=2**30))
+    for rank, action, start, end in replay(config.layout.schedule(clips), costs):
+        for step in range(action.start, action.end):
+            trace(rank, StepDone(clip=action.clip, step=step, seconds=costs.step_on(rank)))
+        waited = start - ends.get(rank, start)
+        done = {"action": str(action), "start": start, "end": end, "waited": waited}
+        trace(rank, ActionDone.model_validate({**done, "waits": {"packet": waited}}))
+        ends[rank] = end
+    figures = measured_figures(trace, config, config.layout.schedule)
+    assert figures is not None
+    return replace(figures, start_seconds=0.0)
 
 
 def with_rank(figures: RunFigures, rank: int, **changes: Any) -> RunFigures:
@@ -91,26 +91,3 @@ def leave(folder: Path, figures: RunFigures | None) -> Path:
     path = folder / "run.json"
     path.write_text(json.dumps(content))
     return path
-
-
-def _rank(rank: int, spans: list[Span], makespan: float, costs: Costs) -> RankFigures:
-    own = [span for span in spans if span.rank == rank]
-    compute = sum(span.end - span.start for span in own)
-    ends = min(span.start for span in own), max(span.end for span in own)
-    idle = makespan - ends[1]
-    counts = {kind: sum(span.action.kind is kind for span in own) for kind in Kind}
-    steps = sum(s.action.end - s.action.start for s in own if s.action.kind is Kind.DENOISE)
-    wait = makespan - compute - idle
-    return RankFigures(
-        rank=rank,
-        device="cpu",
-        wall=makespan,
-        compute=compute,
-        wait=wait,
-        packet_wait=wait,
-        idle=idle,
-        step=WorkFigures(count=steps, mean_seconds=costs.step_on(rank)),
-        encode=WorkFigures(count=counts[Kind.ENCODE], mean_seconds=costs.encode_on(rank)),
-        decode=WorkFigures(count=counts[Kind.DECODE], mean_seconds=costs.decode_on(rank)),
-        peak_bytes=2**30,
-    )

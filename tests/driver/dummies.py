@@ -28,7 +28,7 @@ def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineCo
 
 def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
     """The latent after `steps` of `total` steps in this process, on one thread."""
-    model = DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), total, torch.device("cpu"))
+    model = DummyModel(LatentSpec(shape=SHAPE), total, torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():

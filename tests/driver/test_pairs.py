@@ -21,7 +21,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos
-from svdpp.verification.verify import Check, compare, run_pipelined, run_sequential, verify
+from svdpp.verification.verify import Check, verify
 from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
@@ -110,11 +110,8 @@ def test_verify_finds_equal_bits(
     )
 
 
-def _first_difference(config: PipelineConfig, folder: Path, fault: Damage) -> Check:
-    folder.mkdir()
-    run_pipelined(config, REQUESTS[:1], folder, fault=fault)
-    run_sequential(config, REQUESTS[:1], folder)
-    first = compare(config, 1, folder).first_difference
+def _first_difference(config: PipelineConfig, fault: Damage) -> Check:
+    first = verify(config, REQUESTS[:1], fault=fault).first_difference
     assert first is not None
     return first
 
@@ -123,7 +120,7 @@ def _first_difference(config: PipelineConfig, folder: Path, fault: Damage) -> Ch
 @pytest.mark.parametrize("rank", [2, 3])
 def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> None:
     config = config_of("5b", tmp_path / "model", world_size=4)
-    first = _first_difference(config, tmp_path / "kept", Damage("prediction", rank, 0))
+    first = _first_difference(config, Damage("prediction", rank, 0))
     assert (first.what, first.rank, first.step, first.branch) == ("prediction", rank, 3, rank - 2)
     assert f"branch {rank - 2} in step 3, done by rank {rank}" in str(first)
     assert first.max_ulp == 1
@@ -133,7 +130,7 @@ def test_the_proof_names_the_branch_that_differs(tmp_path: Path, rank: int) -> N
 def test_the_proof_names_the_solvers_history_if_it_differs_first(tmp_path: Path) -> None:
     changes = {"world_size": 3, "cfg_parallel": 1, "split": "balanced"}
     config = config_of("t2v-two-experts", tmp_path / "model", **changes)
-    first = _first_difference(config, tmp_path / "kept", Damage("state", 0, 0))
+    first = _first_difference(config, Damage("state", 0, 0))
     assert (first.rank, first.max_ulp) == (0, 1)
     assert "the solver's history" in str(first)
 

@@ -13,6 +13,7 @@ from svdpp.driver.supervisor import Supervisor
 from svdpp.errors import (
     BrokenLinkError,
     Interrupted,
+    OutOfMemoryError,
     RankError,
     TransportError,
     error_to_dict,
@@ -111,6 +112,14 @@ def test_a_signal_that_came_because_of_another_rank_is_told_as_that_rank(
     cause = _supervisor(said, dict.fromkeys(gone)).late_cause()
     assert isinstance(cause, RankError)
     assert re.search(words, cause.message)
+
+
+def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> None:
+    """So that a server knows whose clip it was."""
+    full = _failed(OutOfMemoryError("full", details={"gib": 3}))
+    cause = _supervisor([(0, LINK_BROKE), (1, full)], {}).late_cause()
+    assert isinstance(cause, OutOfMemoryError)
+    assert cause.details == {"gib": 3, "rank": 1}
 
 
 def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:

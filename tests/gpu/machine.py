@@ -20,7 +20,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import gpus
 from svdpp.media.inputs import example_photos
-from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, StepDone
 from tests.cli.shell import svdpp_here
 
@@ -180,13 +180,9 @@ class Report:
         self.figures[name] = values
         self.write()
 
-    def prove(
-        self, name: str, config: PipelineConfig, requests: list[ClipRequest], folder: Path
-    ) -> None:
-        """Fails unless a run in `folder` has the bits of diffusers; adds whether."""
-        run_pipelined(config, requests, folder)
-        run_sequential(config, requests, folder)
-        result = compare(config, len(requests), folder)
+    def prove(self, name: str, config: PipelineConfig, requests: list[ClipRequest]) -> None:
+        """Fails unless a run has the bits of diffusers; adds whether."""
+        result = verify(config, requests)
         self.add(name, bitwise=result.bitwise, checks=len(result.checks))
         assert result.bitwise, result.first_difference
 

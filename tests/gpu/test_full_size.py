@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from svdpp.config import PipelineConfig
 from svdpp.driver.memory import estimate_parts
 from svdpp.driver.resolve import resolve
-from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.plan.schedule import Schedule
+from svdpp.verification.verify import VerificationResult, verify
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report
 
@@ -35,20 +37,28 @@ class _Listener:
         return statistics.median(self.seconds[clip])
 
 
+def _verified(
+    config: PipelineConfig, machine: Machine
+) -> tuple[VerificationResult, _Listener, _Listener]:
+    """The result for two clips; what the ranks and diffusers have reported."""
+    ours, theirs = _Listener(), _Listener()
+
+    def listen(title: str, _: Schedule) -> AbstractContextManager[_Listener]:
+        return nullcontext(ours if title == "pipelined" else theirs)
+
+    return verify(config, machine.requests(2), open_observer=listen), ours, theirs
+
+
 def _config(machine: Machine, folder: Path, world_size: int = 2) -> PipelineConfig:
     config = machine.full_size(folder, world_size=world_size, device=machine.shared)
     return replace(config, sampling=replace(config.sampling, num_inference_steps=4))
 
 
 def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
-    machine: Machine, report: Report, full_size: Path, tmp_path: Path
+    machine: Machine, report: Report, full_size: Path
 ) -> None:
     config = _config(machine, full_size)
-    requests = machine.requests(2)
-    ours, theirs = _Listener(), _Listener()
-    run_pipelined(config, requests, tmp_path, observers=[ours])
-    run_sequential(config, requests, tmp_path, observers=[theirs])
-    result = compare(config, 2, tmp_path)
+    result, ours, theirs = _verified(config, machine)
     parts = estimate_parts(*resolve(config))
     needed = [parts.of_rank(roles).peak_bytes for roles in config.layout.roles]
     peaks = [ours.peaks[rank].allocated_bytes or 0 for rank in range(2)]
@@ -67,18 +77,13 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
 
 
 def test_a_rank_alone_takes_diffusers_own_time_for_a_step(
-    machine: Machine, report: Report, full_size: Path, tmp_path: Path
+    machine: Machine, report: Report, full_size: Path
 ) -> None:
     """One rank, so that nobody shares the GPU; in turn with diffusers' own loop."""
     config = _config(machine, full_size, world_size=1)
-    requests = machine.requests(2)
     ratios = []
-    for number in range(1 if machine.is_small else 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        ours, theirs = _Listener(), _Listener()
-        run_pipelined(config, requests, folder, observers=[ours])
-        run_sequential(config, requests, folder, observers=[theirs])
+    for _ in range(1 if machine.is_small else 2):
+        _, ours, theirs = _verified(config, machine)
         ratios.append(ours.median(1) / theirs.median(1))
     report.add("full size, step of a rank / of diffusers", ratios=[round(r, 4) for r in ratios])
     if not machine.is_small:

@@ -22,7 +22,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext, start_ranks
 from svdpp.plan.schedule import connect_rounds
-from svdpp.verification.verify import compare, run_pipelined, run_sequential
+from svdpp.verification.verify import verify
 from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, wait_until
@@ -39,18 +39,16 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
     ],
 )
 def test_three_ranks_on_one_gpu_are_exact(
-    machine: Machine, report: Report, tmp_path: Path, deterministic: bool
+    machine: Machine, report: Report, deterministic: bool
 ) -> None:
     config = machine.config(3, split="alternating", deterministic=deterministic)
     name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
-    report.prove(name, config, machine.requests(6), tmp_path)
+    report.prove(name, config, machine.requests(6))
 
 
-def test_an_injected_ulp_is_caught_where_it_is(machine: Machine, tmp_path: Path) -> None:
-    config = machine.config(3)
-    run_pipelined(config, machine.requests(2), tmp_path, fault=Damage("ulp", 1, 1))
-    run_sequential(config, machine.requests(2), tmp_path)
-    difference = compare(config, 2, tmp_path).first_difference
+def test_an_injected_ulp_is_caught_where_it_is(machine: Machine) -> None:
+    result = verify(machine.config(3), machine.requests(2), fault=Damage("ulp", 1, 1))
+    difference = result.first_difference
     assert difference is not None
     assert (difference.clip, difference.rank, difference.max_ulp) == (1, 1, 1)
 

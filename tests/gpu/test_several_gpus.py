@@ -50,7 +50,7 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
     ],
 )
 def test_all_cards_at_full_size_are_exact(
-    machine: Machine, report: Report, full_size: Path, tmp_path: Path, layout: str
+    machine: Machine, report: Report, full_size: Path, layout: str
 ) -> None:
     world_size, steps = machine.world_size, 14
     changes: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_all_cards_at_full_size_are_exact(
     }[layout]
     config = machine.full_size(full_size, **changes)
     requests = machine.requests(world_size + 1)
-    report.prove(f"full size, {world_size} cards, {layout}", config, requests, tmp_path)
+    report.prove(f"full size, {world_size} cards, {layout}", config, requests)
 
 
 def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Report) -> None:

@@ -87,7 +87,7 @@ def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
 
 
 def _expected_latents(seed: int, steps: int) -> str:
-    spec = LatentSpec(shape=_SHAPE, dims="BCFHW")
+    spec = LatentSpec(shape=_SHAPE)
     model = DummyModel(spec, steps, torch.device("cpu"))
     latent = model.encode({}, ClipRequest(seed=seed))[LATENTS]
     latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from svdpp.errors import BrokenLinkError, OutOfMemoryError, error_to_dict
 from svdpp.serve.engine import Rank, RankView
 from svdpp.worker.messages import ActionDone, Failed, Heartbeat, Joined, StepDone
 
@@ -32,21 +31,11 @@ def test_it_says_what_each_rank_does_and_did() -> None:
     view.add(0, Heartbeat())
     (done,) = view.spans()
     assert round(done.end - done.start, 3) == 5
+    view.add(0, Failed(error={}, traceback="", action="DECODE c5 @8", step=-1))
+    assert view.clip_of(0) == 5
     view.reset()
     assert [rank.doing for rank in view.now()] == ["idle"] * 3
     assert view.spans() == [done]
-
-
-def test_the_first_failure_that_no_other_rank_caused_is_the_culprit() -> None:
-    view = RankView(3, lambda _: None)
-    errors = [BrokenLinkError("its neighbour is gone"), OutOfMemoryError("full"), ValueError("x")]
-    for rank, error in enumerate(errors):
-        about = error_to_dict(error)
-        view.add(rank, Failed(error=about, traceback="", action="DECODE c5 @8", step=-1))
-    assert view.failed == 1
-    assert view.clip_of(1) == 5
-    view.reset()
-    assert view.failed is None
 
 
 def test_spans_are_bounded() -> None:

@@ -159,7 +159,7 @@ def wrong_clips(folder: Path) -> list[int]:
     """Finished clips whose latent is not that of a plain loop in this process."""
     device.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
-    model = DummyModel(LatentSpec(shape=shape, dims="BCFHW"), steps, torch.device("cpu"))
+    model = DummyModel(LatentSpec(shape=shape), steps, torch.device("cpu"))
     wrong = []
     for path in (folder / "done").iterdir():
         latent = model.encode({}, ClipRequest(seed=int(path.stem)))[LATENTS]

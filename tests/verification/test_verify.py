@@ -14,7 +14,7 @@ import torch
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
-from svdpp.verification.verify import Check, compare, run_pipelined, run_sequential, verify
+from svdpp.verification.verify import Check, run_pipelined, verify
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
 
@@ -101,13 +101,11 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 
 
 @pytest.mark.parametrize("kind", ["ulp", "skip"])
-def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_caught_where_it_was_planted(kind: str) -> None:
     config = replace(DUMMY, world_size=3)
     requests = [ClipRequest(seed=seed) for seed in range(3)]
     fault = Damage(kind, 1, 1)
-    run_pipelined(config, requests, tmp_path, fault=fault)
-    run_sequential(config, requests, tmp_path)
-    verdict = compare(config, 3, tmp_path)
+    verdict = verify(config, requests, fault=fault)
     assert not verdict.equal
     first = verdict.first_difference
     assert first is not None
@@ -121,14 +119,11 @@ def test_a_planted_fault_is_caught_where_it_was_planted(kind: str, tmp_path: Pat
         *(True, False, False),
         *(True, True, True),
     ]
-    assert compare(config, 3, tmp_path, tolerance=10.0).equal
+    assert verify(config, requests, fault=fault, tolerance=10.0).equal
 
 
-def test_a_fault_in_svd_reaches_the_frames_check(tiny: PipelineConfig, tmp_path: Path) -> None:
-    requests = _requests(1)
-    run_pipelined(tiny, requests, tmp_path, fault=Damage("skip", 0, 0))
-    run_sequential(tiny, requests, tmp_path)
-    verdict = compare(tiny, 1, tmp_path)
+def test_a_fault_in_svd_reaches_the_frames_check(tiny: PipelineConfig) -> None:
+    verdict = verify(tiny, _requests(1), fault=Damage("skip", 0, 0))
     assert [check.what for check in verdict.checks if not check.equal] == [
         "latent",
         "final_latent",

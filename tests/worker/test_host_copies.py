@@ -86,7 +86,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _model() -> DummyModel:
-    return DummyModel(LatentSpec(shape=SHAPE, dims="BCFHW"), 2, CPU)
+    return DummyModel(LatentSpec(shape=SHAPE), 2, CPU)
 
 
 def test_the_tensors_of_these_tests_cannot_be_hashed() -> None:

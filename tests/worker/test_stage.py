@@ -41,7 +41,7 @@ class _Clock:
 
 
 def _stage(doubles: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
-    spec = LatentSpec(shape=(1, 4, 2, 8, 8), dims="BCFHW")
+    spec = LatentSpec(shape=(1, 4, 2, 8, 8))
     model = DummyModel(spec, 1, torch.device("cpu"))
     tools = RankTools(
         rank=0,
