@@ -55,7 +55,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
-    """One clip: a seed, and a photograph or prompts; the dummy model uses only the seed."""
+    """One clip: a seed, and an image or prompts; the dummy model uses only the seed."""
 
     seed: int
     image: str | None = None

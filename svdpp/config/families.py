@@ -18,11 +18,15 @@ class WanSampling(PromptedSampling):
     frames_unit: ClassVar[int] = 4
     own: ClassVar[Mapping[str, Param]] = {
         "guidance_scale_2": Param(
-            *(None, MAX_GUIDANCE, "Guidance in the steps of the low-noise expert."),
+            None,
+            MAX_GUIDANCE,
+            "Guidance in the steps of the low-noise expert.",
             shown_default="guidance_scale",
         ),
         "flow_shift": Param(
-            *(None, 100.0, "Shift of the noise levels, such as 3 at 480p and 5 at 720p."),
+            None,
+            100.0,
+            "Shift of the noise levels, such as 3 at 480p and 5 at 720p.",
             above=True,
             shown_default="that of the model's scheduler",
         ),

@@ -99,7 +99,9 @@ SHARED: Mapping[str, Param] = {
         None, MAX_GUIDANCE, "Guidance by the prompt; 1 or less turns guidance off."
     ),
     "max_sequence_length": _whole(
-        *(1, 4096, "Tokens of a prompt that the model reads; the rest is cut off."),
+        1,
+        4096,
+        "Tokens of a prompt that the model reads; the rest is cut off.",
         api="max_prompt_tokens",
     ),
     "motion_bucket_id": _whole(0, 1023, "Amount of motion, 0 to 1023."),
@@ -160,7 +162,7 @@ class CommonSampling(ABC):
     decode_chunk_size: int | None = None
     """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
-    """How a photograph of another shape is fitted to the frame."""
+    """How an image of another shape is fitted to the frame."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -273,7 +275,7 @@ class PromptedSampling(CommonSampling):
     guidance_scale: float
     max_sequence_length: int
     from_image: bool = False
-    """Whether clips start from a photograph; otherwise they are made from text alone."""
+    """Whether clips start from an image; otherwise they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -60,7 +60,7 @@ class RankFigures:
     """Blocked while a packet was arriving; transfers during the denoising do not count."""
     idle: Amount = 0.0
     """Before its first wait or work, and after its last."""
-    photograph_wait: Amount = 0.0
+    image_wait: Amount = 0.0
     packet_wait: Amount = 0.0
     send_wait: Amount = 0.0
     writer_wait: Amount = 0.0

@@ -131,7 +131,7 @@ def _busiest(figures: RunFigures) -> RankFigures:
     """The rank that works longest, or waits for something that is no other rank's fault."""
 
     def busy(rank: RankFigures) -> float:
-        return rank.compute + rank.photograph_wait + rank.writer_wait
+        return rank.compute + rank.image_wait + rank.writer_wait
 
     return max(figures.ranks, key=busy)
 
@@ -169,9 +169,9 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
 
 def _waits(figures: RunFigures) -> Iterator[Finding]:
     """What keeps ranks from working."""
-    rank = max(figures.ranks, key=lambda rank: rank.photograph_wait)
-    text = f"rank {rank.rank} waits {rank.photograph_wait:.1f} s for images to be read"
-    yield Finding("images", text, rank.rank, rank.photograph_wait)
+    rank = max(figures.ranks, key=lambda rank: rank.image_wait)
+    text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
+    yield Finding("images", text, rank.rank, rank.image_wait)
     rank = max(figures.ranks, key=lambda rank: rank.writer_wait + rank.write.seconds)
     text = (
         f"rank {rank.rank} writes a clip in {rank.write.mean_seconds:.3g} s, and one comes every "

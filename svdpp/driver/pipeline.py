@@ -99,7 +99,9 @@ class Pipeline(PipelineRanks):
             fault=fault,
         )
         super().__init__(
-            *(setup, backend, world),
+            setup,
+            backend,
+            world,
             ignores_signals=ranks_ignore_signals,
             shared_paths=shared_paths,
             history_clips=history_clips,

@@ -246,8 +246,9 @@ class PipelineRanks:
 
     def _supervise(self) -> BaseException:
         try:
-            is_over = lambda: self._is_closing and self._clips.is_idle  # noqa: E731
-            self._entered.supervise(is_over, self._has_begun.set)
+            self._entered.supervise(
+                lambda: self._is_closing and self._clips.is_idle, self._has_begun.set
+            )
         except BaseException as error:
             if error is not self._dropped:
                 self.run_error = error

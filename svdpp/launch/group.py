@@ -282,7 +282,10 @@ def start_ranks(
     context: Any = torch_mp.get_context(start_method)
     is_main_thread = threading.current_thread() is threading.main_thread()
     start = _Start(
-        *(entry, argument, world_size, backend),
+        entry,
+        argument,
+        world_size,
+        backend,
         # Only this user can open the folder, so no other user can join the store in it.
         folder=process_lifetime.make_folder("svdpp-"),
         ends_with_thread=start_method == "forkserver" or is_main_thread,

@@ -1,4 +1,4 @@
-"""Reading an untrusted photograph safely and fitting it to a shape; knows no torch.
+"""Reading an untrusted image safely and fitting it to a shape; knows no torch.
 
 A file is read once, so the hashed bytes are the decoded bytes.
 """
@@ -33,7 +33,7 @@ MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 MIN_SIDE = 16
 MAX_ASPECT = 16
 
-#: Padding a narrow photograph to a wide shape multiplies its pixels; more than this is refused.
+#: Padding a narrow image to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 
 _SMALLER = f"make it smaller, or raise --max-megapixels (at most {MAX_MEGAPIXELS})"
@@ -43,7 +43,7 @@ _ORIENTATION = ExifTags.Base.Orientation
 
 @dataclass(frozen=True)
 class Photo:
-    """Path, hash and upright size in pixels of a photograph that was read."""
+    """Path, hash and upright size in pixels of an image that was read."""
 
     path: Path
     sha256: str
@@ -53,7 +53,7 @@ class Photo:
 
 
 def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
-    """Read a photograph as an upright 8-bit RGB image.
+    """Read an image as an upright 8-bit RGB image.
 
     An animation gives its first frame. Transparent images are composited over white: most cut-outs
     are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit

@@ -86,7 +86,7 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
-    """The photographs that `inputs` name, decoded completely; one error lists all problems."""
+    """The images that `inputs` name, decoded completely; one error lists all problems."""
     photos, problems = sift_inputs(inputs, video_frames=video_frames)
     raise_all(problems)
     return photos
@@ -99,7 +99,7 @@ def sift_inputs(
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[Photo], list[InputError]]:
-    """The photographs that can be used, each once, and an error for each input that cannot.
+    """The images that can be used, each once, and an error for each input that cannot.
 
     With `video_frames` they are videos that have as many frames.
 
@@ -196,7 +196,7 @@ EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
 
 
 def example_photos() -> list[Path]:
-    """Four photographs, sorted by name; the README in their folder gives their origin."""
+    """Four images, sorted by name; the README in their folder gives their origin."""
     return sorted(_FOLDER.glob("*.jpg"))
 
 
@@ -208,7 +208,7 @@ def numbered_prompt(prompt: str, number: int) -> str:
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
-    """Clips with all that the model needs: the first photograph, a prompt, or both.
+    """Clips with all that the model needs: the first image, a prompt, or both.
 
     Each has its own seed and, if the model takes prompts, its own prompt: `prompt` or an example.
     """

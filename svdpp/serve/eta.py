@@ -70,7 +70,7 @@ class MeasuredCosts:
             return
         kind, seconds = work
         if isinstance(event, ActionDone):  # the clip also waits for an image not prepared ahead
-            seconds += event.waits.get("photograph", 0.0)
+            seconds += event.waits.get("image", 0.0)
         volume = _volume(sampling)
         with self._lock:
             new: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MAX_SAMPLES))

@@ -18,7 +18,7 @@ from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
 #: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
-WaitCause = Literal["photograph", "packet", "send", "writer"]
+WaitCause = Literal["image", "packet", "send", "writer"]
 
 
 def _action(value: Action | str) -> Action:

@@ -144,7 +144,7 @@ class PipelineStage:
         request = self._jobs[action.clip].request
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
         with self._isolated(packet):
-            with self._waiting(action, "photograph"):
+            with self._waiting(action, "image"):
                 prepared = self._photos.take(action.clip)
             self._tools.check_wanted(action.clip)
             packet.begun_at = time.time()

@@ -46,7 +46,7 @@ def _run(*clips: int, of: int, last_clips: int = 1000) -> RunFigures | None:
         for step in range(2):
             trace(0, StepDone(clip=clip, step=step, seconds=0.25))
         times = {"start": clip + 0.2, "end": clip + 0.7, "waited": 0.2}
-        trace(0, ActionDone(action=f"DENOISE c{clip} 0:2", waits={"photograph": 0.2}, **times))
+        trace(0, ActionDone(action=f"DENOISE c{clip} 0:2", waits={"image": 0.2}, **times))
         trace(0, ClipDone(clip=clip, metadata={}, write_seconds=0.1 * (clip + 1)))
     return figures_of_run(pipeline, [ClipRequest(seed=seed) for seed in range(of)])
 
@@ -58,7 +58,7 @@ def test_figures_are_sums_of_the_events() -> None:
     assert (rank.device, rank.load_seconds) == ("cpu", 0.5)
     assert (figures.clips, rank.step.count, rank.step.mean_seconds) == (3, 6, 0.25)
     assert rank.compute == pytest.approx(1.5)
-    assert rank.photograph_wait == pytest.approx(0.6)
+    assert rank.image_wait == pytest.approx(0.6)
     assert (rank.write.count, rank.write.mean_seconds) == (3, pytest.approx(0.2))
     assert figures.forecast_seconds == pytest.approx(1.5)
 
@@ -67,7 +67,7 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
     figures = _run(*range(20), of=20, last_clips=5)
     assert figures is not None
     assert (figures.clips, figures.ranks[0].step.count) == (5, 10)
-    assert figures.ranks[0].photograph_wait == pytest.approx(1.0)  # of the same clips
+    assert figures.ranks[0].image_wait == pytest.approx(1.0)  # of the same clips
     assert figures.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(figures.to_json())) < 10_000
 
@@ -152,7 +152,7 @@ def _check_figures(figures: RunFigures | None, pipeline: Pipeline) -> None:
     assert figures is not None
     assert figures.clips == 6
     for rank in figures.ranks:
-        causes = rank.photograph_wait + rank.packet_wait + rank.send_wait + rank.writer_wait
+        causes = rank.image_wait + rank.packet_wait + rank.send_wait + rank.writer_wait
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
         assert rank.peak_bytes
     counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]

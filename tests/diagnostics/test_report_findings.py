@@ -58,7 +58,7 @@ BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
         "a step takes 0.18 s, on the others 0.1 s",
     ),
     "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
-    "images": (delayed(replayed(), 0, 15.0, photograph_wait=15.0), 0, "waits 15.0 s for images"),
+    "images": (delayed(replayed(), 0, 15.0, image_wait=15.0), 0, "waits 15.0 s for images"),
     "disk": (_disk(), 1, "rank 1 writes a clip in 1.2 s"),
     "few_clips": (replayed(clips=2, **_FOUR), None, "2 clips cannot fill 4 ranks"),
     "few_clips: one": (replayed(clips=1, **_FOUR), None, "1 clip cannot fill 4 ranks"),

@@ -178,7 +178,7 @@ def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
 
 def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
     costs_of = MeasuredCosts(None, SAMPLING)
-    waits = {"photograph": 3.0, "send": 9.0}
+    waits = {"image": 3.0, "send": 9.0}
     encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
     for event in (_step(1.0), encode):
         costs_of.add(event, SAMPLING)

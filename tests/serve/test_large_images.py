@@ -49,8 +49,8 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
     waits: dict[int, float] = {}
 
     def note(_: int, event: Event) -> None:
-        if isinstance(event, ActionDone) and "photograph" in event.waits:
-            waits[event.action.clip] = event.waits["photograph"]
+        if isinstance(event, ActionDone) and "image" in event.waits:
+            waits[event.action.clip] = event.waits["image"]
 
     with serving(tmp_path, demo_config(), observer=note) as service:
         service.wait(lambda: service.engine.is_idle, "it is not idle")

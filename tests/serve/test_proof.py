@@ -212,7 +212,7 @@ def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) 
         for id in ids:
             assert prover.request(id)
         proofs = Proving(own, prover, ids, tmp_path, threading.Event())
-        with closing(prover), other.database.lock(ids[0]) as is_held:
+        with closing(prover.background), other.database.lock(ids[0]) as is_held:
             assert is_held
             prover.background.start()
             proofs.wait_for("running", "equal")

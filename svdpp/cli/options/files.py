@@ -138,7 +138,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ImageOptions):
-    """Photographs and seeds; each combination of them, and of prompts, becomes a clip."""
+    """Images and seeds; each combination of them, and of prompts, becomes a clip."""
 
     inputs: list[str] | None = argument(
         "INPUT...", "Images or videos: files, folders, quoted globs."
