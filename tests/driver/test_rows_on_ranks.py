@@ -24,7 +24,7 @@ from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sh
 from tests.cli.shell import svdpp_here
 from tests.models.diffusers_pipeline import whole_clip
 from tests.models.range_checks import nothing
-from tests.models.test_rows import CASES, SIZES, one_of_each_family
+from tests.models.test_rows import CASES, FAMILIES, KINDS, SIZES
 from tests.models.tiny_families import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
@@ -53,7 +53,7 @@ NAMES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", one_of_each_family())
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     case, (config, request) = CASES[name], _config(name, tmp_path / "model")
     sampling = vars(config.sampling)
@@ -78,7 +78,7 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
 
 
-@pytest.mark.parametrize("name", one_of_each_family())
+@pytest.mark.parametrize("name", KINDS)
 def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -> None:
     config, request = _config(name, tmp_path / "model")
     config, checkpoint = resolve(config)

@@ -95,6 +95,7 @@ def test_serve_makes_a_clip_and_proves_it(machine: Machine, tmp_path: Path) -> N
         assert server.video(clip)["proof"] == "equal"
 
 
+@pytest.mark.full  # on the CPU: `test_end_to_end`
 def test_torchrun_starts_ranks_that_prove_their_clips(machine: Machine, tmp_path: Path) -> None:
     asked = ("verify", PHOTOS[0], *machine.options, *machine.steps, "--json")
     said = _launched(machine, tmp_path / "log", *asked)

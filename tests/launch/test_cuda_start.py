@@ -33,10 +33,10 @@ def _python(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(("run", PHOTO, "--device", "cuda")),
-        pytest.param(("doctor", "--device", "cuda")),
-        pytest.param(("verify", "--device", "cuda"), marks=pytest.mark.long),
-        pytest.param(("run", PHOTO, "--device", "cuda:1"), marks=pytest.mark.long),
+        ("run", PHOTO, "--device", "cuda"),
+        ("verify", "--device", "cuda"),
+        pytest.param(("doctor", "--device", "cuda"), marks=pytest.mark.full),
+        pytest.param(("run", PHOTO, "--device", "cuda:1"), marks=pytest.mark.full),
     ],
     ids=lambda command: command[0],
 )

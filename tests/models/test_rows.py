@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,14 @@ CASES |= {
 }
 
 
-def one_of_each_family() -> list[Any]:
-    """The cases as parameters: the first one of each family, and the others in full grids."""
-    first = {case.family: name for name, case in reversed(CASES.items())}.values()
-    return [name if name in first else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+def _quick(names: Collection[str]) -> list[Any]:
+    """The cases as parameters: these, and the others in full grids."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+
+
+FAMILIES = _quick({case.family: name for name, case in reversed(CASES.items())}.values())
+#: One of each kind: halves of a batch, two experts, further videos, sound.
+KINDS = _quick(("svd", "wan", "wan-animate", "ltx2"))
 
 
 #: Rows of which another case is cut in `make test`.

@@ -86,6 +86,7 @@ def test_servers_share_the_work(start: Start) -> None:
         assert 'svdpp_clips_total{state="completed"} 0.0' not in made
 
 
+@pytest.mark.full  # `test_store` has the same with a bucket
 def test_another_server_goes_on_with_the_clip_of_a_killed_one(start: Start) -> None:
     servers = [start(*_SLOW, *_SHORT) for _ in range(2)]
     first, second, id = _begun_by(*servers, 5, step=_STEPS - 10)
