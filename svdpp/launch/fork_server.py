@@ -16,7 +16,6 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -101,8 +100,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _remove(folder: str) -> None:
     """Removes the folder, to which ranks that have just been killed may still write."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    while os.path.exists(folder) and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
+    while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
+        pass
 
 
 if _TASK in os.environ:  # in the server

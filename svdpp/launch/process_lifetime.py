@@ -182,8 +182,17 @@ def remove_temp_files() -> None:
     if "multiprocessing.util" in sys.modules:
         with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
             _making_folder.acquire(timeout=1)  # a signal handler's own thread may hold it
-            folder = sys.modules["multiprocessing.util"].get_temp_dir()
-            # Other threads and processes go on: by its name they could write into it meanwhile.
-            gone = f"{folder}-gone"
-            os.rename(folder, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
+
+
+def remove_temp_folder(folder: str) -> bool:
+    """Removes multiprocessing's folder of a process that ends; whether nothing of it is left.
+
+    Also what another process has begun to remove, and was killed.
+    """
+    gone = f"{folder}-gone"
+    with contextlib.suppress(OSError):  # it is gone, or another process removes it
+        # Others go on: by its name they could write into it meanwhile.
+        os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    return not (os.path.exists(folder) or os.path.exists(gone))

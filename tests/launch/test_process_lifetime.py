@@ -114,3 +114,13 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
 def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
     assert _run(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_had_begun_to_remove_is_removed(tmp_path: Path) -> None:
+    """As a rank whose server was killed begins to, until the fork server kills it."""
+    for name in ("pymp-x-gone", "pymp-x"):
+        (tmp_path / name / "svdpp-y").mkdir(parents=True)
+        (tmp_path / name / "svdpp-y" / "rank0.txt").write_text("error")
+    while not process_lifetime.remove_temp_folder(str(tmp_path / "pymp-x")):
+        assert not list(tmp_path.glob("*-gone")), "the first call has removed it"
+    assert not list(tmp_path.iterdir())
