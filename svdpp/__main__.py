@@ -18,19 +18,18 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     _print_any_name()
 
-    from svdpp.launch import environment
+    from svdpp.launch import process_lifetime
 
-    environment.collect_rarely()
-    environment.set_defaults()  # before libraries are imported
+    process_lifetime.collect_rarely()
+    process_lifetime.set_environment_defaults()  # before libraries are imported
     from svdpp.cli.app import run_command_line
     from svdpp.cli.command import end_at_once
-    from svdpp.launch.process_lifetime import exit_process
     from svdpp.launch.world import was_launched
 
     code = run_command_line(sys.argv[1:])
     if was_launched():
         # Threads that wait for other ranks would keep the process, and its launcher, for ever.
-        exit_process(code)
+        process_lifetime.exit_process(code)
     if code > 128:
         # By a signal: Python would take a second or more to take torch apart.
         sys.stdout.flush()

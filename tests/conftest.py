@@ -13,7 +13,7 @@ from multiprocessing import util
 import pytest
 from hypothesis import HealthCheck, settings
 
-from svdpp.launch import environment, fork_server
+from svdpp.launch import group, process_lifetime
 
 # Property tests measure no time, because the machine may be loaded.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,7 +36,7 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-    environment.collect_rarely()
+    process_lifetime.collect_rarely()
     util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
@@ -52,10 +52,10 @@ def _fork_server_knows_svd() -> Iterator[None]:
 
     Ranks of a server that has not imported SVD would each import it.
     """
-    start = fork_server.start
+    start = group.start_fork_server
     with pytest.MonkeyPatch.context() as patch:
-        modules = fork_server.modules_for("svd")
-        patch.setattr(fork_server, "start", lambda _: start(modules))
+        modules = group.modules_for("svd")
+        patch.setattr(group, "start_fork_server", lambda _: start(modules))
         yield
 
 

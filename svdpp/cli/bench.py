@@ -66,7 +66,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         _compare(console, *asked.compare)
         return
     from svdpp.bench.config import read_config, shipped
-    from svdpp.launch import fork_server
+    from svdpp.launch.group import start_fork_server_early
 
     if len(names) != 1:
         given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
@@ -76,7 +76,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     point = read_config(names[0], overrides)
     model = _options(point)
     family = None if model.is_dummy else model.family
-    fork_server.start_early(family=family, device=point.pipeline.device)
+    start_fork_server_early(family=family, device=point.pipeline.device)
     one = _bench(point)
     found = _run(console, one, asked.results)
     console.json([found])

@@ -203,8 +203,7 @@ def plan(
 
 def _memory(options: PipelineOptions) -> dict[str, Any]:
     """The estimated memory of the model's parts, as fields of `Costs`."""
-    from svdpp.driver.memory import estimate_parts
-    from svdpp.driver.resolve import resolve
+    from svdpp.driver.resolve import estimate_parts, resolve
 
     config = PipelineConfig(
         world_size=1,

@@ -236,7 +236,7 @@ class PipelineRequest:
             return {}, self.memory_gib
         if self._device == "cpu" or self.options.is_dummy:
             return {}, ()
-        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
+        from svdpp.driver.resolve import memory_of_devices  # diffusers: seconds
 
         return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
 

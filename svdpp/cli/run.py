@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan, OutputPolicy
+    from svdpp.driver.jobs import ClipPlan, OutputPolicy, RunManifest
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.driver.run_manifest import RunManifest
     from svdpp.media.image import Photo
     from svdpp.media.inputs import ClipInput
 
@@ -85,7 +84,7 @@ def run(
 
     Clips are OUT/NAME_SEED.mp4; parameters and hashes are in NAME_SEED.mp4.json.
     """
-    from svdpp.launch import fork_server
+    from svdpp.launch.group import start_fork_server_early
     from svdpp.media.output_files import locked
 
     asked = Run(console=console, traces=traces, launched=launched, options=options)
@@ -93,7 +92,7 @@ def run(
     found, refused = asked.clip_inputs()
     if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
-        fork_server.start_early(family=options.family, device=asked.device)
+        start_fork_server_early(family=options.family, device=asked.device)
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
@@ -171,13 +170,7 @@ class Run:
         problems: list[SvdppError] = []
         if options.inputs:
             found, problems = self._images()
-        inputs = options.combined(found, self._sampling, options.max_pixels)
-        if not options.keep_going:
-            return inputs, []
-        from svdpp.driver.jobs import without_shared_names
-
-        inputs, shared = without_shared_names(inputs, self.seeds, self.policy)
-        return inputs, [*problems, *shared]
+        return options.combined(found, self._sampling, options.max_pixels), problems
 
     def _images(self) -> tuple[list[Photo], list[SvdppError]]:
         from svdpp.media.inputs import raise_all, sift_inputs
@@ -336,9 +329,8 @@ class Run:
         self, config: PipelineConfig, found: Sequence[ClipInput], remarks: Sequence[str]
     ) -> None:
         """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
-        from svdpp.driver.jobs import check_outputs, estimated_bytes, free_bytes, plan_clips
-        from svdpp.driver.memory import estimate_ranks
-        from svdpp.driver.resolve import resolve
+        from svdpp.driver.jobs import check_outputs, plan_clips
+        from svdpp.driver.resolve import estimate_ranks, resolve
 
         console, policy = self.console, self.policy
         config, checkpoint = resolve(config, weights="none")
@@ -347,7 +339,6 @@ class Run:
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
         console.info(*remarks)
         num_clips, sampling = len(clips.requests), config.sampling
-        needed = num_clips * estimated_bytes(policy.format, policy.crf, sampling)
         ranks = estimate_ranks(config, weights="none")
         console.result(
             f"{counted(num_clips, 'clip')} to make: "
@@ -368,7 +359,6 @@ class Run:
                 "world_size": config.world_size,
                 "device": config.device,
                 "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
-                "disk": {"needed_bytes": needed, "free_bytes": free_bytes(policy.folder)},
             }
         )
 

@@ -101,14 +101,14 @@ def _serve(
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.cli.log import EventLog
-    from svdpp.launch import fork_server
+    from svdpp.launch.group import start_fork_server_early
     from svdpp.serve.server import Server, build
 
     with _bind(asked.host, asked.port) as bound:
         config, why = _config(asked, launched)
         if launched is None:
             family = None if asked.is_dummy else asked.family
-            fork_server.start_early(family=family, device=config.device)
+            start_fork_server_early(family=family, device=config.device)
         log.open(console, launched, warns=True)
         console.info(why)
         settings = _settings(asked, sizes, config)

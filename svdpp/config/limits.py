@@ -1,7 +1,7 @@
 """The upper limits of a request; docs/security.md lists them.
 
 The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
-before any work. `driver.memory` checks whether a run fits in the machine's memory. The ranges of
+before any work. `driver.resolve` checks whether a run fits in the machine's memory. The ranges of
 sampling parameters are in `config.sampling`.
 """
 

@@ -258,12 +258,6 @@ class PipelineConfig:
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
 
-    def with_sampling(
-        self, sampling: SamplingConfig, expert_boundary: int | None = None
-    ) -> PipelineConfig:
-        """The configuration of a clip with these parameters, and their boundary of experts."""
-        return replace(self, sampling=sampling, expert_boundary=expert_boundary)
-
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
         return replace(self, world_size=1, replicas=1, costs=Costs(), **_WHOLE)

@@ -11,9 +11,8 @@ from typing import Any
 from svdpp.config import PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.environment import cpu_model
-from svdpp.driver.memory import estimate_parts
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import estimate_parts, resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Placed, StepSpan, Trace, TransferSpan
 from svdpp.launch import gpus

@@ -29,10 +29,8 @@ from svdpp.config import (
     SamplingConfig,
     SvdSampling,
 )
-from svdpp.driver import jobs
-from svdpp.driver.memory import estimate_ranks, free_memory
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import estimate_ranks, free_memory, resolve
 from svdpp.errors import (
     OutOfMemoryError,
     OutputError,
@@ -122,7 +120,7 @@ def _transfers(examination: Examination) -> str:
     links = len(config.layout.links)
     return (
         f"{links} link{'s' * (links > 1)} with checksums, at worst {slowest.peer} -> "
-        f"{slowest.rank}: {jobs.size(slowest.num_bytes)} in {milliseconds:.2f} ms"
+        f"{slowest.rank}: {slowest.num_bytes / 1e6:.3f} MB in {milliseconds:.2f} ms"
     )
 
 
@@ -156,7 +154,8 @@ def _ffmpeg(examination: Examination) -> str:  # noqa: ARG001
 def _output(examination: Examination) -> str:
     folder = examination.out
     output_files.check_writable(folder)
-    free = jobs.free_bytes(folder)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",

@@ -124,13 +124,11 @@ def _host() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    """The GPUs, and their peer access (the row's GPU reads the column's memory)."""
     return {
         "gpus": [
             {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
             for gpu in gpus.visible_gpus()
-        ],
-        "peer_access": gpus.peer_access(),
+        ]
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures, figures_of
-from svdpp.driver.run_manifest import NAME, read_manifest
+from svdpp.driver.jobs import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.large_forecast import forecast_layout
@@ -284,9 +284,9 @@ def _find_manifest(path: Path) -> Path:
         if not path.exists():
             raise InputError(f"{str(path)!r} does not exist", "svdpp report FOLDER of a run")
         return path
-    if (path / NAME).exists():
-        return path / NAME
-    manifests = sorted(path.glob(f"*.{NAME}"))
+    if (path / MANIFEST).exists():
+        return path / MANIFEST
+    manifests = sorted(path.glob(f"*.{MANIFEST}"))
     if len(manifests) == 1:
         return manifests[0]
     if manifests:
@@ -295,6 +295,6 @@ def _find_manifest(path: Path) -> Path:
             f"{str(path)!r} holds {len(manifests)} runs: {names}", f"svdpp report {manifests[0]}"
         )
     raise InputError(
-        f"{str(path)!r} is not the folder of a run: it has no {NAME}",
+        f"{str(path)!r} is not the folder of a run: it has no {MANIFEST}",
         "name the folder that svdpp run wrote with --out; a bench prints what limits it",
     )

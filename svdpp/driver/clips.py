@@ -75,28 +75,28 @@ class ClipHandle(Future[ClipResult]):
         return self.progress.rank is not None and not self.done()
 
     def add_progress_callback(self, callback: Callable[[ClipHandle], object]) -> None:
-        """Has `callback` called with the handle after each change of `progress`.
+        """Has the pipeline's thread call `callback` with the handle when `progress` changes.
 
-        It must be quick and raise nothing: the pipeline's thread calls it. If a rank has begun the
-        clip, it is also called at once.
+        It must be quick and raise nothing. If a rank has begun the clip, it is called at once.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
             callback(self)
 
-    def _set_progress(self, progress: ClipProgress) -> None:
-        if progress != self.progress:
+    def _advance(self, steps_done: int, rank: int) -> None:
+        progress = replace(self.progress, steps_done=steps_done, rank=rank)
+        # The events of two ranks can arrive out of order.
+        if progress != self.progress and steps_done >= self.progress.steps_done:
             self.progress = progress
             for callback in self._progress_callbacks:
                 callback(self)
 
     def cancel(self) -> bool:
-        """Asks the ranks to skip the clip from the next step on; does not wait.
+        """Asks the ranks to skip the clip from the next step on; False if it is finished or lost.
 
         A clip that no rank has begun is cancelled at once. Another one is cancelled once all ranks
-        have let go of it, or finished if they were faster: `exception` waits for that. Afterwards
-        `cancelled()` is True, and `result` raises `concurrent.futures.CancelledError`. Returns
-        False once the clip is finished or lost.
+        have let go of it, or finished if they were faster: `exception` waits for that. `result`
+        then raises `concurrent.futures.CancelledError`.
         """
         return self._owner.cancel(self)
 
@@ -129,13 +129,7 @@ class OpenClips:
     """The handles of clips, from `add` until a caller has their result.
 
     It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
-    clips and wait for them.
-
-    Args:
-        send_to_all: sends a message to every rank: to skip a cancelled clip.
-        latents_folder: where ranks keep latent checkpoints.
-        tensor_folder: where tensors go that ranks send, for verification.
-        max_failures: how many of the latest losses `failures` keeps; None: all.
+    clips and wait for them. `send_to_all` sends every rank a message, to skip a cancelled clip.
     """
 
     def __init__(
@@ -206,9 +200,11 @@ class OpenClips:
                 assert self._tensor_folder is not None
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
-                self._advance(clip, rank)
+                if (handle := self._open.get(clip)) is not None:
+                    handle._advance(handle.progress.steps_done, rank)
             case StepDone():
-                self._advance(event.clip, rank, event.step + 1)
+                if (handle := self._open.get(event.clip)) is not None:
+                    handle._advance(event.step + 1, rank)
             case ClipDone():
                 self._settle(event.clip, event.metadata)
             case ClipDropped() if event.clip in self._cancelled:
@@ -217,14 +213,6 @@ class OpenClips:
                 self._settle(event.clip, error_from_dict(event.error))
             case _:
                 pass
-
-    def _advance(self, clip: int, rank: int, steps_done: int | None = None) -> None:
-        handle = self._open.get(clip)
-        if handle is None:
-            return
-        done = handle.progress.steps_done if steps_done is None else steps_done
-        if done >= handle.progress.steps_done:  # the events of two ranks can arrive out of order
-            handle._set_progress(replace(handle.progress, steps_done=done, rank=rank))
 
     def cancel(self, handle: ClipHandle) -> bool:
         """See `ClipHandle.cancel`."""

@@ -1,26 +1,30 @@
-"""The jobs of a run: inputs x seeds as clips, checked first, without those that are finished."""
+"""The jobs of a run: inputs x seeds as clips, those that are finished, and `run.json` of all."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
 import shlex
-import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.clip import identity, latents_key, parameters_sha256
+from svdpp.config.files import read_small_file
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
-from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.worker import tensor_files
+from svdpp.plan.actions import Action, Kind
+from svdpp.redaction import redact_all
 from svdpp.worker.clip_metadata import (
     checked_clip_metadata,
     clip_metadata,
@@ -28,6 +32,11 @@ from svdpp.worker.clip_metadata import (
     read_clip_metadata,
     weights_identity,
 )
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
+
+SCHEMA_VERSION = 1
+#: Of a run's manifest.
+MANIFEST = "run.json"
 
 _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
 
@@ -64,7 +73,7 @@ class OutputPolicy:
     @property
     def manifest(self) -> Path:
         """The path of the run's manifest: one for a folder of clips, or for a single clip."""
-        return self.folder / (f"{self.single_clip}.{NAME}" if self.single_clip else NAME)
+        return self.folder / (f"{self.single_clip}.{MANIFEST}" if self.single_clip else MANIFEST)
 
 
 @dataclass
@@ -76,58 +85,38 @@ class ClipPlan:
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
-def check_outputs(
-    inputs: Sequence[ClipInput],
-    seeds: Sequence[int],
-    policy: OutputPolicy,
-) -> int:
+def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> int:
     """Checks outputs and encoder before the model is searched for; returns how many exist."""
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_whole("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
-    for _, _, error in _shared_names(inputs, seeds, policy):
-        raise error
+    _check_names(inputs, seeds, policy)
     # One listing, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
-    places: list[OutputConfig] = []
-    existing: list[Path] = []
-    for _, _, output in _outputs(inputs, seeds, policy):
-        files = (output.path, output.json_path)
-        if not there.isdisjoint(map(os.path.basename, files)):
-            existing += [path for path in map(Path, files) if path.exists()][:1]
-            places.append(output)
+    existing = [
+        output
+        for _, _, output in _outputs(inputs, seeds, policy)
+        if not there.isdisjoint(map(os.path.basename, (output.path, output.json_path)))
+    ]
     if existing and not (policy.overwrite or policy.keeps_finished):
-        first, others = str(existing[0]), len(existing) - 1
+        noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
-            f"{len(existing)} outputs exist already, the first is {first!r}"
-            if others
-            else f"1 output exists already: {first!r}",
+            f"{len(existing)} {noun} already, the first is {existing[0].path!r}",
             "--resume keeps what is finished, --overwrite replaces it",
             details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )
-    for output in places:
+    for output in existing:
         video.check_output(output)
         output_files.check_free(output.json_path)
-    if not policy.overwrite:
-        check_replaceable(policy.manifest)
+    if not policy.overwrite and policy.manifest.exists():
+        _check_is_manifest(policy.manifest)
     output_files.check_writable(policy.folder)
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
     if policy.format == "mp4":
         video.find_ffmpeg()
     return len(existing)
-
-
-def without_shared_names(
-    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
-) -> tuple[list[ClipInput], list[RequestError]]:
-    """`inputs` without those whose clips share a name with an earlier one's; their errors."""
-    refused: dict[ClipInput, RequestError] = {}
-    for made_from, first, error in _shared_names(inputs, seeds, policy):
-        if first != made_from:
-            refused.setdefault(made_from, error)
-    return [made_from for made_from in inputs if made_from not in refused], list(refused.values())
 
 
 def plan_clips(
@@ -138,6 +127,8 @@ def plan_clips(
     checkpoint: Checkpoint,
 ) -> ClipPlan:
     """One clip for each input and seed, without the finished ones that `resume` keeps."""
+    from svdpp.worker import tensor_files  # torch, which `svdpp report` does not need
+
     plan, are_large = ClipPlan(), []
     folder = policy.latents_folder
     saved = {key for key, _ in tensor_files.saved(folder)} if folder else set()
@@ -150,75 +141,31 @@ def plan_clips(
         else:
             checkpoint.check_request(config.sampling, request)
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
-        key = None if folder is None else latents_key(metadata, weights)
+        key, done_steps = None, 0
+        if folder is not None:
+            key = latents_key(metadata, weights)
         finished = _finished_clip(output, metadata, policy)
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
                 tensor_files.prune(folder, key)  # of a run killed before it removed them
             continue
-        steps = []
         if folder is not None and policy.keeps_finished and key in saved:
-            steps = tensor_files.saved_steps(folder, key)
+            done_steps = max(tensor_files.saved_steps(folder, key))
         photo = made_from.photo
         are_large.append(
             photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
         )
         plan.metadata.append(metadata)
         plan.requests.append(
-            replace(
-                request,
-                output=output,
-                latents_key=key,
-                done_steps=max(steps, default=0),
-            )
+            replace(request, output=output, latents_key=key, done_steps=done_steps)
         )
-    _put_small_first(plan, are_large, config.replicas)
-    check_space(policy.folder, len(plan.requests), policy.format, policy.crf, config.sampling)
-    return plan
-
-
-def _put_small_first(plan: ClipPlan, are_large: Sequence[bool], count: int) -> None:
-    """Moves `count` clips without large images to the front.
-
-    All ranks wait for the first images; the others are prepared while the ranks work.
-    """
-    small = [index for index, is_large in enumerate(are_large) if not is_large][:count]
+    # All ranks wait for the first images; the others are prepared while the ranks work.
+    small = [index for index, is_large in enumerate(are_large) if not is_large][: config.replicas]
     order = small + sorted(set(range(len(are_large))) - set(small))
     plan.requests = [plan.requests[index] for index in order]
     plan.metadata = [plan.metadata[index] for index in order]
-
-
-def open_manifest(
-    path: Path,
-    config: PipelineConfig,
-    clips: ClipPlan,
-    lost: Sequence[Mapping[str, Any]],
-) -> RunManifest:
-    """The manifest of a run that is about to begin.
-
-    `lost` has an entry for each input that could not be read.
-    """
-    run = {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": config.model.name,
-        "world_size": config.world_size,
-        "device": config.device,
-        "num_inference_steps": config.sampling.num_inference_steps,
-    }
-    before = [
-        {**_entry(metadata), **how_made(metadata), "state": "done"} for metadata in clips.skipped
-    ]
-    before += [{**entry, "state": "failed"} for entry in lost]
-    begun = [
-        {**_entry(metadata), "from_step": request.done_steps}
-        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
-    ]
-    return RunManifest(path, run, begun, before)
-
-
-def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
+    return plan
 
 
 def _outputs(
@@ -231,26 +178,17 @@ def _outputs(
         yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
-def _shared_names(
-    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
-) -> Iterator[tuple[ClipInput, ClipInput, RequestError]]:
-    owners: dict[str, tuple[ClipInput, str]] = {}
+def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> None:
+    owners: dict[str, str] = {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
-        if output.path in owners:
-            first, name = owners[output.path]
-            yield made_from, first, _one_name(name, owner, output, policy)
-        else:
-            owners[output.path] = made_from, owner
-
-
-def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
-    name = Path(output.path).name
-    numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
-    numbered = shlex.quote(numbered.replace("NAME", "{name}"))
-    return RequestError(
-        f"{one} and {other} would both become {name!r}", f"--out {numbered} numbers them"
-    )
+        if (other := owners.pop(output.path, None)) is not None:
+            numbered = policy.folder / f"{{name}}_{{index}}{video.SUFFIXES[policy.format]}"
+            raise RequestError(
+                f"{other} and {owner} would both become {Path(output.path).name!r}",
+                f"--out {shlex.quote(str(numbered))} numbers them",
+            )
+        owners[output.path] = owner
 
 
 def _finished_clip(
@@ -296,12 +234,9 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
         return
     names = (*identity(metadata), *identity(existing))
     name = next(name for name in names if existing.get(name) != metadata.get(name))
-    # The default number of threads depends on the number of ranks.
     before, now = existing.get(name), metadata.get(name)
-    same = f"--threads {before} keeps it; " if name == "num_threads" else ""
     raise RequestError(
-        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
-        same + _REPLACE_OR_KEEP,
+        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}", _REPLACE_OR_KEEP
     )
 
 
@@ -332,66 +267,148 @@ def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> boo
     return is_readable
 
 
-# --- disk space -----------------------------------------------------------------------------------
+# --- the manifest -------------------------------------------------------------------------------
 
-# Bytes for each pixel of each frame: the maximum that `write_clip` used for clips of the four
-# photographs of svdpp, zoomed by 2% a frame, with 14 frames of 128x128 and of 1024x576. The maximum
-# always came from a photograph with camera grain of 6 levels, which compresses worst. Clips of the
-# demo model need a tenth to a half of it. Frames of pure noise need 3 times as much as mp4, 1.8
-# times as webp and 1.3 times as gif or png; they are ignored, so that a disk with enough space for
-# photographs is not refused.
-_BYTES_PER_PIXEL = {"gif": 1.11, "webp": 0.48, "frames": 2.34}
-#: The same for mp4, by the largest measured --crf that is not above the requested one.
-_MP4_BYTES_PER_PIXEL = {0: 0.83, 6: 0.66, 12: 0.44, 18: 0.24, 24: 0.094, 36: 0.024, 51: 0.012}
-
-#: For a file's container, its metadata, and the rounding of the file system.
-_BYTES_PER_FILE = 8 * 1024
+# Often enough to follow a run, seldom enough for a network folder.
+_WRITE_SECONDS = 1.0
+# Of the time, the share that writes of a long manifest may take.
+_WRITE_SHARE = 0.02
+# Far above the size of a manifest with the largest allowed number of clips.
+_MAX_BYTES = 2**30
 
 
-def estimated_bytes(format: VideoFormat, crf: int, sampling: SamplingConfig) -> int:
-    """Estimated disk space of one clip and its metadata, by the factors above."""
-    if format == "mp4":
-        factor = _MP4_BYTES_PER_PIXEL[max(each for each in _MP4_BYTES_PER_PIXEL if each <= crf)]
-    else:
-        factor = _BYTES_PER_PIXEL[format]
-    frames, pixels = sampling.frames, sampling.height * sampling.width
-    num_files = 1 + (frames if format == "frames" else 1)
-    return round(factor * frames * pixels) + num_files * _BYTES_PER_FILE
-
-
-def free_bytes(folder: Path) -> int:
-    """Free bytes for this user on the file system of `folder`, which need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A run's manifest."""
+    data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
-        return shutil.disk_usage(there).free
-    except OSError as error:
-        raise OutputError(f"cannot write into {str(folder)!r}: {error.strerror}") from error
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = None
+    if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
+        hint = f"name a folder that svdpp run wrote, or its {MANIFEST}"
+        raise InputError(f"{str(path)!r} is not a run's manifest", hint)
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
+    return content
 
 
-def check_space(
-    folder: Path, num_clips: int, format: VideoFormat, crf: int, sampling: SamplingConfig
-) -> None:
-    """Checks by an estimate that `num_clips` clips fit into `folder`.
+def _check_is_manifest(path: Path) -> None:
+    try:
+        read_manifest(path)
+    except InputError as error:
+        raise RequestError(
+            f"{str(path)!r} exists and is not a run's manifest", _REPLACE_OR_KEEP
+        ) from error
 
-    A clip that is replaced exists until the new one is complete, so its space does not count.
+
+def open_manifest(
+    path: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+) -> RunManifest:
+    """The manifest of a run that is about to begin.
+
+    `lost` has an entry for each input that could not be read.
     """
-    one = estimated_bytes(format, crf, sampling)
-    free = free_bytes(folder)
-    if num_clips * one <= free:
-        return
-    clips = f"{num_clips} clip{'s' if num_clips > 1 else ''}"
-    raise OutputError(
-        f"{clips} of {sampling.frames} frames, {sampling.width}x{sampling.height}, as {format} "
-        "need about "
-        f"{size(num_clips * one)} in {str(folder)!r}, where {size(free)} are free",
-        "name a folder on another disk with --out, or ask for fewer clips",
-        details={"asked": num_clips * one, "free": free},
-    )
+    run = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": config.model.name,
+        "world_size": config.world_size,
+        "device": config.device,
+        "num_inference_steps": config.sampling.num_inference_steps,
+    }
+    before = [{**_entry(made), **_host(made), "state": "done"} for made in clips.skipped]
+    before += [{**entry, "state": "failed"} for entry in lost]
+    begun = [
+        {**_entry(metadata), "from_step": request.done_steps}
+        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
+    ]
+    return RunManifest(path, run, begun, before)
 
 
-def size(num_bytes: int) -> str:
-    """Bytes as text, such as `1.5 GB`."""
-    for unit, each in (("GB", 10**9), ("MB", 10**6)):
-        if num_bytes >= each:
-            return f"{num_bytes / each:.1f} {unit}"
-    return f"{num_bytes / 1000:.1f} kB"
+def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
+
+
+def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {"host": metadata["host"]} if metadata.get("host") else {}
+
+
+class RunManifest:
+    """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
+
+    A killed run leaves its last manifest behind, in which clips are still `running`. If the
+    manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
+
+    `clips` are the pipeline's clips, by index; `before` those that were finished or lost before
+    it began.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run: Mapping[str, Any],
+        clips: Sequence[Mapping[str, Any]],
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._path = path
+        self._content = redact_all({"schema_version": SCHEMA_VERSION, **run})
+        self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
+        self._content["clips"] = [*redact_all(before), *self._clips]
+        self._next_write = 0.0
+        self._changed = True
+
+    def __enter__(self) -> RunManifest:
+        self._write()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for clip in self._clips:
+            if clip["state"] == "running":
+                clip["state"] = "pending"  # no rank works on it any longer
+                self._changed = True
+        # An error here would hide the one that ended the run.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
+            if self._changed:
+                self._write()
+
+    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """Takes one event of a rank."""
+        match event:
+            case (
+                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+            ):
+                self._set(clip, "running")
+            case ClipDone():
+                self._set(event.clip, "done", **_host(event.metadata))
+            case ClipFailed():
+                self._set(event.clip, "failed", error=event.error)
+            case _:
+                pass
+        if self._changed and time.monotonic() >= self._next_write:
+            with contextlib.suppress(OutputError):
+                self._write()
+
+    def measured(self, figures: Mapping[str, Any]) -> None:
+        """Adds the figures of the run, for `svdpp report`; they are written on leaving."""
+        self._content["measured"] = redact_all(figures)
+        self._changed = True
+
+    def _set(self, clip: int, state: Literal["running", "done", "failed"], **more: Any) -> None:
+        if self._clips[clip]["state"] in ("done", "failed", state):
+            return
+        self._clips[clip].update(state=state, **redact_all(more))
+        self._changed = True
+
+    def _write(self) -> None:
+        begun = time.monotonic()
+        try:
+            output_files.write_json(self._path, self._content)
+        finally:
+            seconds = time.monotonic() - begun
+            self._next_write = begun + max(_WRITE_SECONDS, seconds / _WRITE_SHARE)
+        self._changed = False

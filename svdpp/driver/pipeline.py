@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, overload
 
-from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config import ClipRequest
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
-from svdpp.driver.memory import check_memory
 from svdpp.driver.ranks import PipelineRanks
-from svdpp.driver.resolve import ClipWork, check_metadata, resolve
-from svdpp.errors import ClosedError, Interrupted, reraisable
-from svdpp.launch import process_group
-from svdpp.launch.world import find_world
+from svdpp.driver.resolve import ClipWork, check_memory
+from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ClipJob, Work
-from svdpp.worker.rank import RankSetup
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
 Metadata = Sequence[Mapping[str, Any]]
@@ -68,52 +64,10 @@ class Pipeline(PipelineRanks):
         [0, 1, 2]
     """
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        *,
-        tensor_folder: str | None = None,
-        latents_folder: str | None = None,
-        profile_path: str | None = None,
-        shared_paths: Sequence[str] = (),
-        history_clips: int | None = None,
-        trace_clips: int | None = None,
-        ranks_ignore_signals: bool = False,
-        fault: Callable[[int], object] | None = None,
-    ) -> None:
-        kind = type(config).__name__
-        require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
-        world = find_world()
-        backend = process_group.choose_backend(config.device, config.world_size)
-        self._num_local = config.world_size if world is None else world.local_size
-        process_group.check_devices(config.device, self._num_local, launched=world is not None)
-        for name, limit in (("history_clips", history_clips), ("trace_clips", trace_clips)):
-            require(limit is None or limit >= 1, f"{name} must be 1 or more, got {limit}")
-        self.config, self.checkpoint = resolve(config, world=world)
-        setup = RankSetup(
-            config=self.config,
-            checkpoint=self.checkpoint,
-            tensor_folder=tensor_folder,
-            latents_folder=latents_folder,
-            profile_path=profile_path,
-            fault=fault,
-        )
-        super().__init__(
-            setup,
-            backend,
-            world,
-            ignores_signals=ranks_ignore_signals,
-            shared_paths=shared_paths,
-            history_clips=history_clips,
-            trace_clips=history_clips if trace_clips is None else trace_clips,
-        )
-        self._work = ClipWork(
-            self.config, self.checkpoint, keeps_latents=latents_folder is not None
-        )
-        # Held while clips get their indices and go to the ranks, in the same order for all ranks.
-        # Reentrant: a signal handler may close the pipeline meanwhile.
-        self._submitting = threading.RLock()
-        self._is_entered = False
+    @cached_property
+    def _work(self) -> ClipWork:
+        keeps_latents = self._setup.latents_folder is not None
+        return ClipWork(self.config, self.checkpoint, keeps_latents=keeps_latents)
 
     @property
     def failures(self) -> list[ClipFailure]:
@@ -183,16 +137,24 @@ class Pipeline(PipelineRanks):
         self._check_open()
         checked = self._work.checked(requests)
         num_steps = list(map(self._work.num_steps, checked))
-        marked = [self._marked(own) for own in check_metadata(metadata, len(checked))]
+        metadata = metadata or [{}] * len(checked)
+        what = f"got {len(metadata)} metadata for {len(checked)} clips: give one for each clip"
+        require(len(metadata) == len(checked), what)
+        if self._is_mixed or divides_batches(self.config, self.checkpoint):
+            metadata = [{**own, "exact": "unproven"} for own in metadata]
         with self._submitting:
             supervisor = self._check_open()
             first = self._clips.num_added
-            messages = self._work.messages(checked, marked, first)
-            with self._all_or_nothing():
+            messages = self._work.messages(checked, metadata, first)
+            try:
                 handles = self._clips.add(checked, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
+            except BaseException as error:  # ranks that got the clips would wait for the others
+                reason = f"only some of the ranks got the clips: {type(error).__name__}"
+                supervisor.abort(SvdppError(reason))
+                raise
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
@@ -207,10 +169,6 @@ class Pipeline(PipelineRanks):
             if roles.encode:
                 supervisor.send(rank, message)
 
-    def _marked(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        is_unproven = self._is_mixed or divides_batches(self.config, self.checkpoint)
-        return {**metadata, "exact": "unproven"} if is_unproven else metadata
-
     # --- plan and forecast ----------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[ClipRequest]) -> Schedule:
@@ -218,10 +176,7 @@ class Pipeline(PipelineRanks):
         return self._work.schedule(list(map(self._work.resolved, requests)), 0)
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
-        """The times of every rank's actions for the first clips, at the mean costs measured so far.
-
-        If the dummy model sleeps, at its configured costs.
-        """
+        """The times of every rank's actions for the first clips, at the costs measured so far."""
         costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
         return replay(self.schedule(requests), costs)
 
@@ -229,8 +184,8 @@ class Pipeline(PipelineRanks):
 
     def check_memory(self) -> None:
         """Checks, as entering the block does, that this host's ranks fit into its free memory."""
-        roles = self.config.layout.roles[: self._num_local]
-        check_memory(self.config, self.checkpoint, roles)
+        num_local = None if self.world is None else self.world.local_size
+        check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
 
     def __enter__(self) -> Pipeline:
         if self.is_member:

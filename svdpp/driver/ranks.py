@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 from svdpp.config import PipelineConfig
+from svdpp.config.limits import require
 from svdpp.driver.clips import OpenClips
+from svdpp.driver.resolve import resolve
 from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
 from svdpp.driver.trace import Trace
-from svdpp.errors import ClosedError, Interrupted, RequestError, SvdppError, reraisable
-from svdpp.launch import fork_server, process_group
-from svdpp.launch.group import Group, start_ranks
+from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
+from svdpp.launch import process_group
+from svdpp.launch.group import Group, modules_for, start_ranks
 from svdpp.launch.joined import Terms, join_ranks
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import find_world, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.joined_rank import serve_joined
@@ -33,42 +34,53 @@ class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
     A thread takes their events from start to end, so that ranks never wait for a reader. It ends
-    when the pipeline is closing and all clips are settled, when a rank fails, or by `_drop`. Any
-    thread may call the methods.
-
-    A launcher's ranks ignore signals (`start_ranks`) only on rank 0's host.
+    when the pipeline is closing and all clips are settled, when a rank fails, or by `_drop`.
     """
 
     def __init__(
         self,
-        setup: RankSetup,
-        backend: str,
-        world: World | None,
+        config: PipelineConfig,
         *,
-        ignores_signals: bool = False,
+        tensor_folder: str | None = None,
+        latents_folder: str | None = None,
+        profile_path: str | None = None,
         shared_paths: Sequence[str] = (),
         history_clips: int | None = None,
         trace_clips: int | None = None,
+        ranks_ignore_signals: bool = False,
+        fault: Callable[[int], object] | None = None,
     ) -> None:
-        config = setup.config
-        self.world = world
+        kind = type(config).__name__
+        require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
+        for limit in (history_clips, trace_clips):
+            require(limit is None or limit >= 1, f"a history has 1 clip or more, got {limit}")
+        self.world = find_world()
         """What the launcher says of this process; None if it starts the ranks itself."""
-        self.backend = backend
-        self.trace = Trace(config.world_size, trace_clips)
+        self.backend = process_group.choose_backend(config.device, config.world_size)
+        num_local = config.world_size if self.world is None else self.world.local_size
+        process_group.check_devices(config.device, num_local, launched=self.world is not None)
+        self.config, self.checkpoint = resolve(config, world=self.world)
+        self.trace = Trace(config.world_size, trace_clips or history_clips)
         """The measurements so far."""
         self.run_error: BaseException | None = None
         """What ended the run before its last clip; None while it goes on, or if it succeeded."""
-        self._setup = setup
-        self._ignores_signals = ignores_signals
-        folders = [setup.latents_folder] if setup.latents_folder else []
-        self._shared_paths = (*folders, *shared_paths)
+        self._setup = RankSetup(
+            config=self.config,
+            checkpoint=self.checkpoint,
+            tensor_folder=tensor_folder,
+            latents_folder=latents_folder,
+            profile_path=profile_path,
+            fault=fault,
+        )
+        self._ignores_signals = ranks_ignore_signals
+        self._shared_paths = (*([latents_folder] if latents_folder else []), *shared_paths)
         self._observers: tuple[Observer, ...] = ()
         self._started: dict[int, Started] = {}
         self._is_mixed = False
         self._clips = OpenClips(
             lambda message: self._entered.send_to_all(message),
-            latents_folder=setup.latents_folder,
-            tensor_folder=setup.tensor_folder,
+            latents_folder=latents_folder,
+            tensor_folder=tensor_folder,
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
@@ -79,8 +91,11 @@ class PipelineRanks:
         self._has_ended = threading.Event()
         self._cleaning = threading.RLock()  # a signal handler may close during a close
         self._dropped = ClosedError("the pipeline was closed before the clip was finished")
-        # Whether no more clips may be sent, and whether all is over and cleaned up.
-        self._is_closing = self._is_closed = False
+        # Held while clips get their indices and go to the ranks, in the same order for all ranks.
+        # Reentrant: a signal handler may close the pipeline meanwhile.
+        self._submitting = threading.RLock()
+        # Whether it has begun, takes no more clips, and is over and cleaned up.
+        self._is_entered = self._is_closing = self._is_closed = False
 
     @property
     def is_member(self) -> bool:
@@ -101,22 +116,20 @@ class PipelineRanks:
         self._observers = (*self._observers, observer)
 
     def serve(self, *, say: Callable[[str, bool], None]) -> None:
-        """Works as a rank other than 0 until rank 0 ends the work.
+        """Works as a rank other than 0 until rank 0 ends the work; a failure ends the process.
 
-        Observers get the events of this rank only. If the run fails, the process ends here.
-
-        `say` takes the last message of a process that ends, and whether no other process reports
-        it.
+        Observers get the events of this rank only. `say` takes the last message of a process that
+        ends, and whether no other process reports it.
         """
-        world = self._launched_world()
+        terms = self._terms()
         serve_joined(
             rank_main,
             self._setup,
-            self._terms(),
-            device=process_group.device_of_rank(self._setup.config.device, world),
+            terms,
+            device=process_group.device_of_rank(self.config.device, terms.world),
             observers=self._observers,
             say=say,
-            ignores_signals=self._ignores_signals and world.on_first_host,
+            ignores_signals=self._ignores_signals and terms.world.on_first_host,
         )
 
     def dismiss(self) -> None:
@@ -127,33 +140,27 @@ class PipelineRanks:
     def _open(self) -> Group:
         if self.world is not None:
             return join_ranks(self._terms(), rank_main, self._setup)
-        checkpoint = self._setup.checkpoint
-        preload = fork_server.modules_for(None if checkpoint is None else checkpoint.family)
         return start_ranks(
             rank_main,
             self._setup,
-            world_size=self._setup.config.world_size,
+            world_size=self.config.world_size,
             backend=self.backend,
-            device=self._setup.config.device,
-            preload=preload,
+            device=self.config.device,
+            preload=modules_for(None if self.checkpoint is None else self.checkpoint.family),
             ignores_signals=self._ignores_signals,
         )
 
     def _terms(self) -> Terms:
-        config = self._setup.config
-        return Terms(
-            world=self._launched_world(),
-            backend=self.backend,
-            shared_settings=shared_settings(config, self._setup.checkpoint),
-            shared_paths=self._shared_paths,
-            start_timeout=config.start_timeout_seconds,
-            peer_timeout=silence_limit(config),
-        )
-
-    def _launched_world(self) -> World:
         if self.world is None:
             raise ClosedError("no launcher has started this process: enter the pipeline's block")
-        return self.world
+        return Terms(
+            world=self.world,
+            backend=self.backend,
+            shared_settings=shared_settings(self.config, self.checkpoint),
+            shared_paths=self._shared_paths,
+            start_timeout=self.config.start_timeout_seconds,
+            peer_timeout=silence_limit(self.config),
+        )
 
     # --- the life of the ranks ------------------------------------------------------------------
 
@@ -174,9 +181,7 @@ class PipelineRanks:
     def _start(self) -> None:
         """Starts or joins the ranks, and waits until all are ready for work."""
         self.trace.begun = self.trace.ready = time.monotonic()
-        self._supervisor = Supervisor(
-            self._open(), self._setup.config, self._take_event, trace=self.trace
-        )
+        self._supervisor = Supervisor(self._open(), self.config, self._take_event, trace=self.trace)
         try:
             self._thread.start()
             self._has_begun.wait()
@@ -198,9 +203,7 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _drop(self, error: BaseException | None) -> BaseException | None:
-        """Ends the ranks at once, whatever they are doing.
-
-        In the pipeline's thread, that is in an observer or a callback, it returns before they end.
+        """Ends the ranks at once; in the pipeline's thread it returns before they end.
 
         `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
         Returns what had already ended the run; None if all is over, or nothing has begun.
@@ -216,44 +219,28 @@ class PipelineRanks:
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
-                failure = self._supervisor.late_cause()
+                failure = self._supervisor.find_cause()
             elif failure is self._supervisor.interruption:
                 failure = None  # the signal went to all ranks, and another's report came first
         self._clean_up(failure or error)
         return failure
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Ends the run if an exception, such as a signal's, leaves the block.
-
-        For the block that sends work to the ranks: ranks that got it would wait for the others.
-        """
-        try:
-            yield
-        except BaseException as error:
-            reason = f"only some of the ranks got the clips: {type(error).__name__}"
-            self._entered.abort(SvdppError(reason))
-            raise
-
     def _run(self) -> None:
-        reason = self._supervise()
+        reason: BaseException = ClosedError("the pipeline is closed: its ranks have ended")
+        try:
+            self._entered.supervise(
+                lambda: self._is_closing and self._clips.is_idle, self._has_begun.set
+            )
+        except BaseException as error:
+            reason = error
+            if error is not self._dropped:
+                self.run_error = error
         try:
             # With launched ranks, `_drop` still has to find out whether one of them has failed.
             if self.run_error is not None or (reason is self._dropped and self.world is None):
                 self._entered.kill(self.run_error)
         finally:
             self._end(reason)
-
-    def _supervise(self) -> BaseException:
-        try:
-            self._entered.supervise(
-                lambda: self._is_closing and self._clips.is_idle, self._has_begun.set
-            )
-        except BaseException as error:
-            if error is not self._dropped:
-                self.run_error = error
-            return error
-        return ClosedError("the pipeline is closed: its ranks have ended")
 
     def _end(self, reason: BaseException) -> None:
         self._clips.end(reason)
@@ -269,14 +256,12 @@ class PipelineRanks:
             self._clips.clean_up()
 
     def _take_event(self, rank: int, event: Event) -> None:
-        config = self._setup.config
         try:
             if isinstance(event, Started):
                 self._started[rank] = event
-                if len(self._started) == config.world_size:
-                    self._is_mixed = are_mixed(
-                        self._started, self.backend, allowed=config.allow_mixed_devices
-                    )
+                if len(self._started) == self.config.world_size:
+                    allowed = self.config.allow_mixed_devices
+                    self._is_mixed = are_mixed(self._started, self.backend, allowed=allowed)
             for observer in self._observers:
                 observer(rank, event)
         finally:  # last, so that observers have seen a clip's event before its result is available
@@ -284,10 +269,7 @@ class PipelineRanks:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """What must be equal on every rank, by name: options, versions, the model's weights.
-
-    Each host has its own command line, so the ranks compare these when they join.
-    """
+    """What ranks of several command lines must have in common: options, versions, weights."""
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
     values["model"] = values.pop("name")

@@ -1,19 +1,22 @@
-"""From requests to work: the model's defaults, each clip's route, each rank's actions and jobs."""
+"""From requests to work: the model's own values, the ranks' memory, their actions and jobs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.errors import RequestError, first_line
+from svdpp.errors import OutOfMemoryError, RequestError, first_line
+from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
+from svdpp.launch.process_lifetime import environment_defaults
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Layout, Roles, check_chunks
 from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.worker.messages import ClipJob, Work
@@ -33,9 +36,9 @@ def resolve(
     downloaded. `world` is the launcher's; None: all ranks are on this host.
     """
     if config.model.is_dummy:
-        return resolved(config, None), None
+        return _resolved(config, None), None
     checkpoint = find_checkpoint(config.model, weights=False)
-    with_defaults = resolved(config, checkpoint)
+    with_defaults = _resolved(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
     components = frozenset(checkpoint.weighted)
@@ -44,7 +47,7 @@ def resolve(
         by_rank = (checkpoint.components_of(roles, with_defaults.sampling) for roles in on_host)
         components = frozenset().union(*by_rank)
     checkpoint = with_weights(checkpoint, config.model, sorted(components))
-    return resolved(config, checkpoint), checkpoint
+    return _resolved(config, checkpoint), checkpoint
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
@@ -55,18 +58,28 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
     return {*config.layout.roles[first : first + world.local_size], config.layout.roles[world.rank]}
 
 
-def resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
-    """`config` with the model's own values in place of None."""
-    sampling, boundary = _resolved(config, config.sampling, checkpoint)
-    found = replace(config, sampling=sampling, expert_boundary=boundary)
-    return replace(found, decode_ranks=_decode_ranks(found, checkpoint))
+def _resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
+    config = resolved_for(config.sampling, config, checkpoint)
+    return replace(config, decode_ranks=_decode_ranks(config, checkpoint))
 
 
 def resolved_for(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
     """The configuration of a clip with its own sampling parameters, in a pipeline of `config`."""
-    return config.with_sampling(*_resolved(config, sampling, checkpoint))
+    if checkpoint is None:
+        frames = config.model.dummy_latent.shape[2]
+        return replace(config, sampling=sampling.resolved(model_frames=frames))
+    sampling = checkpoint.resolve(sampling)
+    if config.cfg_parallel > 1:
+        _check_branches(sampling, checkpoint)
+    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
+    if boundary is not None and not 0 < boundary < num_steps:
+        raise RequestError(
+            f"the model has two experts, and one of them would do all {num_steps} steps",
+            "use more --steps, or another --param flow_shift",
+        )
+    return replace(config, sampling=sampling, expert_boundary=boundary)
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
@@ -101,23 +114,152 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _resolved(
-    config: PipelineConfig, sampling: SamplingConfig, checkpoint: Checkpoint | None
-) -> tuple[SamplingConfig, int | None]:
-    if checkpoint is None:
-        frames = config.model.dummy_latent.shape[2]
-        return sampling.resolved(model_frames=frames), config.expert_boundary
-    sampling = checkpoint.resolve(sampling)
-    if config.cfg_parallel > 1:
-        _check_branches(sampling, checkpoint)
-    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
-    if boundary is not None and not 0 < boundary < num_steps:
-        raise RequestError(
-            f"the model has two experts, and one of them would do all {num_steps} steps",
-            "use more --steps, or another --param flow_shift",
-        )
-    return sampling, boundary
+# --- memory -------------------------------------------------------------------------------------
 
+#: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
+#: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
+_RANK_BYTES = 128 * 2**20
+#: What a rank that encodes takes to read and prepare images (measured: its peak rises by 597 MiB
+#: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
+#: beside it).
+_IMAGE_BYTES = 768 * 2**20
+#: Clips of the demo up to this size take half a gigabyte at most.
+_DEMO_PIXELS = 2**18
+#: As safetensors spells them.
+_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+# A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
+# handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
+CUDA_PROCESS_BYTES = 600_000_000
+_NCCL_PAIR_BYTES = 100_000_000
+
+
+def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
+    """The memory of each part of the model, for the clips of a resolved `config`."""
+    if checkpoint is None:  # the dummy takes megabytes
+        return MemoryEstimate(encode=None, denoise=PartMemory(0, 0), decode=None)
+    with environment_defaults():
+        from svdpp.models.memory import estimate  # diffusers: seconds
+
+    return estimate(
+        checkpoint,
+        config.model,
+        config.sampling,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+
+
+def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[int]:
+    """The peak bytes of each rank on its device, or on the host for a CPU rank, by estimate.
+
+    Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
+    the files already have the requested dtype. `weights` must be present.
+    """
+    config, checkpoint = resolve(config, weights=weights)
+    parts = estimate_parts(config, checkpoint)
+    return [
+        parts.of_rank(roles).peak_bytes + _process_bytes(config, rank)
+        for rank, roles in enumerate(config.layout.roles)
+    ]
+
+
+def free_memory(device: str) -> int:
+    """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
+    return available_bytes() if device == "cpu" else free_bytes(device)
+
+
+def memory_of_devices(
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    world_size: int,
+    free_bytes: Callable[[str], int] = free_bytes,
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """For the choice of a layout: the parts' needs as fields of `Costs`, and each rank's GiB.
+
+    Both are empty for CPU ranks, which share the host's memory and the weights in it; ranks on one
+    `device` get equal shares of it.
+    """
+    if device == "cpu":
+        return {}, ()
+    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
+    needs = estimate_parts(*resolve(asked, weights="none")).as_costs()
+    if device != "cuda":
+        each = free_bytes(device) / world_size - CUDA_PROCESS_BYTES
+        return needs, (each / 2**30,) * world_size
+    taken = CUDA_PROCESS_BYTES + 2 * _NCCL_PAIR_BYTES
+    free = (free_bytes(f"cuda:{rank}") for rank in range(world_size))
+    return needs, tuple((each - taken) / 2**30 for each in free)
+
+
+def _process_bytes(config: PipelineConfig, rank: int) -> int:
+    """On a GPU: context, library handles and NCCL's buffers."""
+    if config.device == "cpu":
+        return _RANK_BYTES
+    from svdpp.launch import process_group  # torch
+
+    backend = process_group.choose_backend(config.device, config.world_size)
+    pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
+    return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
+
+
+def check_memory(
+    config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
+) -> None:
+    """Refuses CPU ranks that need more memory than this machine has free.
+
+    The peaks of all ranks are added, because they may occur at the same time. The dummy and small
+    clips of the demo are not checked: the estimate imports diffusers.
+    """
+    sampling = config.sampling
+    if config.device != "cpu" or checkpoint is None:
+        return
+    pixels = sampling.frames * sampling.height * sampling.width
+    if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
+        return
+    free = available_bytes()
+    needed = _needed_together(config, checkpoint, ranks)
+    if needed > free:
+        noun = "rank needs" if len(ranks) == 1 else "ranks need"
+        raise OutOfMemoryError(
+            f"out of memory before the run: {len(ranks)} CPU {noun} about "
+            f"{gib_text(needed)}, {gib_text(free)} free",
+            "a smaller --world, --height and --width, --frames or --decode-chunk-size, or --dtype "
+            "bf16, lowers it",
+        )
+
+
+def _needed_together(config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]) -> int:
+    """The bytes that all ranks need; weights that they share count once."""
+    parts = estimate_parts(config, checkpoint)
+    num_bytes = 0
+    weights: dict[tuple[Roles, int], int] = {}
+    for rank, roles in enumerate(ranks):
+        shares = {share: parts.of_rank(share) for share in roles.split()}
+        for share, memory in shares.items():
+            owner = 0 if _are_shared(config, checkpoint, share) else rank
+            weights[share, owner] = memory.weight_bytes
+        num_bytes += max((memory.activation_bytes for memory in shares.values()), default=0)
+        num_bytes += _RANK_BYTES + _IMAGE_BYTES * roles.encode
+    return num_bytes + sum(weights.values())
+
+
+def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
+    """Whether ranks with these roles map the same pages of the weights' files.
+
+    They do if the files have the dtype in which the components are loaded; otherwise each has a
+    copy.
+    """
+
+    def is_mapped(part: str) -> bool:
+        dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype
+        headers = checkpoint.weight_files(part).values()
+        return {name for header in headers for name, _ in header.values()} == {_DTYPES[dtype]}
+
+    return all(map(is_mapped, checkpoint.components_of(roles, config.sampling)))
+
+
+# --- work ---------------------------------------------------------------------------------------
 
 _CONFIGS_KEPT = 64
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
@@ -199,42 +341,30 @@ class ClipWork:
 
     def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
         """`requests` as a list, resolved: the ranks can make every clip."""
-        listed = [requests] if isinstance(requests, ClipRequest) else requests
-        checked: list[ClipRequest] = []
+        listed = [requests] if isinstance(requests, ClipRequest) else list(requests)
         for index, request in enumerate(listed):
-            name = f"clip {index} of the list" if listed is requests else "the clip"
             if not isinstance(request, ClipRequest):
-                raise TypeError(f"{name} is a {type(request).__name__}, not a ClipRequest")
-            checked.append(self.resolved(request))
-            self._check(name, checked[-1])
-        return checked
-
-    def _check(self, name: str, request: ClipRequest) -> None:
-        sampling = self.config_of(request).sampling
-        if self._checkpoint is not None and not request.done_steps:
+                raise TypeError(f"clip {index} is a {type(request).__name__}, not a ClipRequest")
+            listed[index] = self.resolved(request)
             try:
-                self._checkpoint.check_request(sampling, request)
+                self._check(listed[index])
             except RequestError as error:
-                raise RequestError(
-                    f"{name}: {error.message}",
-                    "give its ClipRequest image=... or prompt=..., as the model needs",
-                ) from error
-        if request.done_steps:
-            self._check_resumed(name, request, sampling.num_inference_steps)
-        if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
-            raise RequestError(
-                f"{name}: latents_key must be 64 hex digits, got {request.latents_key}"
-            )
+                raise RequestError(f"clip {index}: {error.message}", error.hint) from error
+        return listed
 
-    def _check_resumed(self, name: str, request: ClipRequest, num_steps: int) -> None:
-        done = request.done_steps
-        if not self._keeps_latents:
+    def _check(self, request: ClipRequest) -> None:
+        sampling, done = self.config_of(request).sampling, request.done_steps
+        if self._checkpoint is not None and not done:
+            self._checkpoint.check_request(sampling, request)
+        if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
+            raise RequestError(f"latents_key must be 64 hex digits, got {request.latents_key}")
+        if done and not self._keeps_latents:
             raise RequestError(
-                f"{name} has done_steps={done}, but there are no latent checkpoints",
+                f"done_steps is {done}, but there are no latent checkpoints",
                 "give the Pipeline the folder of the earlier run, as latents_folder=...",
             )
-        if not 0 < done <= num_steps:
-            raise RequestError(f"{name}: done_steps must be 0 to {num_steps}, got {done}")
+        if done > sampling.num_inference_steps:
+            raise RequestError(f"done_steps must be at most {sampling.num_inference_steps}")
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
         """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""
@@ -242,15 +372,15 @@ class ClipWork:
         return build_schedule(routes, self._config.world_size)
 
     def messages(
-        self, requests: Sequence[ClipRequest], metadata: Sequence[dict[str, Any]], first: int
+        self, requests: Sequence[ClipRequest], metadata: Sequence[Mapping[str, Any]], first: int
     ) -> dict[int, bytes]:
         """The message for each rank that has actions, by rank.
 
         `requests` are checked, each with its metadata; `first` is the index of the first clip.
         """
         jobs = {
-            first + index: ClipJob(clip=first + index, request=request, metadata=metadata[index])
-            for index, request in enumerate(requests)
+            clip: ClipJob(clip=clip, request=request, metadata=dict(own))
+            for clip, (request, own) in enumerate(zip(requests, metadata, strict=True), first)
         }
         schedule = self.schedule(requests, first)
         try:
@@ -271,16 +401,6 @@ class ClipWork:
             for clip in sorted({action.clip for action in actions})
         ]
         return Work(actions=tuple(actions), jobs=tuple(own))
-
-
-def check_metadata(metadata: Iterable[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`metadata` as a list of one dictionary for each of `count` clips; empty means empty ones."""
-    dictionaries = [dict(values) for values in metadata]
-    if dictionaries and len(dictionaries) != count:
-        raise RequestError(
-            f"got {len(dictionaries)} metadata for {count} clips: give one for each clip"
-        )
-    return dictionaries or [{} for _ in range(count)]
 
 
 def _starts_from_image(sampling: SamplingConfig) -> bool:

@@ -7,17 +7,11 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.trace import Trace
-from svdpp.errors import (
-    BrokenLinkError,
-    Interrupted,
-    RankError,
-    SvdppError,
-    error_from_dict,
-)
+from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
 from svdpp.launch.group import GUARD, Group
 from svdpp.plan.forecast import draw_grid
 from svdpp.plan.schedule import Schedule
@@ -91,10 +85,7 @@ class Supervisor:
     def supervise(
         self, is_over: Callable[[], bool], on_joined: Callable[[], None] = lambda: None
     ) -> None:
-        """Supervises the ranks to their end, which begins after the poll when `is_over`.
-
-        `on_joined` is called when every rank is ready for work.
-        """
+        """Calls `on_joined` when all ranks are ready for work, and ends them when `is_over`."""
         while not self._liveness.all_joined:
             self.step()
         on_joined()
@@ -108,8 +99,17 @@ class Supervisor:
         if self._aborted is not None:
             raise self._aborted
         if self._failures or self._ended_badly():
-            self._raise_cause()
-        self._raise_stall()
+            cause = self.find_cause()
+            if cause is None:
+                rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
+                cause = self.interruption = self._failed(rank)
+            raise cause
+        if (stall := self._liveness.stall(time.monotonic())) is not None:
+            host = self._group.members[stall.rank].host
+            if stall.silent and host != socket.gethostname():
+                hint = f"check whether {host} or the network to it is down, or the rank stopped"
+                stall = replace(stall, hint=hint)
+            raise self._rank_error(stall.rank, stall.reason, stall.hint, "stalled here")
 
     def stop(self) -> None:
         """Ends the ranks in order: each reports that it is done, and exits with code 0."""
@@ -128,10 +128,31 @@ class Supervisor:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
         self._group.kill(error)
 
-    def late_cause(self) -> SvdppError | None:
-        """Why a rank has ended, if one has: a launcher then signals all others."""
-        self._collect_reports()
-        return self._cause()
+    def find_cause(self) -> SvdppError | None:
+        """What ended the run, once all ranks have reported; None if only signals ended ranks.
+
+        A broken link to a neighbour is the cause only if there is no other failure.
+        """
+        deadline = time.monotonic() + _REPORT_SECONDS
+        self._listen(0.05)  # even if this process was paused beyond the deadline
+        while time.monotonic() < deadline:
+            self._listen(0.05)
+        exited, seen = self._group.exited(), self._liveness.seen
+        signalled = [rank for rank, event in self._failures.items() if _is_interrupt(event)]
+        others = [rank for rank in self._failures if rank not in signalled]
+        own = [rank for rank in others if not isinstance(self._error(rank), BrokenLinkError)]
+        killed = [rank for rank, code in exited.items() if code is not None and code < 0]
+        silent = [
+            rank
+            for rank, code in exited.items()
+            if rank not in self._failures and (code or not seen[rank].finished)
+        ]
+        if own:
+            return self._failed(own[0])
+        if killed or silent:
+            rank = (killed or silent)[0]
+            return self._died(rank, exited[rank])
+        return None if signalled or not others else self._failed(others[0])
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
@@ -143,65 +164,17 @@ class Supervisor:
             for observer in self._observers:
                 observer(rank, event)
 
-    def _collect_reports(self) -> None:
-        deadline = time.monotonic() + _REPORT_SECONDS
-        self._listen(0.05)  # even if this process was paused beyond the deadline
-        while time.monotonic() < deadline:
-            self._listen(0.05)
-
-    def _raise_stall(self) -> None:
-        stall = self._liveness.stall(time.monotonic())
-        if stall is not None:
-            reason, hint = stall.reason, stall.hint
-            host = self._group.members[stall.rank].host
-            if stall.silent and host != socket.gethostname():
-                hint = f"check whether {host} or the network to it is down, or the rank stopped"
-            raise self._rank_error(stall.rank, reason, hint, "stalled here")
-
     def _ended_badly(self) -> bool:
-        exited = self._group.exited()
-        if any(not self._liveness.is_finished(rank) for rank in exited):
+        exited, seen = self._group.exited(), self._liveness.seen
+        if any(not seen[rank].finished for rank in exited):
             self._listen(0)  # a rank's last message may still be unread
-        return any(code or not self._liveness.is_finished(rank) for rank, code in exited.items())
+        return any(code or not seen[rank].finished for rank, code in exited.items())
 
-    def _raise_cause(self) -> None:
-        self._collect_reports()
-        if (cause := self._cause()) is not None:
-            raise cause
-        rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
-        interruption = self._failed(rank, error_from_dict(self._failures[rank].error))
-        self.interruption = interruption
-        raise interruption
+    def _error(self, rank: int) -> SvdppError:
+        return error_from_dict(self._failures[rank].error)
 
-    def _cause(self) -> SvdppError | None:
-        """The failure that caused the others; None if only signals ended ranks.
-
-        A broken link to a neighbour is the cause only if there is no other failure.
-        """
-        exited = self._group.exited()
-        failed = {rank: error_from_dict(event.error) for rank, event in self._failures.items()}
-        own = [
-            rank
-            for rank, error in failed.items()
-            if not isinstance(error, BrokenLinkError) and not _is_interrupt(self._failures[rank])
-        ]
-        by_signal = [rank for rank, code in exited.items() if code is not None and code < 0]
-        silent = [
-            rank
-            for rank, code in exited.items()
-            if rank not in failed and (code or not self._liveness.is_finished(rank))
-        ]
-        if own:
-            return self._failed(own[0], failed[own[0]])
-        if by_signal or silent:
-            rank = (by_signal or silent)[0]
-            return self._died(rank, exited[rank])
-        if any(map(_is_interrupt, self._failures.values())):
-            return None
-        return next((self._failed(rank, error) for rank, error in failed.items()), None)
-
-    def _failed(self, rank: int, error: SvdppError) -> SvdppError:
-        event = self._failures[rank]
+    def _failed(self, rank: int) -> SvdppError:
+        event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
             return error  # input, output, model or memory: its message is complete
@@ -230,7 +203,7 @@ class Supervisor:
         return self._rank_error(rank, cause, hint, "died here")
 
     def _rank_error(self, rank: int, cause: str, hint: str, remark: str) -> RankError:
-        heartbeat = self._liveness.position(rank)
+        heartbeat = self._liveness.seen[rank].heartbeat
         return RankError(
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
@@ -249,10 +222,8 @@ class Supervisor:
     def _picture(self, rank: int, remark: str) -> str:
         if not self.trace.spans:
             return ""
-        marks = {rank: f"rank {rank} {remark}"}
-        world_size = self._group.world_size
-        lines = draw_grid(self.trace.spans, world_size, width=_PICTURE_WIDTH, marks=marks)
-        return "\n".join(lines)
+        marks, size = {rank: f"rank {rank} {remark}"}, self._group.world_size
+        return "\n".join(draw_grid(self.trace.spans, size, width=_PICTURE_WIDTH, marks=marks))
 
 
 def _is_interrupt(event: Failed) -> bool:
@@ -275,7 +246,9 @@ _LINK = (
 
 
 @dataclass
-class _Seen:
+class Seen:
+    """What is known of one rank."""
+
     heard: float
     """Time of the last message."""
     progressed: float
@@ -304,7 +277,8 @@ class Liveness:
 
     All times are seconds on one clock, and begin `now`. All ranks must join within the start
     timeout. A rank is stalled after `silence_limit` without a heartbeat (eight times that before it
-    has joined), or, once all have joined, after the timeout of computing without progress.
+    has joined), or, once all have joined, after the timeout of computing without progress. `seen`
+    is by rank.
     """
 
     def __init__(self, config: PipelineConfig, now: float) -> None:
@@ -312,14 +286,14 @@ class Liveness:
         self._start_timeout = config.start_timeout_seconds
         self._heartbeat_timeout = silence_limit(config)
         self._timeout = config.timeout_seconds
-        self._seen = [_Seen(now, now, now) for _ in range(config.world_size)]
+        self.seen = [Seen(now, now, now) for _ in range(config.world_size)]
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
         self._discount_pause(now)
         if isinstance(event, GpuSample):
             return  # of a thread that goes on even if the rank is stuck
-        seen = self._seen[rank]
+        seen = self.seen[rank]
         seen.started = True
         seen.heard = now
         if isinstance(event, Heartbeat):
@@ -336,30 +310,22 @@ class Liveness:
         seen.joined = seen.joined or isinstance(event, Joined)
         seen.finished = seen.finished or isinstance(event, Finished)
 
-    def position(self, rank: int) -> Heartbeat:
-        """What `rank` was doing at its last event."""
-        return self._seen[rank].heartbeat
-
-    def is_finished(self, rank: int) -> bool:
-        """Whether `rank` has reported the end of its work."""
-        return self._seen[rank].finished
-
     @property
     def all_joined(self) -> bool:
         """Whether every rank is ready for work."""
-        return all(seen.joined for seen in self._seen)
+        return all(seen.joined for seen in self.seen)
 
     @property
     def all_finished(self) -> bool:
         """Whether every rank has reported the end of its work."""
-        return all(seen.finished for seen in self._seen)
+        return all(seen.finished for seen in self.seen)
 
     def stall(self, now: float) -> Stall | None:
         """The stalled rank at time `now`; None if there is none."""
         self._discount_pause(now)
-        running = [rank for rank, seen in enumerate(self._seen) if not seen.finished]
+        running = [rank for rank, seen in enumerate(self.seen) if not seen.finished]
         for rank in running:
-            seen = self._seen[rank]
+            seen = self.seen[rank]
             limit = self._heartbeat_timeout * (1 if seen.joined else _PATIENCE_AT_START)
             if seen.started and now - seen.heard > limit:
                 reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
@@ -373,17 +339,19 @@ class Liveness:
         """The rank that delays the start; a rank that is not yet connecting comes first."""
 
         def progress(rank: int) -> tuple[bool, bool, bool]:
-            seen = self._seen[rank]
+            seen = self.seen[rank]
             return seen.joined, seen.heartbeat.peer >= 0, seen.started
 
         rank = min(running, key=progress)
-        seen, within = self._seen[rank], f"within {self._start_timeout:.0f} s"
+        seen, within = self.seen[rank], f"within {self._start_timeout:.0f} s"
+        phase = seen.heartbeat.phase
         if not seen.started:
             return Stall(rank, f"never started {within}", _SLOW_DISK)
         if seen.heartbeat.peer >= 0:
-            return Stall(rank, f"did not finish {seen.heartbeat.phase} {within}", _LINK)
-        doing = f" ({seen.heartbeat.phase})" if seen.heartbeat.phase else ""
-        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK)
+            return Stall(rank, f"did not finish {phase} {within}", _LINK)
+        return Stall(
+            rank, f"did not get ready {within}" + (f" ({phase})" if phase else ""), _SLOW_DISK
+        )
 
     def _discount_pause(self, now: float) -> None:
         """Subtracts the time for which this process, and perhaps the ranks, were stopped.
@@ -393,7 +361,7 @@ class Liveness:
         pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:
             self._begun += pause
-            for seen in self._seen:
+            for seen in self.seen:
                 seen.heard += pause
                 seen.progressed += pause
                 seen.acted += pause
@@ -401,26 +369,24 @@ class Liveness:
     def _without_progress(self, running: list[int], now: float) -> Stall | None:
         if not self.all_joined:
             return None
-        slow = [r for r in running if now - self._seen[r].progressed > self._timeout]
-        heartbeats = {rank: self._seen[rank].heartbeat for rank in running}
+        slow = [rank for rank in running if now - self.seen[rank].progressed > self._timeout]
+        heartbeats = {rank: self.seen[rank].heartbeat for rank in running}
         # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
         # has had something to write for all that time.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
             # Not if one has just sent its packet, which the waiting rank has not reported yet.
-            acted = max((self._seen[rank].acted for rank in running), default=now)
+            acted = max((self.seen[rank].acted for rank in running), default=now)
             causes = slow if now - acted > self._timeout else []
         if not causes:
             return None
-        rank = min(causes, key=lambda rank: self._seen[rank].progressed)
-        waited = now - self._seen[rank].progressed
-        if heartbeats[rank].writing and (
-            heartbeats[rank].waiting or heartbeats[rank].action is None
-        ):
-            reason = f"has waited for its disk for {waited:.0f} s"
-            return Stall(rank, reason, "check that the folder it writes to still responds")
-        reason = f"has made no progress for {waited:.0f} s"
-        return Stall(rank, reason, "raise --timeout if a single step takes that long")
+        rank = min(causes, key=lambda rank: self.seen[rank].progressed)
+        last, waited = heartbeats[rank], f"for {now - self.seen[rank].progressed:.0f} s"
+        if last.writing and (last.waiting or last.action is None):
+            hint = "check that the folder it writes to still responds"
+            return Stall(rank, f"has waited for its disk {waited}", hint)
+        hint = "raise --timeout if a single step takes that long"
+        return Stall(rank, f"has made no progress {waited}", hint)
 
 
 def silence_limit(config: PipelineConfig) -> float:

@@ -74,7 +74,7 @@ class MeanCosts:
     """Running means of each kind of work over all ranks, in constant memory."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
         self._has_pairs = False
 
@@ -83,20 +83,19 @@ class MeanCosts:
         if isinstance(event, ActionDone):
             self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
         if (work := work_of(event)) is not None:
-            kind, seconds = work
-            self._sums[kind] += seconds
-            self._counts[kind] += 1
+            self._seconds[work[0]] += work[1]
+            self._counts[work[0]] += 1
 
     @property
     def has_stepped(self) -> bool:
         """Whether a step has been measured."""
-        return self._counts["step"] > 0
+        return "step" in self._counts
 
     def costs_like(self, assumed: Costs) -> Costs:
         """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
         if not self.has_stepped:
             return assumed
-        means = {name: self._sums[name] / count for name, count in self._counts.items() if count}
+        means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
 
 
@@ -134,26 +133,23 @@ class Placement:
         return when - self._clock_ahead[rank]
 
     def _action(self, rank: int, done: ActionDone) -> list[Placed]:
-        action = done.action
-        steps = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
-        start, end = self.on_rank_0(rank, done.start), self.on_rank_0(rank, done.end)
-        # It may be two waits, for a send and then a receive, with almost nothing between.
-        waits = [WaitSpan(rank, action.clip, start - done.waited, start)] if done.waited > 0 else []
-        return [Span(rank, action, start, end), *_placed(rank, steps, start, end), *waits]
+        action, start = done.action, self.on_rank_0(rank, done.start)
+        placed: list[Placed] = [Span(rank, action, start, self.on_rank_0(rank, done.end))]
+        own = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
+        end = self.on_rank_0(rank, done.end)
+        for step in reversed(own):  # back to back, up to the end of the action
+            begun = max(start, end - step.seconds)
+            placed.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
+            end = begun
+        if done.waited > 0:
+            # It may be two waits, for a send and then a receive, with almost nothing between.
+            placed.append(WaitSpan(rank, action.clip, start - done.waited, start))
+        return placed
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
         end = self.on_rank_0(rank, done.end)
-        return TransferSpan(
-            rank=rank,
-            direction=done.direction,
-            clip=done.clip,
-            next_step=done.next_step,
-            peer=done.peer,
-            num_bytes=done.num_bytes,
-            start=end - done.seconds,
-            end=end,
-            waited=done.waited,
-        )
+        kind = done.direction, done.clip, done.next_step, done.peer, done.num_bytes
+        return TransferSpan(rank, *kind, end - done.seconds, end, done.waited)
 
 
 @dataclass
@@ -174,12 +170,9 @@ class Reported:
 class Trace:
     """An observer that keeps the measurements of a run, by the monotonic clock of rank 0's machine.
 
-    One thread calls it; any thread may read meanwhile and sees lists that grow.
-
-    Args:
-        last_clips: spans, steps, waits and transfers of the newest clips are kept, so that a
-            pipeline can run for days in constant memory; `costs` still covers all. None keeps all.
-        first_clip: the clips before it only warm up, and do not count.
+    One thread calls it; any thread may read meanwhile and sees lists that grow. They keep only the
+    `last_clips`, so that a pipeline can run for days; `costs` covers all. Clips before `first_clip`
+    only warm up, and do not count.
     """
 
     def __init__(
@@ -262,13 +255,3 @@ _LISTS: dict[type[Placed], str] = {
     WaitSpan: "waits",
     TransferSpan: "transfers",
 }
-
-
-def _placed(rank: int, steps: list[StepDone], start: float, end: float) -> list[StepSpan]:
-    """The steps of one action from `start` to `end`, placed back to back up to `end`."""
-    spans = []
-    for step in reversed(steps):
-        begun = max(start, end - step.seconds)
-        spans.append(StepSpan(rank, step.clip, step.step, begun, end))
-        end = begun
-    return spans[::-1]

@@ -16,16 +16,12 @@ import psutil
 
 from svdpp.errors import RequestError
 
-# nvidia-ml-py has a comma behind its constant NVML_P2P_CAPS_INDEX_READ, which makes it a tuple.
-_P2P_READ = 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, as CUDA numbers it in this process."""
+    """One GPU; `index` is N of `cuda:N`, as CUDA numbers it in this process."""
 
     index: int
-    """N of `cuda:N`."""
     uuid: str
     name: str
     capability: str
@@ -40,10 +36,22 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         if nvml is None:
             return []
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
-        order = _visible_order(uuids, names, environment)
-        return [_read(nvml, handles[i], index) for index, i in enumerate(order)]
+        uuids = list(map(nvml.nvmlDeviceGetUUID, handles))
+        names = list(map(nvml.nvmlDeviceGetName, handles))
+        gpus = []
+        for index, i in enumerate(_visible_order(uuids, names, environment)):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handles[i])
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handles[i])
+            gpu = Gpu(
+                index=index,
+                uuid=uuids[i],
+                name=names[i],
+                capability=f"{major}.{minor}",
+                total_bytes=memory.total,
+                free_bytes=memory.free,
+            )
+            gpus.append(gpu)
+        return gpus
 
 
 def free_bytes(device: str) -> int:
@@ -52,24 +60,6 @@ def free_bytes(device: str) -> int:
     if index >= len(gpus):
         raise RequestError(f"device {device} asked for, {len(gpus)} GPUs found")
     return gpus[index].free_bytes
-
-
-def peer_access() -> list[list[bool]]:
-    """Whether each visible GPU (row) can read the memory of each GPU (column) directly."""
-    uuids = [gpu.uuid for gpu in visible_gpus()]
-    with open_nvml() as nvml:
-        if nvml is None:
-            return []
-
-        def reads(one: str, other: str) -> bool:
-            handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in (one, other)]
-            try:
-                status = nvml.nvmlDeviceGetP2PStatus(*handles, _P2P_READ)
-            except nvml.NVMLError:  # a virtual GPU does not tell
-                status = None
-            return one == other or status == nvml.NVML_P2P_STATUS_OK
-
-        return [[reads(one, other) for other in uuids] for one in uuids]
 
 
 def driver_version() -> str | None:
@@ -92,19 +82,6 @@ def open_nvml() -> Iterator[Any]:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()
-
-
-def _read(nvml: Any, handle: Any, index: int) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(
-        index=index,
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        capability=f"{major}.{minor}",
-        total_bytes=memory.total,
-        free_bytes=memory.free,
-    )
 
 
 def _visible_order(
@@ -131,18 +108,15 @@ def _visible_order(
                 f"the GPUs differ ({', '.join(sorted(set(names)))}): CUDA's order is unknown",
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
             )
-        index = _index_of(entry, uuids)
-        if index is None or index in order:
+        matches = [
+            index
+            for index, uuid in enumerate(uuids)
+            if (int(entry) == index if entry.isdecimal() else entry and uuid.startswith(entry))
+        ]
+        if len(matches) != 1 or matches[0] in order:
             break
-        order.append(index)
+        order += matches
     return order
-
-
-def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
-    if entry.isdecimal():
-        return int(entry) if int(entry) < len(uuids) else None
-    matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-    return matches[0] if len(matches) == 1 else None
 
 
 def available_bytes() -> int:

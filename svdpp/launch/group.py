@@ -1,8 +1,14 @@
-"""The parent's ranks: the channel to each, their start on this machine, their output and end."""
+"""The ranks of a run: the parent's channels to them, their start on this machine, their end.
+
+No torch, because a command starts the fork server of CPU ranks before it imports torch itself.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,17 +20,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-import torch.multiprocessing as torch_mp
+from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError, exit_code_of
-from svdpp.launch import environment, fork_server, process_group, process_lifetime
+from svdpp.launch import process_lifetime
 from svdpp.launch.world import World
 
 #: What a program has to do whose ranks are started as multiprocessing starts processes.
@@ -90,51 +93,42 @@ class QueuedChannel(Channel):
                 self.connection.send_bytes(message)
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """Seconds by which this host's clocks are ahead of rank 0's."""
 
     monotonic_ahead: float = 0.0
     wall_ahead: float = 0.0
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """A rank's view of the group.
-
-    Args:
-        join: joins the process group; blocks until all ranks have joined.
-        host: this host's name if a launcher started the ranks; otherwise empty.
-        clock: this host's clocks relative to rank 0's.
-    """
+class RankContext(NamedTuple):
+    """A rank's view of the group."""
 
     world: World
     backend: str
     channel: Channel
     join: Callable[[], None]
+    """Joins the process group; blocks until all ranks have joined."""
     host: str = ""
-    clock: Clock = field(default_factory=Clock)
+    """This host's name if a launcher started the ranks; otherwise empty."""
+    clock: Clock = Clock()
 
 
 #: The function that a rank runs, at module level; takes the context and one argument.
 Entry = Callable[[RankContext, Any], None]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One rank, as the parent sees it."""
 
     host: str
-    """The host's name."""
     local_rank: int
-    """The rank's number on that host."""
     channel: QueuedChannel
     process: Any = None
     """Its process, or what has the same `exitcode`; None if the launcher alone can wait for it."""
 
 
 class Group:
-    """The parent's ranks, which it has started (`started`), or which a launcher has (`joined`).
+    """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`joined`).
 
     `folder` has the output of started ranks, and is removed with them. A launcher's ranks print to
     the launcher's terminal or log folder.
@@ -204,7 +198,7 @@ class Group:
         if self._folder is None:
             return ""
         try:
-            return output_file(self._folder, rank).read_text(errors="replace")[-_TAIL_CHARS:]
+            return _output_file(self._folder, rank).read_text(errors="replace")[-_TAIL_CHARS:]
         except FileNotFoundError:  # the rank makes the file as soon as it has imported the script
             return None
 
@@ -218,8 +212,7 @@ class Group:
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank that still runs, and removes the group's temporary files.
 
-        Args:
-            error: the reason, sent to a launcher's ranks; None if all work is done.
+        A launcher's ranks are told the `error`; None if all work is done.
         """
         process_lifetime.kill_with_children([p.pid for p in self._processes() if p.is_alive()])
         for member in self.members:
@@ -238,19 +231,25 @@ class Group:
         return [m.process for m in self.members if getattr(m.process, "pid", None) is not None]
 
 
-def output_file(folder: Path, rank: int) -> Path:
-    """Where a started rank prints to."""
+def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.txt"
 
 
 def _end_message(error: BaseException | None) -> bytes:
-    if error is None:
-        return END + json.dumps({"code": 0, "error": None}).encode()
-    reason = str(getattr(error, "message", error))
-    return END + json.dumps({"code": exit_code_of(error), "error": reason}).encode()
+    reason = None if error is None else str(getattr(error, "message", error))
+    code = 0 if error is None else exit_code_of(error)
+    return END + json.dumps({"code": code, "error": reason}).encode()
 
 
 # --- the start of ranks on this machine ---------------------------------------------------------
+
+
+def start_method(device: str) -> str:
+    """The multiprocessing start method for ranks on `device`.
+
+    Importing diffusers initialises CUDA, and a process forked afterwards cannot use it.
+    """
+    return "spawn" if device.startswith("cuda") else "forkserver"
 
 
 def start_ranks(
@@ -263,11 +262,10 @@ def start_ranks(
     preload: Sequence[str] = (),
     ignores_signals: bool = False,
 ) -> Group:
-    """Starts ranks through torch.multiprocessing on this machine.
+    """Starts ranks on this machine; each runs `entry` with `argument`, which is pickled.
 
-    Each runs `entry` with `argument`, which is pickled. CPU ranks are forked from a server, which
-    imports `preload` once for all: eight start in about the time of one. CUDA ranks are spawned,
-    and each imports torch and diffusers itself.
+    CPU ranks are forked from a server, which imports `preload` once for all: eight start in about
+    the time of one. CUDA ranks are spawned, and each imports torch and diffusers itself.
 
     With `ignores_signals` the ranks survive INT, TERM and HUP, which a terminal and systemd send to
     all processes; they end with this process in any case.
@@ -278,8 +276,8 @@ def start_ranks(
         os._exit(1)
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(f"ranks import your script, which stdin does not allow: {GUARD}")
-    start_method = fork_server.start_method(device)
-    context: Any = torch_mp.get_context(start_method)
+    method = start_method(device)
+    context: Any = multiprocessing.get_context(method)
     is_main_thread = threading.current_thread() is threading.main_thread()
     start = _Start(
         entry,
@@ -288,14 +286,19 @@ def start_ranks(
         backend,
         # Only this user can open the folder, so no other user can join the store in it.
         folder=process_lifetime.make_folder("svdpp-"),
-        ends_with_thread=start_method == "forkserver" or is_main_thread,
+        ends_with_thread=method == "forkserver" or is_main_thread,
         ignores_signals=ignores_signals,
     )
     members: list[Member] = []
     group = Group(members, start.folder)
     try:
-        with _ready_to_start(start_method, preload):
-            # torch's start_processes leaves a file behind if a signal interrupts it.
+        with contextlib.ExitStack() as while_starting:
+            if method == "spawn":  # ranks that still import are protected from Ctrl-C
+                resource_tracker.ensure_running()  # first: starting it unblocks the signals
+                while_starting.enter_context(process_lifetime.environment_defaults())
+                while_starting.enter_context(process_lifetime.signals_blocked())
+            else:  # the first rank waits for the server's imports, and Ctrl-C must end that wait
+                start_fork_server(preload)
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=True)
                 # Daemons: at its exit this process would wait for processes that are not.
@@ -309,8 +312,7 @@ def start_ranks(
     return group
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     entry: Entry
     argument: Any
     world_size: int
@@ -330,41 +332,24 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
     else:  # a rank ends by the signal, so that the parent reports a dead rank
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process())
-    _redirect_output(output_file(start.folder, rank))
+    with _output_file(start.folder, rank).open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
-    context = RankContext(
-        world,
-        start.backend,
-        Channel(connection),
-        join=lambda: process_group.join_file_store(world, start.backend, start.folder / "store"),
-    )
+
+    def join() -> None:
+        from svdpp.launch import process_group  # torch
+
+        process_group.join_file_store(world, start.backend, start.folder / "store")
+
     code = 1
     try:
-        start.entry(context, start.argument)
+        start.entry(RankContext(world, start.backend, Channel(connection), join), start.argument)
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)  # neighbours must not wait for Python's clean-up
-
-
-@contextlib.contextmanager
-def _ready_to_start(start_method: str, preload: Sequence[str]) -> Iterator[None]:
-    """Protects processes that are still importing from Ctrl-C, while the ranks start."""
-    if start_method == "spawn":
-        resource_tracker.ensure_running()  # first, because starting it unblocks the signals
-        with environment.defaults(), process_lifetime.signals_blocked():
-            yield
-        return
-    fork_server.start(preload)
-    yield  # the first rank waits for the server's imports, and Ctrl-C must end that wait
-
-
-def _redirect_output(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _end_with_starter(parent: Any) -> None:
@@ -381,3 +366,88 @@ def _end_with_starter(parent: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_for_end, name="end-with-starter", daemon=True).start()
+
+
+# --- the fork server ----------------------------------------------------------------------------
+# Python's own lives as long as its ranks, so it would wait for a stopped rank for ever, and it
+# notices nothing while it imports. This one gets a signal of the kernel when its starter ends. The
+# server imports this module first.
+
+#: Imported for all ranks, and for those with a model, whose family's classes it also imports.
+RANK_MODULE = "svdpp.worker.rank"
+_MODEL_MODULE = "svdpp.models.engine.load"
+
+#: Environment variable of the server: the starter's process id, the folder of the starter's
+#: temporary files, and the modules to import.
+_TASK = "SVDPP_FORK_SERVER"
+_WAIT_SECONDS = 1.0
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Starts the server unless it is running; does not wait for its imports."""
+    resource_tracker.ensure_running()  # first, because starting it unblocks the signals
+    forkserver.set_forkserver_preload([__name__])
+    task = json.dumps([os.getpid(), util.get_temp_dir(), *preload])
+    with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
+        forkserver.ensure_running()
+
+
+def modules_for(family: str | None) -> list[str]:
+    """The modules that ranks need; `family` is that of their model, None for the dummy model."""
+    return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
+
+
+def start_fork_server_early(*, family: str | None, device: str) -> None:
+    """Starts the server before the command itself imports torch, if its ranks will be forked.
+
+    Only for ranks that this process will start, and no launcher.
+    """
+    if start_method(device) == "forkserver":
+        start_fork_server(modules_for(family))
+
+
+def _preload(starter: int, folder: str, *modules: str) -> None:
+    def end_if_starter_has_ended() -> None:
+        if os.getppid() != starter:
+            process_lifetime.kill_descendants()
+            _remove(folder)
+            os._exit(0)  # unloading torch takes Python a second
+
+    # The kernel sends the signal also when only the thread that started this server has ended.
+    signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+    process_lifetime.end_with_parent(starter, signal.SIGUSR1)
+    os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
+    # The garbage collector would find nothing: what an import creates stays. Its searches take a
+    # fifth of the time.
+    gc.disable()
+    for module_and_family in modules:
+        name, _, family = module_and_family.partition(":")
+        module = importlib.import_module(name)
+        if family:
+            module.preload(family)
+    # The garbage collector writes to every object it visits, which would copy their pages into
+    # every rank.
+    gc.freeze()
+    gc.enable()
+
+    def end() -> None:
+        """Ends this server when Python's own loop has noticed the end of starter and ranks."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < deadline:  # the kernel may still be ending the starter
+            end_if_starter_has_ended()
+            time.sleep(0.01)
+        os._exit(0)
+
+    atexit.register(end)
+
+
+def _remove(folder: str) -> None:
+    """Removes the folder, to which ranks that have just been killed may still write."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
+        pass
+
+
+if _TASK in os.environ:  # in the server
+    _preload(*json.loads(os.environ.pop(_TASK)))

@@ -20,13 +20,13 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
@@ -50,8 +50,7 @@ _POLL_SECONDS = 0.1
 _BACKLOG = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankHello:
+class RankHello(NamedTuple):
     """The first message of a rank: who it is, and which of rank 0's probes its host lacks.
 
     `error` says why the rank cannot start, as `error_to_dict` gives it.
@@ -60,13 +59,12 @@ class RankHello:
     rank: int
     local_rank: int
     host: str
-    shared_settings: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    error: dict[str, Any] | None = None
+    shared_settings: dict[str, str]
+    missing: list[str]
+    error: dict[str, Any] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """Where rank 0 listens, and the files that all hosts must see.
 
     `token` names this attempt; unlike the secret, messages may show it.
@@ -98,20 +96,12 @@ class Terms:
 
     def hello(self, error: dict[str, Any] | None = None) -> RankHello:
         """The first message of this process's rank."""
-        return RankHello(
-            rank=self.world.rank,
-            local_rank=self.world.local_rank,
-            host=socket.gethostname(),
-            shared_settings=self.shared_settings,
-            error=error,
-        )
+        world, host = self.world, socket.gethostname()
+        return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
 
 
 class RankListener:
-    """Rank 0's end: listens on one address and accepts each rank's connection.
-
-    A connection without an acknowledgement for `peer_timeout` is closed.
-    """
+    """Rank 0's end: listens on one address and accepts each rank's connection."""
 
     def __init__(
         self, store: Store, address: str, peer_timeout: float, probes: Sequence[str] = ()
@@ -121,15 +111,10 @@ class RankListener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._socket.settimeout(_POLL_SECONDS)
-        self.endpoint = Endpoint(
-            address=address,
-            port=self._socket.getsockname()[1],
-            secret=self._secret.hex(),
-            token=secrets.token_hex(8),
-            host=socket.gethostname(),
-            probes=list(probes),
-        )
-        store.set(_KEY, json.dumps(asdict(self.endpoint)))
+        port, token = self._socket.getsockname()[1], secrets.token_hex(8)
+        secret, host = self._secret.hex(), socket.gethostname()
+        self.endpoint = Endpoint(address, port, secret, token, host, list(probes))
+        store.set(_KEY, json.dumps(self.endpoint))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
         """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
@@ -142,7 +127,7 @@ class RankListener:
             with _handshake_deadline(connection):
                 deliver_challenge(connection, self._secret)
                 answer_challenge(connection, self._secret)
-                return RankHello(**json.loads(connection.recv_bytes())), connection
+                return RankHello(*json.loads(connection.recv_bytes())), connection
         except (OSError, EOFError, AuthenticationError, ValueError, TypeError):
             connection.close()
             return None
@@ -155,14 +140,12 @@ class RankListener:
 def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
     """Connects this rank to rank 0, whose listener may open later.
 
-    The store may still hold the endpoint of an earlier attempt. Connecting to that one fails and is
-    repeated until rank 0 has stored its own.
+    The store may still hold the endpoint of an earlier attempt, to which no connection succeeds.
     """
     deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
         try:
-            stored = store.get(_KEY) if store.check([_KEY]) else None
-            endpoint = None if stored is None else Endpoint(**json.loads(stored))
+            endpoint = Endpoint(*json.loads(store.get(_KEY))) if store.check([_KEY]) else None
         except RuntimeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
@@ -185,10 +168,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
 
 
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
-    """Receives the next message, for exchanges in which both ends send in turn.
-
-    The kernel's timeout does not cover a stopped process, whose host still acknowledges.
-    """
+    """The next message; the kernel's timeout does not cover a stopped process on a live host."""
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
     return connection.recv_bytes(max_bytes)
@@ -196,18 +176,17 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
 
 def _try_to_connect(endpoint: Endpoint, hello: RankHello, peer_timeout: float) -> Connection | None:
     target, secret = (endpoint.address, endpoint.port), bytes.fromhex(endpoint.secret)
-    hello = replace(hello, missing=[path for path in endpoint.probes if not os.path.exists(path)])
+    missing = [path for path in endpoint.probes if not os.path.exists(path)]
     try:
         connected = socket.create_connection(target, timeout=_HANDSHAKE_SECONDS)
     except OSError:
         return None
-    connected.settimeout(None)
     connection = _to_connection(connected, peer_timeout)
     try:
         with _handshake_deadline(connection):
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
-            connection.send_bytes(json.dumps(asdict(hello)).encode())
+            connection.send_bytes(json.dumps(hello._replace(missing=missing)).encode())
     except (OSError, EOFError, AuthenticationError):
         connection.close()
         return None
@@ -215,12 +194,16 @@ def _try_to_connect(endpoint: Endpoint, hello: RankHello, peer_timeout: float) -
 
 
 def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(peer_timeout * 1000))
-    # TCP_USER_TIMEOUT covers only unacknowledged data; an end that only listens needs keepalive.
+    options = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_USER_TIMEOUT: int(peer_timeout * 1000),
+        # That covers only unacknowledged data; an end that only listens needs keepalive.
+        socket.TCP_KEEPIDLE: max(1, int(peer_timeout / 3)),
+        socket.TCP_KEEPINTVL: max(1, int(peer_timeout / 6)),
+    }
+    for option, value in options.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(peer_timeout / 3)))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(peer_timeout / 6)))
     connected.setblocking(True)
     return Connection(connected.detach())
 
@@ -228,15 +211,11 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
     """Bounds each read in the block: any process can connect to the port and send nothing."""
-    _set_read_timeout(connection, _HANDSHAKE_SECONDS)
-    yield
-    _set_read_timeout(connection, 0)
-
-
-def _set_read_timeout(connection: Connection, seconds: int) -> None:
-    with socket.socket(fileno=connection.fileno()) as view:
-        view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-        view.detach()
+    with socket.socket(fileno=os.dup(connection.fileno())) as view:
+        option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
+        view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
+        yield
+        view.setsockopt(*option, struct.pack("ll", 0, 0))
 
 
 _NUM_ROUNDS = 8
@@ -249,18 +228,16 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
     Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
     have read its clocks halfway through it.
     """
-    fastest = float("inf")
-    clock = Clock()
+    rounds: list[tuple[float, Clock]] = []
     for _ in range(_NUM_ROUNDS):
         start = time.monotonic()
         connection.send_bytes(b"?")
         monotonic, wall = _TIMES.unpack(receive(connection, deadline, _TIMES.size))
         now = time.time()  # first: a pause between the two makes the round slow, so it loses
         seconds = time.monotonic() - start
-        if seconds < fastest:
-            fastest = seconds
-            clock = Clock(start + seconds / 2 - monotonic, now - seconds / 2 - wall)
-    return clock
+        clock = Clock(start + seconds / 2 - monotonic, now - seconds / 2 - wall)
+        rounds.append((seconds, clock))
+    return min(rounds)[1]
 
 
 def answer_clock(connection: Connection, deadline: float) -> None:
@@ -288,14 +265,14 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
     except BaseException as error:
         Group(list(joined.values())).kill(error)
         raise
-    host, token = listener.endpoint.host, listener.endpoint.token
+    endpoint = listener.endpoint
     ours, theirs = multiprocessing.Pipe(duplex=True)
     context = RankContext(
         terms.world,
         terms.backend,
         Channel(theirs),
-        join=lambda: process_group.join_store(terms.world, terms.backend, store, token),
-        host=host,
+        lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
+        endpoint.host,
     )
     process = SimpleNamespace(pid=None, exitcode=None)  # the code that a process would have
 
@@ -306,7 +283,7 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
             code = 0
         process.exitcode = code
 
-    first = Member(host, terms.world.local_rank, QueuedChannel(ours), process)
+    first = Member(endpoint.host, terms.world.local_rank, QueuedChannel(ours), process)
     others = [joined[rank] for rank in range(1, terms.world.size)]
     for member in others:
         member.channel.send(BEGIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 import threading
 from collections.abc import Mapping, MutableMapping
@@ -21,9 +20,6 @@ from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
 _LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
-
-# Where in its C++ sources torch raised an error, as its messages begin or go on.
-_SOURCE_LINE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?")
 
 #: Open stores by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
@@ -77,18 +73,18 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """This host's address, and the store through which the ranks find each other.
 
-    It is the launcher's store. If the launcher has none, rank 0 creates one that listens on this
-    address only. The store stays open, and later groups in the same process use it again. Only one
-    thread at a time may use it.
+    It is the launcher's, or one that rank 0 creates. It stays open for later groups of the process.
+    Only one thread at a time may use it.
     """
     host, port = store_address()
     address = choose_interface(host, spans_hosts=world.spans_hosts)
     wait, key = timedelta(seconds=timeout), (world, host, port)
     try:
-        if key not in _stores and world.owns_store and world.rank == 0:
-            _stores[key] = _own_store(address, port, wait)
-        elif key not in _stores:
-            _stores[key] = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        if key not in _stores:
+            is_own = world.owns_store and world.rank == 0
+            _stores[key] = (
+                _own_store(address, port) if is_own else dist.TCPStore(host, port, timeout=wait)
+            )
         _stores[key].set_timeout(wait)
         return address, _stores[key]
     except (OSError, RuntimeError) as error:
@@ -100,14 +96,13 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
         ) from error
 
 
-def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
+def _own_store(address: str, port: int) -> dist.Store:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     return dist.TCPStore(
         address,
         port,
         is_master=True,
-        timeout=wait,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # otherwise the store listens on all addresses
         use_libuv=False,  # libuv's server does not accept a listener (torch 2.13)
@@ -138,18 +133,16 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
             timeout=GROUP_TIMEOUT,
         )
     except RuntimeError as error:
-        reason = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
+        reason = first_line(error)
         raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
 
 
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     """Leaves the process group. Call it when every rank has received what was sent to it.
 
-    Only a process that joins another group needs it; one that exits does not. `ncclCommDestroy` may
-    wait for the other end of each pair, and ranks may close their pairs in different orders
-    (vllm-project/vllm#39846), so it has a deadline.
-
-    The work is done by then, so a group that does not close in time is only logged.
+    Only a process that joins another group needs it. `ncclCommDestroy` may wait for the other end
+    of each pair, and ranks may close their pairs in different orders (vllm-project/vllm#39846). So
+    it has a deadline, after which that is only logged: the work is done by then.
     """
     if not dist.is_initialized():
         return
@@ -186,42 +179,37 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """Chooses the address of this host that svdpp listens on, and sets it for gloo and NCCL.
+    """The address of this host to listen on, whose interface is set for gloo and NCCL.
 
-    It is an address of the interface in GLOO_SOCKET_IFNAME. If that is not set, it is the address
-    from which this host reaches `peer`.
-
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in `environment`.
+    It is an address of the interface in GLOO_SOCKET_IFNAME; without that, the one from which this
+    host reaches `peer`.
     """
-    name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     known = _addresses()
-    address = _address_of(name, known) if name else _address_towards(peer)
-    if spans_hosts and ipaddress.ip_address(address).is_loopback:
-        others = dict.fromkeys(other for other, _ in known if other != "lo")
+    others = ", ".join(dict.fromkeys(name for name, _ in known if name != "lo"))
+    name, source = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], ""
+    if name:
+        address = next((own for interface, own in known if interface == name), "")
+    else:
+        address, source = _address_towards(peer), f" (the address for {peer!r})"
+    if not address:
         raise RequestError(
-            f"{socket.gethostname()} would use {address}, which other hosts cannot reach"
-            + (f" (the address for {peer!r})" if not name else ""),
+            f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface of "
+            f"{socket.gethostname()} with an IP address",
+            f"set it to one of {others or 'lo'}",
+        )
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    if spans_hosts and is_loopback:
+        raise RequestError(
+            f"{socket.gethostname()} would use {address}, which other hosts cannot reach{source}",
             "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
-            + (", ".join(others) or "(this host has none)"),
+            + (others or "(this host has none)"),
         )
     if not name:
-        is_loopback = ipaddress.ip_address(address).is_loopback
         name = "lo" if is_loopback else next((n for n, own in known if own == address), "")
     if name:
         environment["GLOO_SOCKET_IFNAME"] = name
         environment.setdefault("NCCL_SOCKET_IFNAME", name)
     return address
-
-
-def _address_of(interface: str, known: list[tuple[str, str]]) -> str:
-    names = dict.fromkeys(name for name, _ in known)
-    if interface not in names:
-        raise RequestError(
-            f"GLOO_SOCKET_IFNAME names {interface!r}, which is no interface of "
-            f"{socket.gethostname()} with an IP address",
-            f"set it to one of {', '.join(names)}",
-        )
-    return next(own for name, own in known if name == interface)
 
 
 def _address_towards(peer: str) -> str:

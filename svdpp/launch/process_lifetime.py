@@ -1,17 +1,22 @@
-"""The end of processes: with their parent, by a signal, with their children and temporary files."""
+"""The life of processes: what they set before they import torch, how they end and clean up.
+
+A process ends with its parent, by a signal, with its children and temporary files.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +25,113 @@ _PR_SET_PDEATHSIG = 1
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+# A launcher's variables, which would make a child process one of its ranks.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
+
 # Held while a folder is made, and for ever once the folders of a process that ends are removed.
 _making_folder = threading.Lock()
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets each variable that the user has not set, for this process and its later children."""
+    environment.update(_missing(environment))
+
+
+@contextlib.contextmanager
+def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Sets the defaults and `more` for libraries imported and processes started within the block.
+
+    This process gets its own environment back: in a user's program it may compile or log.
+    """
+    added = {**_missing(os.environ), **(more or {})}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _missing(environment: Mapping[str, str]) -> dict[str, str]:
+    values = {
+        # Transformers and diffusers print messages while they are imported.
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
+        # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
+        # here compiles, so a folder that exists will do.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TMPDIR", "/tmp"),
+        # By default libgomp's threads spin for milliseconds at the end of every parallel region.
+        # Where ranks have more threads than there are free cores, that is most of the time.
+        "OMP_WAIT_POLICY": "passive",
+        # Reduces fragmentation: the tensors of a clip have many sizes. The name before torch 2.9 is
+        # PYTORCH_CUDA_ALLOC_CONF.
+        "PYTORCH_ALLOC_CONF": environment.get(
+            "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+        ),
+        # The parent monitors the ranks and names the one that fails. NCCL's watchdog would first
+        # abort the neighbours of that rank, or a rank that holds the GIL for long.
+        _NCCL_ERRORS: "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    given = set(environment)
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
+        given.discard(_NCCL_ERRORS)  # torchrun exports 1 if the user has not set it
+    return {name: value for name, value in values.items() if name not in given}
+
+
+def collect_rarely() -> None:
+    """Saves a sixth of the time that the imports of torch and diffusers and their end take.
+
+    These imports create a million objects that stay. By default Python searches them for garbage
+    again and again, and several times more while it exits.
+    """
+    gc.set_threshold(10_000, 20, 100)
+    atexit.register(gc.freeze)
+
+
+def helper_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module`; `-P`, because `-m` adds the working folder to the path."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def helper_environment() -> dict[str, str]:
+    """This process's environment and search path, without a launcher's variables."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Blocks INT, TERM and HUP in this thread, and in the processes that it starts in the block.
+
+    Ctrl-C reaches the whole process group, and a process that is still importing would print a
+    traceback. Started processes block the signals until they call `exit_on_signals`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Makes this process and those that it starts survive INT, TERM and HUP.
+
+    The signals are blocked, because a program such as ffmpeg handles again what is only ignored.
+    Call it in the main thread, before other threads start.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+# --- the end ------------------------------------------------------------------------------------
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
@@ -42,10 +152,10 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 def kill_with_children(pids: Collection[int]) -> None:
     """Kills processes and their children, such as a running ffmpeg.
 
-    Children are listed before the kill, because afterwards they have another parent. They are
-    killed after their parent, which would otherwise report their end as a failed clip. A child that
-    starts between listing and kill ends by itself, because its input is closed. Processes are not
-    stopped first: if this process were killed then, they would stay stopped.
+    Children are listed before the kill, because afterwards they have another parent, and killed
+    after their parent, which would otherwise report their end as a failed clip. A child that starts
+    in between ends by itself, because its input is closed. Processes are not stopped first: if this
+    process were killed then, they would stay stopped.
     """
     for pid in [*pids, *_children(pids)]:
         with contextlib.suppress(ProcessLookupError):
@@ -63,38 +173,13 @@ def kill_descendants() -> None:
     kill_with_children(_children([os.getpid()]))
 
 
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Blocks INT, TERM and HUP in this thread, and in the processes that it starts in the block.
-
-    Ctrl-C reaches the whole process group, and a process that is still importing would print a
-    traceback. Started processes block the signals until they call `exit_on_signals`. This thread
-    receives pending signals when the block ends.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_signals() -> None:
-    """Makes this process and those that it starts survive INT, TERM and HUP.
-
-    The signals are blocked, because a program such as ffmpeg handles again what is only ignored.
-    Call it in the main thread, before other threads start.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     """Makes INT, TERM and HUP end this process at once, also during a call into a library.
 
-    Call it once, in the main thread. Python's own handlers run only after the library call returns,
-    and a call that waits for another host may never return.
-
-    A thread calls `end` with the signal's number.
+    A thread calls `end` with the signal's number: Python's own handlers run only after the library
+    call returns, and a call that waits for another host may never return. Call it once, in the main
+    thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -111,21 +196,18 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def exit_with_signal_code(number: int) -> NoReturn:
-    """Calls `exit_process` with the code that shells use for signal `number`."""
-    exit_process(128 + number)
-
-
 def exit_by_signal(number: int) -> NoReturn:
-    """Kills this process's children, then ends this process by signal `number`.
-
-    The parent sees the signal in the exit status.
-    """
+    """Kills this process's children, then ends it by signal `number`, as its parent then sees."""
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
     kill_descendants()
     while True:
         os.kill(os.getpid(), number)
+
+
+def exit_with_signal_code(number: int) -> NoReturn:
+    """Calls `exit_process` with the code that shells use for signal `number`."""
+    exit_process(128 + number)
 
 
 def exit_process(code: int) -> NoReturn:
@@ -150,6 +232,9 @@ def _children(pids: Collection[int]) -> list[int]:
             if parent in pids:
                 children.append(int(stat.parent.name))
     return children
+
+
+# --- temporary files ----------------------------------------------------------------------------
 
 
 def make_folder(prefix: str) -> Path:

@@ -24,22 +24,22 @@ _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 class World:
     """The rank of one process, and the sizes of its world.
 
-    `local_rank` is also the index of the GPU, unless the run orders them. `is_even` is False if
-    the hosts are known to have different numbers of ranks. Without a launcher one svdpp command
-    on one machine started the ranks. Rank 0 creates the store if the launcher has none
-    (`owns_store`).
+    Without a launcher one svdpp command on one machine started the ranks.
     """
 
     rank: int
     local_rank: int
+    """Also the index of the GPU."""
     size: int
     local_size: int
     host: int = 0
     num_hosts: int = 1
     is_even: bool = True
+    """False if the hosts are known to have different numbers of ranks."""
     launcher: Literal["torchrun", "slurm"] | None = None
     restarts: int = 0
     owns_store: bool = False
+    """Whether rank 0 creates the store, because the launcher has none."""
 
     @property
     def on_first_host(self) -> bool:
@@ -160,17 +160,12 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
 
 
 def _numbers(environment: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[int]:
-    values = {name: environment[name] for name in names if name in environment}
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise RequestError(
-            f"incomplete {launcher} environment: {', '.join(values)} set, "
-            f"{', '.join(missing)} not set",
-            f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset "
-            f"{' '.join(values)}",
-        )
+    values = {name: environment.get(name, "") for name in names}
     if not all(value.isascii() and value.isdecimal() for value in values.values()):
-        raise RequestError(f"invalid {launcher} environment: {values}")
+        raise RequestError(
+            f"invalid {launcher} environment: {values}",
+            f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset the variables",
+        )
     return [int(value) for value in values.values()]
 
 

@@ -15,8 +15,7 @@ from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConf
 from svdpp.config.clip import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.jobs import clip_as_asked
-from svdpp.driver.memory import check_memory
-from svdpp.driver.resolve import ClipWork, resolved_for
+from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
 from svdpp.errors import InputError, OutOfMemoryError, OutputError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.image import Photo
@@ -110,8 +109,6 @@ class Admission:
 
     def _new_problem(self, sampling: SamplingConfig) -> str:
         """Why a clip does not fit on the GPUs; empty if it does."""
-        from svdpp.driver.memory import memory_of_devices  # diffusers: seconds
-
         needs, has = memory_of_devices(
             self._config.model,
             sampling,

@@ -21,8 +21,7 @@ from typing import Annotated, BinaryIO
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, SvdppError
-from svdpp.launch.environment import helper_command
-from svdpp.launch.process_lifetime import signals_blocked
+from svdpp.launch.process_lifetime import helper_command, signals_blocked
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS, Photo
 

@@ -22,11 +22,13 @@ from loguru import logger
 
 from svdpp.config import PipelineConfig
 from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
-from svdpp.launch import environment
 from svdpp.launch.process_lifetime import (
+    collect_rarely,
     end_with_parent,
     exit_on_signals,
     exit_with_signal_code,
+    helper_command,
+    helper_environment,
 )
 from svdpp.redaction import without_folders
 from svdpp.serve.background import Background
@@ -185,13 +187,13 @@ class Prover:
         """The process, which ends with those that it started."""
         clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
         process = subprocess.Popen(
-            environment.helper_command(
+            helper_command(
                 "svdpp.serve.prover", f"{clip}.json", str(photo or ""), str(os.getpid())
             ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment.helper_environment(),
+            env=helper_environment(),
             cwd="/",
             start_new_session=True,
         )
@@ -227,7 +229,7 @@ def main(clip: str, photo: str, parent: str) -> None:
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
-    environment.collect_rarely()
+    collect_rarely()
     answer = _verified(Path(clip), Path(photo) if photo else None)
     sys.stdout.write(f"\n{json.dumps(answer)}")
 
@@ -251,7 +253,7 @@ def _check_gpu(config: PipelineConfig) -> None:
     """Refuses a GPU on which the ranks leave too little: they must not run out of memory."""
     if config.device == "cpu":
         return
-    from svdpp.driver.memory import estimate_ranks
+    from svdpp.driver.resolve import estimate_ranks
     from svdpp.launch.gpus import free_bytes
 
     (need,) = estimate_ranks(config)

@@ -19,7 +19,7 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.files import read_small_file
-from svdpp.driver.run_manifest import NAME as MANIFEST
+from svdpp.driver.jobs import MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import image as photos

@@ -16,8 +16,7 @@ import torch
 
 from svdpp.comm.streams import SideStream, mark
 from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.driver.memory import check_memory
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import check_memory, resolve
 from svdpp.driver.supervisor import Observer, Supervisor
 from svdpp.errors import RequestError
 from svdpp.launch import process_group

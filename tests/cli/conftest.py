@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.driver import memory, pipeline
+from svdpp.driver import pipeline, resolve
 
 
 @pytest.fixture
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the memory estimate of a dry run, which takes a second and has its own test."""
-    monkeypatch.setattr(memory, "estimate_ranks", lambda *_, **__: [])
+    monkeypatch.setattr(resolve, "estimate_ranks", lambda *_, **__: [])
 
 
 @pytest.fixture

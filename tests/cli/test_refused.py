@@ -178,7 +178,7 @@ RUN_DEMO = f"run {PHOTO_} {_DEMO}"
         ("verify --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
-        (RUN_DEMO, {"RANK": "0"}, "incomplete torchrun environment"),
+        (RUN_DEMO, {"RANK": "0"}, "invalid torchrun environment"),
         (RUN_DEMO, {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),
         (RUN_DEMO, {"PIPELINE_BACKEND": "nccl"}, "PIPELINE_BACKEND=nccl"),
     ],

@@ -16,7 +16,7 @@ from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.jobs import ClipPlan
 from svdpp.driver.pipeline import Pipeline
-from svdpp.launch import fork_server
+from svdpp.launch import group
 from svdpp.worker.device import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.driver.dummies import clips, config
@@ -57,7 +57,7 @@ def test_a_gpu_that_ran_short_of_memory_is_said_once(
 ) -> None:
     """The ranks are forked, so that they inherit the patched memory pressure."""
     monkeypatch.setattr(MemoryPressure, "rose", lambda self: True)  # noqa: ARG005
-    monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
+    monkeypatch.setattr(group, "start_method", lambda device: "fork")  # noqa: ARG005
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1,2", "--out", str(tmp_path))
 
     assert answer.code == 0, answer

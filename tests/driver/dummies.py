@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.driver.clips import ClipResult
 from svdpp.driver.pipeline import Pipeline
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
+from svdpp.worker.tensor_files import tensor_sha256
 
 SHAPE = (1, 4, 2, 8, 8)
 
@@ -36,6 +39,16 @@ def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
         latent = model.denoise({LATENTS: latent}, 0, steps, lambda *_: None)[LATENTS]
     torch.set_num_threads(threads)
     return latent
+
+
+def plain_hashes(steps: int, *seeds: int) -> list[str]:
+    """The hash of the last latent of a clip for each seed, made in this process."""
+    return [tensor_sha256(plain_latent(seed, steps, steps)) for seed in seeds]
+
+
+def hashes(results: Iterable[ClipResult]) -> list[str]:
+    """The hash of the last latent of each clip."""
+    return [result.metadata["latents_sha256"] for result in results]
 
 
 def clips(*seeds: int) -> list[ClipRequest]:

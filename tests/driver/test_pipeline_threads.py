@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
 
 import pytest
 
-from svdpp.config import ClipRequest
+from svdpp.config import ClipRequest, OutputConfig
+from svdpp.driver import ranks
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import ClosedError, RankError, SvdppError
-from svdpp.worker.messages import ClipDone, Event, StepDone
-from tests.driver.dummies import HANG_SECONDS, clips, config, pids
+from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
+from svdpp.media.inputs import example_photos
+from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
+from tests.driver.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
 from tests.faults.damage import Damage
 from tests.faults.processes import is_there
+from tests.models.small_svd import small_svd
 
 pytestmark = pytest.mark.processes
 
@@ -39,15 +40,13 @@ def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
 
     with Pipeline(config(3, steps=6)) as pipeline, ThreadPoolExecutor(num_threads) as threads:
         made = list(threads.map(submit, [pipeline] * num_threads))
-        alone = pipeline.run(clips(*range(num_seeds)))
-    expected = [(each.request.seed, each.metadata["latents_sha256"]) for each in alone]
+    expected = list(enumerate(plain_hashes(6, *range(num_seeds))))
     assert made == [expected] * num_threads
-    assert len(set(expected)) == num_seeds
 
 
-def test_clips_are_made_while_nobody_looks() -> None:
+def test_clips_are_made_while_nobody_looks_and_observers_hear_of_them_first() -> None:
     """Far more clips than the events that fit into the ranks' pipes."""
-    all_done, done = threading.Event(), []
+    all_done, done = threading.Event(), list[int]()
 
     def count(rank: int, event: Event) -> None:  # noqa: ARG001
         if isinstance(event, ClipDone):
@@ -61,7 +60,9 @@ def test_clips_are_made_while_nobody_looks() -> None:
         handles = pipeline.submit(clips(*range(300)))
         assert all_done.wait(HANG_SECONDS)
         assert handles[-1].result(HANG_SECONDS).clip == 299
-    assert sorted(done) == list(range(300))
+        assert sorted(done) == list(range(300))
+        for seed in range(20):
+            assert pipeline.submit(ClipRequest(seed=seed)).result(HANG_SECONDS).clip == done[-1]
 
 
 def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
@@ -111,17 +112,6 @@ def test_an_observers_exception_ends_the_run() -> None:
         assert [result.clip for result in pipeline.results()] == [0]
 
 
-def test_observers_have_heard_of_a_clip_before_its_result_is_there() -> None:
-    heard: list[int] = []
-    pipeline = Pipeline(config())
-    pipeline.observe(
-        lambda _, event: heard.append(event.clip) if isinstance(event, ClipDone) else None
-    )
-    with pipeline:
-        for seed in range(20):
-            assert pipeline.submit(ClipRequest(seed=seed)).result(HANG_SECONDS).clip == heard[-1]
-
-
 def test_callbacks_may_submit_and_must_not_wait() -> None:
     refused: list[BaseException] = []
     followers: list[ClipHandle] = []
@@ -153,7 +143,7 @@ def test_callbacks_may_submit_and_must_not_wait() -> None:
     ] * 5
 
 
-def test_handles_can_be_awaited() -> None:
+def test_handles_can_be_awaited_and_a_pipeline_outlives_the_thread_that_entered_it() -> None:
     async def serve(pipeline: Pipeline) -> list[int]:
         impatient = pipeline.submit(ClipRequest(seed=0))
         with pytest.raises(TimeoutError):  # as when a client goes away; the clip goes on
@@ -162,108 +152,187 @@ def test_handles_can_be_awaited() -> None:
         results = await asyncio.gather(*map(asyncio.wrap_future, [impatient, *handles]))
         return [result.clip for result in results]
 
-    with Pipeline(config()) as pipeline:
-        assert asyncio.run(serve(pipeline)) == [0, 1, 2]
-        assert list(pipeline.results()) == []
-
-
-def test_a_pipeline_outlives_the_thread_that_entered_it() -> None:
     pipeline = Pipeline(config())
     entering = threading.Thread(target=pipeline.__enter__)
     entering.start()
     entering.join()
-    assert pipeline.run(ClipRequest(seed=0)).clip == 0
+    assert asyncio.run(serve(pipeline)) == [0, 1, 2]
+    assert list(pipeline.results()) == []
     pipeline.close()
 
 
-# --- a pipeline with many threads ends in any way, at any moment --------------------------------
-
-End = Literal["drain", "drop", "kill", "raise", "observer"]
-_EXPECTED: dict[End, type[BaseException] | None] = {
-    "drain": None,
-    "drop": None,
-    "kill": RankError,
-    "raise": KeyError,
-    "observer": ZeroDivisionError,
-}
+# --- the end ------------------------------------------------------------------------------------
 
 
-class Life:
-    """A pipeline with threads that submit, wait for handles, run, and take results, until its end.
+@pytest.fixture
+def stuck() -> Iterator[Pipeline]:
+    """An entered pipeline that has made its first clip and hangs at the second."""
+    pipeline = Pipeline(config(), fault=Damage("hang", 1, 1))
+    pipeline.__enter__()
+    first, _ = pipeline.submit(clips(0, 1))
+    first.result(HANG_SECONDS)
+    yield pipeline
+    assert not any(map(is_there, pids(pipeline)))
 
-    Args:
-        seed: of its random choices.
-        end: what ends it, after a random number of events.
-    """
 
-    def __init__(self, seed: int, end: End) -> None:
-        self._random = random.Random(seed)
-        self._end = end
-        self._num_events = 0
-        self._last_event = self._random.randrange(1, 400)
-        self._is_time = threading.Event()
-        self._pipeline = Pipeline(
-            config(self._random.choice([1, 2, 3]), steps=6),
-            history_clips=self._random.choice([None, 3]),
+def test_leaving_the_block_waits_for_all_clips_and_ends_the_loops_of_threads() -> None:
+    """Threads that iterate share the results."""
+    with ThreadPoolExecutor(3) as threads, Pipeline(config()) as pipeline:
+        handles = pipeline.submit(clips(*range(60)))
+        loops = [threads.submit(list, pipeline.results()) for _ in range(3)]
+    assert [handle.result(0).clip for handle in handles] == list(range(60))
+    found = [result.clip for loop in loops for result in loop.result(HANG_SECONDS)]
+    assert sorted(found) == list(range(60))
+    assert not any(map(is_there, pids(pipeline)))
+
+
+def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [
+            threads.submit(lambda: list(stuck.results())),
+            threads.submit(lambda: stuck.run(clips(2))),
+        ]
+        while stuck._clips.num_added < 3:
+            assert not waiting[1].done()
+        stuck.close(drain=False)
+        for each in waiting:
+            with pytest.raises(ClosedError, match="was closed before the clip was finished"):
+                each.result(HANG_SECONDS)
+    stuck.close(drain=False)
+    stuck.close()
+    assert stuck.run_error is None
+    with pytest.raises(ClosedError, match="the pipeline is closed"):
+        stuck.submit(clips(3))
+
+
+def test_leaving_by_an_exception_drops_what_is_not_finished(stuck: Pipeline) -> None:
+    with pytest.raises(KeyError, match="own") as caught, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: stuck.run(clips(2)))
+        while stuck._clips.num_added < 3:
+            assert not waiting.done()
+        error = KeyError("own")
+        stuck.__exit__(KeyError, error, None)
+        assert isinstance(waiting.exception(HANG_SECONDS), ClosedError)
+        raise error
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_close_that_waits_ends_when_another_thread_closes_at_once(stuck: Pipeline) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(stuck.close) for _ in range(3)]
+        while not stuck._is_closing:
+            assert not waiting[0].done()
+        with pytest.raises(ClosedError):
+            stuck.submit(clips(2))
+        stuck.close(drain=False)
+        assert [each.result(HANG_SECONDS) for each in waiting] == [None] * 3
+
+
+def test_a_signal_while_the_block_waits_for_its_clips_ends_the_ranks(
+    stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise Interrupted(2)
+
+    monkeypatch.setattr(stuck, "_wait_for_end", interrupt)
+    with pytest.raises(Interrupted):
+        stuck.__exit__(None, None, None)
+
+
+def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
+    stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
+    send = stuck._entered.send
+
+    def interrupt(rank: int, message: bytes) -> None:
+        send(rank, message)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stuck._entered, "send", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stuck.submit(clips(2))
+    with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
+        stuck.close()
+
+
+def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
+    """The handler runs in the interrupted thread, which may be in a submit or a close."""
+    with stuck._submitting, stuck._cleaning:
+        stuck.close(drain=False)
+        stuck.close()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_every_thread_that_closes_hears_of_a_failure(drain: bool) -> None:
+    pipeline = Pipeline(config(), fault=Damage("raise", 0, 0))
+    pipeline.__enter__()
+    (handle,) = pipeline.submit(clips(0))
+    if not drain:  # else it may be closed before the failure
+        assert isinstance(handle.exception(HANG_SECONDS), RankError)
+    with ThreadPoolExecutor(3) as threads:
+        closing = [threads.submit(pipeline.close, drain=drain) for _ in range(3)]
+        errors = [each.exception() for each in closing]
+    assert any(isinstance(error, RankError) for error in errors)
+    assert {str(error) for error in errors if error} == {str(pipeline.run_error)}
+    pipeline.close()  # it was raised before, and is raised once
+
+
+def test_an_observer_that_never_returns_cannot_keep_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "_DROP_SECONDS", 0.1)
+    blocked, release = threading.Event(), threading.Event()
+
+    def block(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            blocked.set()
+            release.wait(HANG_SECONDS)
+
+    pipeline = Pipeline(config())
+    pipeline.observe(block)
+    pipeline.__enter__()
+    handle = pipeline.submit(ClipRequest(seed=0))
+    assert blocked.wait(HANG_SECONDS)
+    pipeline.close(drain=False)
+    assert not any(map(is_there, pids(pipeline)))
+    assert isinstance(handle.exception(HANG_SECONDS), ClosedError)
+    release.set()
+    pipeline._thread.join(HANG_SECONDS)
+    assert pipeline.run_error is None
+
+
+def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
+    stop = Damage("hang", 1, 0, place="load", until=str(tmp_path / "never"))
+    pipeline = Pipeline(config(), fault=stop)
+
+    def close(rank: int, event: Event) -> None:  # noqa: ARG001
+        if isinstance(event, Heartbeat):
+            pipeline.close(drain=False)
+
+    pipeline.observe(close)
+    with pytest.raises(ClosedError, match="was closed while its ranks started"), pipeline:
+        pytest.fail("the block was entered")
+    assert not any(map(is_there, pids(pipeline)))
+
+
+def test_a_clip_that_is_being_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The ranks are killed while they write, and their partly written files are removed."""
+    demo, image = small_svd(1, steps=1), str(example_photos()[0])
+    demo = replace(demo, sampling=replace(demo.sampling, num_frames=14))
+    requests = [
+        ClipRequest(
+            seed=seed, image=image, output=OutputConfig(path=str(tmp_path / f"clip_{seed}.mp4"))
         )
-        self._pipeline.observe(self._see)
-
-    def live(self) -> BaseException | None:
-        """The error that leaves the block; all threads have ended then."""
-        left: BaseException | None = None
-        seeds = [self._random.random() for _ in range(3)]
-        with ThreadPoolExecutor(5) as threads:
-            try:
-                with self._pipeline:
-                    users = [threads.submit(self._use, seed) for seed in seeds]
-                    users += [threads.submit(self._take) for _ in range(2)]
-                    assert self._is_time.wait(HANG_SECONDS)
-                    self._act()
-            except (SvdppError, KeyError, ZeroDivisionError) as error:
-                left = error
-            for user in users:
-                error = user.exception(HANG_SECONDS)
-                assert isinstance(error, (ClosedError, _EXPECTED[self._end] or ClosedError)), error
-        assert not any(map(is_there, pids(self._pipeline)))
-        return left
-
-    def _act(self) -> None:
-        if self._end == "drop":
-            self._pipeline.close(drain=False)
-        if self._end == "kill":
-            os.kill(self._random.choice(pids(self._pipeline)), signal.SIGKILL)
-        if self._end == "raise":
-            raise KeyError(self._end)
-
-    def _see(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        self._num_events += 1
-        if self._num_events == self._last_event:
-            self._is_time.set()
-            if self._end == "observer":
-                raise ZeroDivisionError
-
-    def _use(self, seed: float) -> None:
-        chance = random.Random(seed)
-        while True:
-            handle = self._pipeline.submit(ClipRequest(seed=chance.randrange(100)))
-            if chance.random() < 0.7:
-                handle.result(HANG_SECONDS)
-            elif chance.random() < 0.3:
-                handle.cancel()
-            elif chance.random() < 0.7:
-                assert len(self._pipeline.run(clips(1, 2))) == 2
-
-    def _take(self) -> None:
-        while True:
-            for result in self._pipeline.results():
-                assert result.metadata["latents_sha256"]
-            time.sleep(0.01)  # gives the processor to the ranks
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("end", get_args(End))
-def test_no_thread_is_left_waiting(end: End) -> None:
-    for seed in range(5):
-        error = Life(seed, end).live()
-        expected = _EXPECTED[end]
-        assert error is None if expected is None else isinstance(error, expected), (seed, error)
+        for seed in range(30)
+    ]
+    with Pipeline(demo) as pipeline:
+        first, *others = pipeline.submit(requests)
+        first.result(HANG_SECONDS)
+        pipeline.close(drain=False)
+    finished = {handle.clip for handle in (first, *others) if handle.exception(0) is None}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(finished) < 30
+    assert not [name for name in names if name.startswith(".")]
+    for clip in finished:
+        assert {f"clip_{clip}.mp4", f"clip_{clip}.mp4.json"} <= names

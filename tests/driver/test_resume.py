@@ -22,7 +22,14 @@ from svdpp.plan.actions import Kind
 from svdpp.worker import device
 from svdpp.worker.messages import ActionDone, CheckpointLost, Event
 from svdpp.worker.tensor_files import LatentCheckpoints, prune, saved_steps
-from tests.driver.dummies import HANG_SECONDS, config, pids, plain_latent
+from tests.driver.dummies import (
+    HANG_SECONDS,
+    config,
+    hashes,
+    pids,
+    plain_hashes,
+    plain_latent,
+)
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
 from tests.small_disk import small_disk
@@ -41,17 +48,9 @@ def _requests(folder: Path | None = None) -> list[ClipRequest]:
     ]
 
 
-def _hashes(world_size: int, requests: list[ClipRequest], folder: Path | None) -> list[str]:
-    pipeline = Pipeline(
-        config(world_size, steps=28), latents_folder=str(folder) if folder else None
-    )
-    with pipeline:
-        return [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[str]:
-    return _hashes(1, _requests(), None)
+    return plain_hashes(28, 0, 1)
 
 
 @pytest.mark.processes
@@ -84,7 +83,8 @@ def test_after_a_kill_at_every_hand_over(
             path.write_bytes(content)
         requests = _requests(tmp_path)
         assert requests[1].done_steps == handed_over
-        assert _hashes(world_size, requests, tmp_path) == uninterrupted
+        with Pipeline(config(world_size, steps=28), latents_folder=str(tmp_path)) as pipeline:
+            assert hashes(pipeline.run(requests)) == uninterrupted
         assert list(tmp_path.iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
     )
     with pipeline:
         results = pipeline.run(_requests())
-    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
+    assert hashes(results) == uninterrupted
     assert len(lost) == 3, "once by each rank that sends"
     assert {event.error["type"] for event in lost} == {"OutputError"}
     assert all(repr(str(no_space)) in event.error["message"] for event in lost)
@@ -137,7 +137,7 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
     with pipeline:
         results = pipeline.run([replace(resumed, done_steps=14), fresh])
     taken = time.time() - begun
-    assert [result.metadata["latents_sha256"] for result in results] == uninterrupted
+    assert hashes(results) == uninterrupted
     repeated = {(rank, f"DENOISE c0 {rank * 7}:{rank * 7 + 7}") for rank in range(4)} & steps
     assert repeated == {(2, "DENOISE c0 14:21"), (3, "DENOISE c0 21:28")}
     old, new = (result.metadata for result in results)
@@ -183,9 +183,6 @@ def test_a_later_hand_over_takes_the_place_of_the_earlier(tmp_path: Path) -> Non
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([14], [7])
     prune(tmp_path, KEYS[0])
     assert (saved_steps(tmp_path, KEYS[0]), saved_steps(tmp_path, KEYS[1])) == ([], [7])
-
-
-def test_nothing_is_kept_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "absent", KEYS[0]) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import types
 from collections.abc import Callable
 from typing import Any
@@ -56,27 +55,17 @@ def test_mig_slices_are_refused_by_name() -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver with two GPUs, of which CUDA shows the second one first."""
-    reads = {(UUIDS[0], UUIDS[1]): pynvml.NVML_P2P_STATUS_OK}
-
-    def peer_status(one: str, other: str, what: int) -> int:
-        assert ctypes.c_uint(what).value == 0, "not the index of reads"
-        if (one, other) not in reads:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return reads[one, other]
-
     functions: dict[str, Callable[..., Any]] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": UUIDS.__getitem__,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
         "nvmlDeviceGetUUID": lambda uuid: uuid,
         "nvmlDeviceGetName": lambda _: "A100",
         "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 0),
         "nvmlDeviceGetMemoryInfo": lambda uuid: types.SimpleNamespace(
             total=100, free=10 + UUIDS.index(uuid)
         ),
-        "nvmlDeviceGetP2PStatus": peer_status,
         "nvmlSystemGetDriverVersion": lambda: "580.1",
     }
     for name, function in functions.items():
@@ -93,13 +82,7 @@ def test_free_memory_follows_cudas_numbering() -> None:
         gpus.free_bytes("cuda:2")
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_does_not_tell_reads_no_other() -> None:
-    assert gpus.peer_access() == [[True, False], [True, True]]
-
-
 def test_there_are_no_gpus_without_a_driver() -> None:
     if gpus.driver_version() is not None:
         pytest.skip("this machine has an NVIDIA driver")
     assert gpus.visible_gpus() == []
-    assert gpus.peer_access() == []

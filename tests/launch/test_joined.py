@@ -39,7 +39,7 @@ TERMS = Terms(
     start_timeout=20,
     peer_timeout=5,
 )
-HELLO = replace(TERMS.hello(), host="here")
+HELLO = TERMS.hello()._replace(host="here")
 
 
 @pytest.fixture
@@ -129,26 +129,18 @@ def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch, num_pauses: int) -
 
 
 @pytest.mark.parametrize(
-    ("peer", "environment"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
+    ("peer", "given"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
 )
 def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
-    peer: str, environment: dict[str, str]
+    peer: str, given: dict[str, str]
 ) -> None:
+    environment = dict(given)
     assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME names 'none0'"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, "127.0.0.1, which other hosts cannot reach"),
-        ({}, "which other hosts cannot reach"),
-    ],
-)
-def test_unusable_interfaces_are_refused(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        choose_interface("127.0.0.1", spans_hosts=True, environment=environment)
+    with pytest.raises(RequestError, match=r"127\.0\.0\.1, which other hosts cannot reach"):
+        choose_interface("127.0.0.1", spans_hosts=True, environment=given)
+    with pytest.raises(RequestError, match="GLOO_SOCKET_IFNAME names 'none0'"):
+        choose_interface(peer, spans_hosts=False, environment={"GLOO_SOCKET_IFNAME": "none0"})
 
 
 MESSAGES = [bytes([number]) * 2**20 for number in range(3)]

@@ -1,4 +1,4 @@
-"""A process kills its children when it ends, and reports no failure for that."""
+"""A process sets variables at its start, and kills its children and removes files at its end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,33 @@ from svdpp.launch import process_lifetime
 from tests.faults.processes import adopting_orphans, collected, wait_until
 
 pytestmark = pytest.mark.processes
+
+
+NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"DIFFUSERS_VERBOSITY": "info"}, "DIFFUSERS_VERBOSITY", "info"),
+        ({}, "TRANSFORMERS_VERBOSITY", "error"),
+        ({}, "PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split:128"}, "PYTORCH_ALLOC_CONF", "max_split:128"),
+        ({NCCL: "1"}, NCCL, "1"),
+        ({NCCL: "1", "TORCHELASTIC_RUN_ID": "x"}, NCCL, "0"),  # torchrun's own default
+        ({NCCL: "3", "TORCHELASTIC_RUN_ID": "x"}, NCCL, "3"),
+        ({}, NCCL, "0"),
+    ],
+)
+def test_defaults_do_not_replace_the_users_values(
+    given: dict[str, str], name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    with process_lifetime.environment_defaults():
+        assert os.environ[name] == expected
+    assert os.environ == given
+    process_lifetime.set_environment_defaults(given)
+    assert given[name] == expected
 
 
 @pytest.mark.timing

@@ -18,8 +18,7 @@ from diffusers import WanTransformer3DModel
 from loguru import logger
 
 from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver.memory import check_memory
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import check_memory, resolve
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import files

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
-from svdpp.driver import memory
+from svdpp.driver import resolve as memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
@@ -58,7 +58,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
     error = as_api_error(caught.value)
     assert error.hint == "use 2 steps"
     assert error.details == {"field": "steps"}
-    config = config.with_sampling(replace(sampling, num_inference_steps=25))
+    config = replace(config, sampling=replace(sampling, num_inference_steps=25))
     Admission(config, None).check(replace(sampling, num_inference_steps=25))
 
 

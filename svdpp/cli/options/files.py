@@ -198,7 +198,7 @@ class OutputOptions(FolderOptions):
         shown="keep none",
     )
     dry_run: bool = DIAGNOSTICS.switch(
-        "Make no clips; show their names, the layout, each rank's memory and the disk space."
+        "Make no clips; show their names, the layout and each rank's memory."
     )
 
     def place(self) -> Place:

@@ -1,21 +1,28 @@
-"""Misuse is refused at once with a plain sentence, and affects no other clip."""
+"""Requests: clips with parameters of their own; misuse is refused at once and affects no clip."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest
+from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
+from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.inputs import example_photos
+from svdpp.media.video import frames_sha256, read_frames
+from svdpp.verification.reference import run_reference
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
+from tests.models.diffusers_pipeline import latents_and_frames
 from tests.models.small_svd import small_svd
 
 KEY = hashlib.sha256(b"clip").hexdigest()
@@ -91,29 +98,33 @@ def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:
     Pipeline(config()).close(drain=False)
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_history_has_a_clip(number: int) -> None:
-    for name in ("history_clips", "trace_clips"):
-        with pytest.raises(RequestError, match=f"{name} must be 1 or more, got {number}"):
-            Pipeline(config(), **{name: number})
+@pytest.mark.parametrize("name", ["history_clips", "trace_clips"])
+def test_a_history_has_a_clip(name: str) -> None:
+    with pytest.raises(RequestError, match="a history has 1 clip or more, got 0"):
+        Pipeline(config(), **{name: 0})
 
 
 # --- requests ------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "text": ("photo.jpg", TypeError, "clip 0 of the list is a str, not a ClipRequest"),
+    "text": ("photo.jpg", TypeError, "clip 0 is a str, not a ClipRequest"),
     "number": (7, TypeError, "not iterable"),
-    "second of two": ([*clips(0), 7], TypeError, "clip 1 of the list is a int"),
+    "second of two": ([*clips(0), 7], TypeError, "clip 1 is a int"),
     "no checkpoints": (
         ClipRequest(seed=0, latents_key=KEY, done_steps=2),
         RequestError,
-        "the clip has done_steps=2, but there are no latent checkpoints",
+        "clip 0: done_steps is 2, but there are no latent checkpoints",
     ),
     "no key": (
         ClipRequest(seed=0, latents_key="../elsewhere"),
         RequestError,
-        "the clip: latents_key must be 64 hex digits, got ../elsewhere",
+        "clip 0: latents_key must be 64 hex digits, got ../elsewhere",
+    ),
+    "steps": (
+        ClipRequest(seed=0, sampling=SvdSampling(num_inference_steps=5)),
+        RequestError,
+        "5 steps cannot be split evenly over 2 ranks",
     ),
 }
 REFUSED_METADATA: dict[str, tuple[Any, type[Exception], str]] = {
@@ -134,42 +145,35 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
             with pytest.raises(error, match=words):
                 pipeline.submit(clips(0, 1), metadata)
         assert pipeline.submit([]) == pipeline.run([]) == list(pipeline.results()) == []
-        (result,) = pipeline.run(clips(8))
-        with pytest.raises(RequestError, match="image must be str"):
-            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
-    assert result.clip == 0, "an index was taken by a clip that was refused"
-    assert {span.action.clip for span in pipeline.trace.spans} == {0}
-
-
-@pytest.mark.processes
-def test_steps_beyond_the_last_are_refused(tmp_path: Path) -> None:
-    with Pipeline(config(steps=4), latents_folder=str(tmp_path)) as pipeline:
-        for done_steps in (5, -1):
-            with pytest.raises(RequestError, match=f"must be 0 to (4|1000), got {done_steps}"):
-                pipeline.submit(ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps))
-
-
-@pytest.mark.processes
-def test_a_single_request_gives_a_single_handle_and_result() -> None:
-    with Pipeline(config()) as pipeline:
-        handle = pipeline.submit(ClipRequest(seed=0), [{"note": "first"}])
-        assert (handle.clip, handle.request) == (0, ClipRequest(seed=0))
+        handle = pipeline.submit(ClipRequest(seed=8), [{"note": "first"}])
+        assert (handle.clip, handle.request) == (0, ClipRequest(seed=8)), "an index was taken"
         assert handle.result(HANG_SECONDS).metadata["note"] == "first"
         assert (handle.done(), handle.exception()) == (True, None)
+        with pytest.raises(RequestError, match="image must be str"):
+            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
+        assert {span.action.clip for span in pipeline.trace.spans} == {0}
         assert pipeline.run(ClipRequest(seed=1)).request.seed == 1
         assert [each.clip for each in pipeline.submit(each for each in clips(2, 3))] == [2, 3]
 
 
-@pytest.mark.processes
+def test_the_reference_makes_no_clips_with_parameters_of_their_own() -> None:
+    with pytest.raises(RequestError, match="sampling parameters"):
+        run_reference(config(1), [ClipRequest(seed=0, sampling=SvdSampling())])
+
+
+@pytest.mark.parametrize("done_steps", [5, -1])
+def test_steps_beyond_the_last_are_refused(done_steps: int) -> None:
+    work = ClipWork(resolve(config(steps=4))[0], None, keeps_latents=True)
+    with pytest.raises(RequestError, match=r"done.steps must be (at most 4|0 to 1000, got -1)"):
+        work.checked(ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps))
+
+
 def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() -> None:
     good = ClipRequest(seed=0, image=str(example_photos()[0]))
-    with Pipeline(small_svd(2, steps=2)) as pipeline:
-        with pytest.raises(RequestError, match=r"clip 1 of the list: .* needs an image") as caught:
-            pipeline.submit([good, ClipRequest(seed=1)])
-        assert "image=" in caught.value.hint
-        with pytest.raises(RequestError, match=r"the clip: .* needs an image"):
-            pipeline.submit(ClipRequest(seed=1))
-        assert pipeline.run(good).clip == 0
+    work = ClipWork(*resolve(small_svd(2, steps=2)))
+    with pytest.raises(RequestError, match=r"clip 1: .* needs an image") as caught:
+        work.checked([good, ClipRequest(seed=1)])
+    assert caught.value.hint == "name an image"
 
 
 # --- clips that are lost -------------------------------------------------------------------------
@@ -188,3 +192,61 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
         assert [result.clip for result in pipeline.results()] == [3]
         assert later.result().request.seed == 2
         assert [failure.clip for failure in pipeline.failures] == [0]
+
+
+# --- clips with parameters of their own ---------------------------------------------------------
+
+PHOTO = str(example_photos()[0])
+
+_CHANGES: list[dict[str, Any]] = [
+    {},
+    {"num_inference_steps": 9},
+    {"num_inference_steps": 2},
+    {"num_inference_steps": 1, "num_frames": 3},
+    {"height": 64, "width": 96, "fit": "crop"},
+    {"fps": 12, "motion_bucket_id": 200, "noise_aug_strength": 0.1},
+    {"max_guidance_scale": 1.0},
+    {"min_guidance_scale": 1.5, "max_guidance_scale": 2.5, "decode_chunk_size": 1},
+]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.processes
+def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
+    pipeline_config = small_svd(3, split="alternating")
+    sampling = pipeline_config.sampling
+    requests = [
+        ClipRequest(
+            seed=seed,
+            image=PHOTO,
+            sampling=replace(sampling, **changes),
+            output=OutputConfig(path=str(tmp_path / f"{seed}.mp4")),
+        )
+        for seed, changes in enumerate(_CHANGES)
+    ]
+    with Pipeline(pipeline_config) as pipeline:
+        results = pipeline.run(requests)
+        assert {span.action.clip for span in pipeline.replayed(requests)} == set(
+            range(len(_CHANGES))
+        )
+    for result in results:
+        own = result.request.sampling or pipeline.config.sampling
+        image = fit_photo(read_photo(Path(PHOTO))[0], own.width, own.height, own.fit)
+        model = pipeline_config.model
+        latents, frames = latents_and_frames(model, own, result.request, image)
+        assert result.metadata["latents_sha256"] == tensor_sha256(latents[-1]), own
+        assert result.metadata["frames_sha256"] == frames_sha256(frames), own
+    assert len(read_frames(tmp_path / "3.mp4", "mp4")) == 3
+    assert read_frames(tmp_path / "4.mp4", "mp4").shape[1:3] == (64, 96)
+
+
+def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
+    pipeline_config, checkpoint = resolve(small_svd(2))
+    own = replace(pipeline_config.sampling, num_frames=14, decode_chunk_size=4)
+    work = ClipWork(replace(pipeline_config, sampling=own), checkpoint)
+    request = ClipRequest(seed=0, sampling=replace(own, num_frames=None, decode_chunk_size=None))
+    assert work.resolved(request).sampling is None  # the same as the pipeline's
+    short = replace(own, num_frames=3, decode_chunk_size=None)
+    assert work.resolved(replace(request, sampling=short)).sampling == replace(
+        short, decode_chunk_size=3
+    )
