@@ -141,7 +141,6 @@ def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig
 def _settings(
     asked: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
 ) -> ServerSettings:
-    from svdpp.config.files import find_costs
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import check_config
     from svdpp.serve.service import ServerSettings
@@ -160,7 +159,6 @@ def _settings(
         keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
         keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
-        costs=None if asked.costs is None else find_costs(asked.costs),
         adopts=asked.adopt,
         callback_hosts=asked.callback_hosts or (),
         callback_secrets=_secrets(asked),

@@ -8,15 +8,13 @@ import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.config.clip import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
-from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
-from svdpp.errors import InputError, OutOfMemoryError, OutputError, RequestError, SvdppError
+from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.image import Photo
 from svdpp.media.inputs import ClipInput
@@ -49,8 +47,8 @@ class Admission:
 
     def check(self, sampling: SamplingConfig) -> None:
         """Refuses a clip that could only fail: it has no route through the ranks, or no memory."""
-        if (no_route := self._no_route(sampling)) is not None:
-            raise RequestError(no_route.message, no_route.hint, details=no_route.details)
+        if (error := self._no_route(sampling)) is not None:
+            raise RequestError(error.message, error.hint, details=error.details)
         self._check_memory(sampling)
 
     def why_no_route(self, sampling: SamplingConfig) -> str | None:
@@ -58,8 +56,8 @@ class Admission:
 
         Memory does not count: what is free at the start of a server says little of later.
         """
-        no_route = self._no_route(sampling)
-        return None if no_route is None else no_route.message
+        error = self._no_route(sampling)
+        return None if error is None else error.message
 
     def check_inputs(self, sampling: SamplingConfig, **inputs: Any) -> None:
         """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
@@ -82,10 +80,11 @@ class Admission:
                 work.route(clip, request)
         except RequestError as error:
             own = self._config.sampling.num_inference_steps
-            hint, field = f"use {own} steps", "steps"
             if sampling.num_inference_steps == own:
-                hint, field = "leave flow_shift out", "flow_shift"
-            return RequestError(error.message, hint, details={"field": field})
+                return RequestError(
+                    error.message, "leave flow_shift out", details={"field": "flow_shift"}
+                )
+            return RequestError(error.message, f"use {own} steps", details={"field": "steps"})
         return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
@@ -103,9 +102,8 @@ class Admission:
             check_memory(config, self._checkpoint, self._config.layout.roles)
             return
         if problem := self._problem(_shape_only(sampling)):
-            raise OutOfMemoryError(
-                problem, "request fewer frames or a smaller size", details={"device": "cuda"}
-            )
+            hint = "request fewer frames or a smaller size"
+            raise OutOfMemoryError(problem, hint, details={"device": "cuda"})
 
     def _new_problem(self, sampling: SamplingConfig) -> str:
         """Why a clip does not fit on the GPUs; empty if it does."""
@@ -158,19 +156,12 @@ class RunningClip:
     """Whether another server may have the job by now."""
     ranks_left: int = 0
     """How many ranks have not prepared its image yet."""
-    prepare_seconds: float = 0.0
-    """That the image takes, by the latest one."""
     asked_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_prepared(self) -> bool:
         """Whether the ranks get the job now."""
         return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
-
-    @property
-    def prepare_seconds_left(self) -> float:
-        """Until its image is prepared."""
-        return max(0.0, self.asked_at + self.prepare_seconds - time.monotonic())
 
     @property
     def progress(self) -> ClipProgress:
@@ -183,16 +174,6 @@ class RunningClip:
     def has_begun(self) -> bool:
         """Whether a rank works on it or has done so; until then it waits."""
         return self.progress.rank is not None
-
-    def finished_metadata(self) -> dict[str, Any] | None:
-        """The JSON of the clip, if an earlier server finished it but could not say so."""
-        output = self.request.output
-        if output is None or not Path(output.path).exists():
-            return None
-        try:
-            return clip_as_asked(output, self.metadata)
-        except (RequestError, InputError, OutputError):
-            return None  # it is written again
 
 
 class ToRequest:
@@ -245,22 +226,21 @@ class ToRequest:
         self._store.look()
         saved = tensor_files.saved(self.latents_folder)
         for key, step in saved - self._published:
-            path = tensor_files.path_of(self.latents_folder, key, step)
-            self._store.put(path, _object_of(key, step))
+            self._store.put(tensor_files.path_of(self.latents_folder, key, step))
             self._published.add((key, step))
         for key, step in self._published - saved:
-            self._store.remove_object(_object_of(key, step))
+            self._store.remove(tensor_files.path_of(self.latents_folder, key, step))
             self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.token > 1):
             return
-        names = self._store.objects(f"{LATENTS}/{key}")
+        names = self._store.objects(LATENTS)
         all_steps = range(1, job.sampling.num_inference_steps + 1)
-        steps = [step for step in all_steps if _object_of(key, step) in names]
+        paths = {step: tensor_files.path_of(self.latents_folder, key, step) for step in all_steps}
+        steps = [step for step, path in paths.items() if f"{LATENTS}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
-            path = tensor_files.path_of(self.latents_folder, key, steps[-1])
-            self._store.fetch(path, _object_of(key, steps[-1]))
+            self._store.fetch(paths[steps[-1]])
         # Only now: `publish` removes those that the folder lacks.
         self._published |= {(key, step) for step in steps}
 
@@ -287,14 +267,7 @@ class ToRequest:
         identity = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         if self._checkpoint is not None:
             config = resolved_for(job.sampling, self._config, self._checkpoint)
-            output = self._output(job)
-            metadata = clip_metadata(
-                self._made_from(job), job.seed, output, config, self._checkpoint
-            )
+            output, made_from = self._output(job), self._made_from(job)
+            metadata = clip_metadata(made_from, job.seed, output, config, self._checkpoint)
             identity = latents_key(metadata, weights_identity(self._checkpoint))
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()
-
-
-def _object_of(key: str, step: int) -> str:
-    """The name of a latent checkpoint in the store."""
-    return f"{LATENTS}/{key}/{tensor_files.path_of(Path(), key, step)}"

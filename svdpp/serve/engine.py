@@ -21,29 +21,17 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.costs import Costs
 from svdpp.serve.clips import ToRequest
-from svdpp.serve.eta import JobEstimates, MeasuredCosts
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import EngineState, Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import (
-    ActionDone,
-    Event,
-    Failed,
-    Heartbeat,
-    ImageReady,
-    Joined,
-    StepDone,
-)
+from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
 
 SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
-# A guess, until the ranks have been started once.
-_START_SECONDS = 5.0
 _POLL_SECONDS = 0.25
 # Before the first restart; each further one doubles it.
 _FIRST_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
@@ -56,11 +44,8 @@ class Engine:
 
     A rank that dies ends its pipeline. The unfinished clips go back to the queue, and continue from
     their latent checkpoints in the next pipeline. The clip during which the rank died counts an
-    attempt, and fails with the second one.
-
-    Args:
-        on_changed: called with each job that has reached another state.
-        costs: assumed before there is a measurement.
+    attempt, and fails with the second one. `on_changed` is called with each job that has reached
+    another state.
     """
 
     def __init__(
@@ -69,7 +54,6 @@ class Engine:
         queue: JobQueue,
         *,
         on_changed: Callable[[Job], None] = lambda _: None,
-        costs: Costs | None = None,
     ) -> None:
         world = find_world()
         self._is_launched = world is not None
@@ -80,35 +64,15 @@ class Engine:
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
-        self._observers: list[Observer] = []
         self.to_request = ToRequest(self.config, self.checkpoint, queue.store)
-        assumed = self.config.costs if self.config.model.dummy_sleeps else costs
-        self._costs = MeasuredCosts(
-            assumed, self.config.sampling, in_pairs=self.config.cfg_parallel > 1
-        )
         self._changed = threading.Condition()
         self.feeder = Feeder(
-            self.config,
-            queue,
-            self.to_request,
-            on_changed,
-            self._changed,
-            self._seconds_left,
+            self.config, queue, self.to_request, on_changed, self._changed, self._seconds_left
         )
         self.rank_view = RankView(config.world_size, self.feeder.job_of)
         """What each rank does, and did."""
-        self.estimates = JobEstimates(
-            self.config,
-            queue,
-            self.feeder,
-            self._costs,
-            self._seconds_to_ready,
-            self.checkpoint,
-        )
-        """Places and ETAs of the open jobs."""
+        self._observers: list[Observer] = [self.rank_view.add, self.feeder.image_ready]
         self._back_off = _FIRST_BACK_OFF
-        self._retry_at = self._start_at = 0.0
-        self._start_seconds = _START_SECONDS
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
         self._is_entering = False
@@ -174,15 +138,12 @@ class Engine:
         return self.config.world_size if self.state == "ready" else 0
 
     def observe(self, observer: Observer) -> None:
-        """Adds an observer, before the start; the pipeline's thread calls it with (rank, event).
-
-        It must be quick. What it raises goes to the log.
-        """
+        """Adds an observer, before the start; what it raises goes to the log."""
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
         """The id of the job that is a clip of the pipeline."""
-        return self.feeder.job_ids.get(clip, f"clip {clip}")
+        return self.feeder.job_of(clip) or f"clip {clip}"
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -207,14 +168,12 @@ class Engine:
         self.rank_view.reset()
         self.restarts += 1
         seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
-        self._retry_at = time.monotonic() + seconds
         reason = re.sub(r"\bclip (\d+)", lambda found: self.name_of(int(found[1])), str(error))
         logger.error("the ranks ended, and start again in {:g} s: {}", seconds, reason)
         with self._changed:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _serve(self) -> None:
-        self._start_at = time.monotonic()
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
             self.config,
@@ -229,7 +188,6 @@ class Engine:
         try:
             with pipeline:
                 self._is_entering = False
-                self._start_seconds = time.monotonic() - self._start_at
                 self._become("ready")
                 self._work(pipeline)
                 # At the end of the grace some may run.
@@ -252,15 +210,6 @@ class Engine:
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
-        try:
-            action = self.rank_view.add(rank, event)
-            index = getattr(event, "clip", None if action is None else action.clip)
-            if isinstance(event, ImageReady):
-                self.feeder.image_ready(event)
-            if (clip := self.feeder.of_clip(index)) is not None:
-                self._costs.add(event, clip.job.sampling)
-        except Exception:
-            logger.exception("an event of rank {} is lost", rank)
         for observer in self._observers:
             try:
                 observer(rank, event)
@@ -270,10 +219,9 @@ class Engine:
     def _blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
-        clip = self.feeder.of_clip(None if rank is None else self.rank_view.clip_of(rank))
-        if clip is not None:
-            return {clip.job.id}
-        return {clip.job.id for clip in self.feeder.clips() if clip.has_begun}
+        job_id = None if rank is None else self.feeder.job_of(self.rank_view.clip_of(rank))
+        begun = {clip.job.id: clip.has_begun for clip in self.feeder.clips()}
+        return {job_id} if job_id in begun else {id for id, has_begun in begun.items() if has_begun}
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -287,10 +235,6 @@ class Engine:
         with self._changed:
             if not self._is_closing():
                 self.state = state
-
-    def _seconds_to_ready(self) -> float:
-        ready_at = max(self._retry_at, self._start_at) + self._start_seconds
-        return 0.0 if self.state == "ready" else max(0.0, ready_at - time.monotonic())
 
 
 # --- what the ranks do ----------------------------------------------------------------------------
@@ -335,7 +279,7 @@ class _State:
 class RankView:
     """Collects the events of the ranks. One thread adds them, any thread reads.
 
-    `job_of` gives the id of the job of a clip; it is called in `add`, `now` and `spans`.
+    `job_of` gives the id of the job of a clip.
     """
 
     def __init__(self, world_size: int, job_of: Callable[[int], str | None]) -> None:
@@ -349,8 +293,8 @@ class RankView:
         with self._lock:
             self._ranks = [_State() for _ in self._ranks]
 
-    def add(self, rank: int, event: Event) -> Action | None:
-        """Takes one event; returns its action if it is about one."""
+    def add(self, rank: int, event: Event) -> None:
+        """Takes one event."""
         with self._lock:
             at = self._ranks[rank]
             match event:
@@ -362,16 +306,13 @@ class RankView:
                         at.action, at.waits, at.since = event.action, waits, time.monotonic()
                         at.step = -1
                     at.step = max(at.step, event.step)
-                    return event.action
                 case StepDone():
                     at.step = event.step + 1
                 case ActionDone():
                     start, end = event.start - at.clock_ahead, event.end - at.clock_ahead
                     self._spans += self._span(rank, event.action, start, end)
-                    return event.action
                 case _:
                     pass
-            return None
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
         """The span of an action between monotonic times, if it is one that the page shows."""
@@ -396,10 +337,8 @@ class RankView:
         if at.action is None:
             return Rank(rank, at.device, None, "", None, "idle")
         step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
-        job = self._job_of(at.action.clip)
-        return Rank(
-            rank, at.device, job, at.action.kind.lower(), step, "wait" if at.waits else "compute"
-        )
+        job, kind = self._job_of(at.action.clip), at.action.kind.lower()
+        return Rank(rank, at.device, job, kind, step, "wait" if at.waits else "compute")
 
     def spans(self) -> list[RankSpan]:
         """The spans of the last 60 seconds, and those of the actions at work."""

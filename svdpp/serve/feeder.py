@@ -22,7 +22,7 @@ from svdpp.serve.clips import RunningClip, ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import ImageReady
+from svdpp.worker.messages import Event, ImageReady
 
 _T = TypeVar("_T")
 
@@ -32,16 +32,14 @@ MAX_ATTEMPTS = 2
 _DISK_SECONDS = 1.0
 # Clips, of which the ranks have far fewer.
 _REMEMBERED = 1000
-# Of one thread, until it is measured.
-_SECONDS_PER_PIXEL = 6e-8
 
 
 class Feeder:
     """Takes jobs from the queue as the ranks need them, and records what becomes of them.
 
-    `on_changed` is called with each job that has reached another state; what it raises goes to the
-    log. `changed` is notified when there may be something to do; `seconds_left` are those until the
-    end of the grace, infinite unless the server ends.
+    `on_changed` is called with each job that has reached another state; `changed` is notified when
+    there may be something to do; `seconds_left` are those until the end of the grace, infinite
+    unless the server ends.
     """
 
     def __init__(
@@ -63,14 +61,13 @@ class Feeder:
         self._max_waiting = 2 * config.replicas
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
-        self.job_ids: dict[int, str] = {}
-        """Of the latest clips, by their indices: ranks also report on clips that have ended."""
+        self.latest: dict[int, RunningClip] = {}
+        """By their indices, also clips that have ended: ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
         """The clip whose large image the ranks prepare, while others go first."""
-        self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
@@ -109,19 +106,15 @@ class Feeder:
         if job is not None:
             if job.state.is_final:
                 logger.info("{} is {}", job_id, job.state)
-            try:
-                self._on_changed(job)
-            except Exception:
-                logger.exception("a callback about a job failed")
+            self._on_changed(job)
         return job
 
-    def image_ready(self, event: ImageReady) -> None:
-        """Notes that a rank has prepared an image."""
-        with self._changed:
-            if (clip := self.preparing) and clip.request.image == event.image:
-                clip.ranks_left -= 1
-                self._seconds_per_pixel = event.seconds / clip.job.photo_pixels
-        self.wake()
+    def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """Takes an event of `rank`: perhaps it has prepared an image."""
+        clip = self.preparing
+        if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
+            clip.ranks_left -= 1
+            self.wake()
 
     @property
     def num_free(self) -> int:
@@ -137,22 +130,16 @@ class Feeder:
     def get(self, job_id: str) -> RunningClip | None:
         """The clip of a job that the ranks have, or whose image they prepare."""
         preparing = self.preparing
-        if preparing is not None and preparing.job.id == job_id:
-            return preparing
-        return self._clips.get(job_id)
+        is_preparing = preparing is not None and preparing.job.id == job_id
+        return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
         """How many steps of a job that the ranks have are done."""
-        clip = self.get(job_id)
-        return 0 if clip is None else clip.progress.steps_done
+        return 0 if (clip := self.get(job_id)) is None else clip.progress.steps_done
 
-    def of_clip(self, clip: int | None) -> RunningClip | None:
-        """The clip of an index in the pipeline."""
-        return next((running for running in self.clips() if running.clip == clip), None)
-
-    def job_of(self, clip: int) -> str | None:
+    def job_of(self, clip: int | None) -> str | None:
         """The id of the job of a clip's index."""
-        running = self.of_clip(clip)
+        running = None if clip is None else self.latest.get(clip)
         return None if running is None else running.job.id
 
     @property
@@ -184,7 +171,7 @@ class Feeder:
     def begin(self) -> None:
         """Begins with a new pipeline."""
         self._next_clip = 0
-        self.job_ids.clear()
+        self.latest.clear()
         self.preparing = None
 
     def turn(self, pipeline: Pipeline) -> None:
@@ -212,8 +199,7 @@ class Feeder:
 
     def _look_at_folder(self) -> None:
         """Begins no clips without a queue, nor on a full disk, where no file can be written."""
-        before = self.why_waits
-        self.why_waits = self._queue.why_unusable
+        before, self.why_waits = self.why_waits, self._queue.why_unusable
         if self.why_waits not in ("", before):
             logger.error("{}: no clip is begun or taken", self.why_waits)
         elif before and not self.why_waits:
@@ -233,23 +219,18 @@ class Feeder:
         except Exception as error:
             self._fail(job, error)
             return
-        if (metadata := clip.finished_metadata()) is not None:
-            self._complete(job, metadata)
-        elif not self._prepares(pipeline, clip):
+        if not self._prepares(pipeline, clip):
             self._submit(pipeline, clip)
 
     def _prepares(self, pipeline: Pipeline, clip: RunningClip) -> bool:
         """Whether the ranks prepare the clip's image, a large one, while other jobs go first."""
-        job, request = clip.job, clip.request
-        if self.preparing is not None or not job.has_large_image or request.done_steps:
+        if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
         clip.ranks_left = self._num_encoders
-        clip.prepare_seconds = self._seconds_per_pixel * job.photo_pixels
         self.preparing = clip  # before the ranks can say that it is prepared
         try:
-            pipeline.prepare_image(request)
-        except SvdppError as error:  # so will `submit`
-            logger.debug("the image of {} is not prepared early: {}", job.id, error)
+            pipeline.prepare_image(clip.request)
+        except SvdppError:  # so will `submit`
             self.preparing = None
         return self.preparing is not None
 
@@ -258,8 +239,8 @@ class Feeder:
         clip.clip = self._next_clip
         with self._changed:
             self._clips[job.id] = clip
-            self.job_ids[clip.clip] = job.id
-            self.job_ids.pop(clip.clip - _REMEMBERED, None)
+            self.latest[clip.clip] = clip
+            self.latest.pop(clip.clip - _REMEMBERED, None)
         try:
             clip.handle = pipeline.submit(clip.request, [clip.metadata])
         except Exception as error:
@@ -272,7 +253,7 @@ class Feeder:
         self._next_clip += 1
         clip.handle.add_progress_callback(lambda _: self._moved(clip))
         clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
-        self._tell(job.id)
+        self._persist(lambda: self.notify(job.id))
 
     def _moved(self, clip: RunningClip) -> None:
         """Called in the pipeline's thread."""
@@ -323,9 +304,8 @@ class Feeder:
         self._remove(job_id)
 
     def _cancelled(self, job: Job) -> None:
-        if self._persist(lambda: self._queue.cancelled(job.id, job.token)):
+        if self._record(job, lambda: self._queue.cancelled(job.id, job.token)):
             self._to_request.forget(job)
-            self._tell(job.id)
 
     def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.request.done_steps:
@@ -360,22 +340,21 @@ class Feeder:
         for path in (clip, Path(f"{clip}.json")):
             self._persist(functools.partial(self._queue.store.put, path))
         # If another server has the job, what is written here is a leftover.
-        self._persist(lambda: self._queue.complete(job.id, metadata, job.token))
-        self._tell(job.id)
+        self._record(job, lambda: self._queue.complete(job.id, metadata, job.token))
 
     def _fail(self, job: Job, error: BaseException) -> bool:
         logger.warning("{} failed: {}", job.id, error)
-        is_failed = self._persist(lambda: self._queue.fail(job.id, error, job.token))
-        self._tell(job.id)
-        return is_failed
+        return self._record(job, lambda: self._queue.fail(job.id, error, job.token))
 
     def _put_back(self, job: Job, *, counts: bool) -> None:
-        self._persist(lambda: self._queue.put_back(job.id, job.token, counts=counts))
-        self._tell(job.id)
+        self._record(job, lambda: self._queue.put_back(job.id, job.token, counts=counts))
         self._is_queue_empty = False
 
-    def _tell(self, job_id: str) -> None:
-        self._persist(lambda: self.notify(job_id))
+    def _record(self, job: Job, change: Callable[[], bool]) -> bool:
+        """Changes the state of a job, and tells of it; whether this server had it."""
+        is_changed = self._persist(change)
+        self._persist(lambda: self.notify(job.id))
+        return is_changed
 
     def _persist(self, change: Callable[[], _T]) -> _T:
         """Asks or changes the queue, or puts files, however long the disk is full or these away."""
@@ -395,9 +374,8 @@ class Feeder:
 
 
 def _died_again(error: BaseException) -> RankError:
-    details = error.details if isinstance(error, SvdppError) else {}
     return RankError(
         f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}",
         getattr(error, "hint", ""),
-        details=details,
+        details=getattr(error, "details", {}),
     )

@@ -1,4 +1,4 @@
-"""The servers that share a queue: what each says of itself, and who makes what.
+"""The servers that share a queue: what each says of itself, who makes what, and when it is done.
 
 There is no coordinator. Each server renews its own claims, and puts back those that nobody renews.
 """
@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import random
 import socket
+import statistics
+import threading
 import time
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from loguru import logger
 
 from svdpp import __version__
-from svdpp.serve.background import Background
-from svdpp.serve.database import AwayError
+from svdpp.config import SamplingConfig
+from svdpp.plan.actions import Kind
+from svdpp.serve.clips import RunningClip
+from svdpp.serve.database import AwayError, Background
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
-from svdpp.serve.job import FleetServer
+from svdpp.serve.job import FleetServer, Job
 from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.views import size_of
+from svdpp.worker.messages import ActionDone, Event, StepDone
 
 # Two renewals can be late before a claim ends.
 _RENEWALS = 3
@@ -31,6 +38,154 @@ _LISTEN_SECONDS = 0.5
 _MAX_WOKEN = 16
 # And so many look in each turn at the other servers and their claims.
 _MAX_LOOKING = 64
+# Of each kind of work, so that the ETAs follow ranks that become slower.
+_MAX_SAMPLES = 128
+_MAX_AGE = 0.5
+# While no ETA is known.
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """When a clip will be finished."""
+
+    place: int | None
+    """Number of clips that begin before it; None once it has begun."""
+    eta_seconds: float | None
+    """None before the first steps are measured."""
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Seconds of work for each pixel of a clip."""
+
+    encode: float
+    step: float
+    decode: float
+
+    def left(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
+        """Seconds of work that is left of a clip."""
+        steps = sampling.num_inference_steps - steps_done
+        seconds = steps * self.step + self.decode + (0.0 if steps_done else self.encode)
+        return seconds * _volume(sampling)
+
+    def left_of(self, clip: RunningClip) -> float:
+        """The same of a clip at work, without what has passed since its last event."""
+        sampling, done = clip.job.sampling, clip.progress.steps_done
+        left = self.left(sampling, done)
+        next_left = self.left(sampling, done + 1) if done < sampling.num_inference_steps else 0.0
+        return left - min(time.monotonic() - clip.moved_at, left - next_left)
+
+
+class Estimates:
+    """Places and ETAs of the open jobs, by the median seconds of the latest work of this server.
+
+    The work of the clips before one that waits is divided among the ranks of all servers that can
+    make it, each of which is taken to be as fast as this one. An instance is an observer of a
+    `Pipeline`; any thread may call the other methods.
+    """
+
+    def __init__(self, queue: JobQueue, engine: Engine, num_servers: Callable[[], int]) -> None:
+        self._queue = queue
+        self._feeder = engine.feeder
+        self._num_ranks = engine.config.world_size // engine.config.cfg_parallel
+        self._num_servers = num_servers
+        kinds = (Kind.ENCODE, "step", Kind.DECODE)
+        self._samples = {kind: deque[float](maxlen=_MAX_SAMPLES) for kind in kinds}
+        self._lock = threading.Lock()
+        self._made_at = -_MAX_AGE
+        self._latest: dict[str, Estimate] = {}
+
+    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """Takes an event of `rank`."""
+        match event:
+            case StepDone():
+                self._add("step", event.clip, event.seconds)
+            case ActionDone():
+                self._add(event.action.kind, event.action.clip, event.end - event.start)
+            case _:
+                pass
+
+    def _add(self, kind: str, index: int, seconds: float) -> None:
+        clip = self._feeder.latest.get(index)
+        if clip is not None and kind in self._samples:
+            self._samples[kind].append(seconds / _volume(clip.job.sampling))
+
+    def of(self, job_id: str) -> Estimate | None:
+        """The estimate of an open job as of now; None if it is not open."""
+        found = self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
+        if found is None or found.eta_seconds is None:
+            return found
+        age = time.monotonic() - self._made_at
+        return replace(found, eta_seconds=max(0.0, found.eta_seconds - age))
+
+    def elsewhere(self, job: Job) -> float | None:
+        """Seconds until a clip of another server is finished."""
+        pace = self._pace()
+        return None if pace is None else pace.left(job.sampling, job.step)
+
+    def seconds_until_room(self) -> float:
+        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        etas = [clip.eta_seconds for clip in self.all().values()]
+        return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
+
+    def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
+        """The estimate of each open job, by its id; at most `max_age` seconds old."""
+        oldest = time.monotonic() - max_age
+        with self._lock:
+            if self._made_at <= oldest:
+                now = time.monotonic()
+                self._latest, self._made_at = self._new(), now
+            return self._latest
+
+    def _new(self) -> dict[str, Estimate]:
+        waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
+        clips = self._feeder.clips()
+        pace = self._pace()
+        made = pace or _Pace(0.0, 0.0, 0.0)
+        begun = [clip for clip in clips if clip.has_begun]
+        etas = {clip.job.id: made.left_of(clip) for clip in begun}
+        places: dict[str, int] = {}
+        ahead = self._until_free(made, begun[-1]) if begun else 0.0
+        num_ranks = self._num_ranks * self._num_servers()
+        for id, sampling, steps_done in self._in_order(clips, waiting):
+            if id not in etas:
+                seconds = made.left(sampling, steps_done)
+                places[id], etas[id] = len(places), ahead + seconds
+                ahead += seconds / num_ranks
+        known = pace is not None
+        return {id: Estimate(places.get(id), eta if known else None) for id, eta in etas.items()}
+
+    def _until_free(self, pace: _Pace, latest: RunningClip) -> float:
+        """Seconds until the first rank has done its part of the clip that was begun last."""
+        of_others = pace.left(latest.job.sampling) * (1 - 1 / self._num_ranks)
+        return max(0.0, pace.left_of(latest) - of_others)
+
+    def _in_order(
+        self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
+    ) -> Iterator[tuple[str, SamplingConfig, int]]:
+        """Id, parameters and done steps of the open jobs of this server, in the order of begin."""
+        for clip in clips:
+            yield clip.job.id, clip.job.sampling, clip.progress.steps_done
+        # Others go before a large image until it is prepared.
+        first = 0 if self._feeder.preparing is None else self._feeder.num_free
+        claimed = [(job.id, job.sampling) for job in self._queue.claimed()]
+        for id, sampling in (*waiting[:first], *claimed, *waiting[first:]):
+            yield id, sampling, 0
+
+    def _pace(self) -> _Pace | None:
+        """None before the first step."""
+        if not self._samples["step"]:
+            return None
+        encode, step, decode = (
+            statistics.median(samples.copy() or [0.0]) for samples in self._samples.values()
+        )
+        return _Pace(encode, step, decode)
+
+
+def _volume(sampling: SamplingConfig) -> int:
+    """What the time of a step is taken to be proportional to."""
+    return sampling.height * sampling.width * sampling.frames * (2 if sampling.guided else 1)
 
 
 class Fleet:
@@ -43,6 +198,9 @@ class Fleet:
         self._others: list[FleetServer] = []
         self._renew_at = 0.0
         self._is_away = False
+        self.estimates = Estimates(queue, engine, lambda: 1 + len(self.others_of(queue.kind)))
+        """Places and ETAs of the open jobs."""
+        engine.observe(self.estimates)
         # After an outage all leases may have ended: those who hold them are to renew them first.
         self._recover_at = time.monotonic() + queue.lease_seconds
         failure = "the server cannot look after its claims"

@@ -1,16 +1,19 @@
-"""What the queue stores: the Job, which is one requested clip, and the servers that share it."""
+"""What the queue stores: jobs, each one requested clip, the servers that share it, its tables."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from svdpp.config import SamplingConfig
+from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
+from svdpp.errors import RequestError
 
 #: The folders of files in the data folder.
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
@@ -55,9 +58,7 @@ class Job:
         error: why it failed; see `errors.error_to_dict`.
         metadata: the clip's JSON once it is completed.
         proof: whether the clip was compared with one device; `failed`: it could not be.
-        callback_url: where a webhook goes when it is completed or failed.
-        callback_due: when to try next; None once the webhook is delivered or given up.
-        callback_attempts: how often it was tried.
+        callback_due: when to try its webhook next; None once it is delivered or given up.
         callback_error: of the last try; None if that delivered it.
     """
 
@@ -123,12 +124,44 @@ class Job:
         return [*([photo] if photo else []), *self.videos_in(folder).values()]
 
 
+#: The columns of a row, in order.
+COLUMNS = tuple(column.name for column in fields(Job))
+
+
+def row_of(job: Job) -> dict[str, Any]:
+    """The columns of a job, by name."""
+    values = {name: getattr(job, name) for name in COLUMNS}
+    values |= {name: to_json(values[name]) for name in ("error", "metadata", "videos")}
+    return {**values, "sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
+
+
+def job_of(row: tuple[Any, ...]) -> Job:
+    """The job of a row."""
+    values = dict(zip(COLUMNS, row, strict=True))
+    values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
+    values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
+    return Job(**{**values, "cancel_asked": bool(values["cancel_asked"])})
+
+
+def to_json(value: dict[str, Any] | None) -> str | None:
+    """A value of a column."""
+    return None if value is None else json.dumps(value, default=str)
+
+
+def _of_json(text: str | None) -> Any:
+    """Numbers that are not finite are read as None, because no answer can have them."""
+    return None if text is None else json.loads(text, parse_constant=lambda _: None)
+
+
+@functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
+def sampling_of(text: str) -> SamplingConfig:
+    """The parameters in a row."""
+    return sampling_from(json.loads(text))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetServer:
-    """One server, as it has described itself `seen_seconds` ago: it lives if a lease is longer.
-
-    It has the clips of its `claims`, and could take as many as are `free`; `weights` as in `Job`.
-    """
+    """One server, as it has described itself `seen_seconds` ago: it lives if a lease is longer."""
 
     id: str
     host: str
@@ -152,8 +185,7 @@ class FleetServer:
 def clip_file(folder: Path, id: str, token: int) -> Path:
     """The file that the claim of a token writes.
 
-    So the transaction that completes the job also publishes the file, which is on the disk by then,
-    and what a server writes that has lost its claim is never read.
+    So the transaction that completes the job also publishes the file, which is on the disk by then.
     """
     return folder / CLIPS / (f"{id}-{token}.mp4" if token else f"{id}.mp4")
 
@@ -165,9 +197,87 @@ def new_id() -> str:
 
 def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
     """The requested seed, else a drawn one; the same one for the same idempotency key."""
-    if requested is not None:
-        return requested
-    if idempotency_key is None:
-        return secrets.randbits(32)
-    digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
-    return int.from_bytes(digest[:4])
+    if requested is None and idempotency_key is not None:
+        digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
+        return int.from_bytes(digest[:4])
+    return secrets.randbits(32) if requested is None else requested
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+#: The version of the tables.
+VERSION = 8
+
+# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
+# its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
+# `lost` counts the claims that ended because nobody renewed them.
+_SCHEMA = f"""
+CREATE TABLE jobs (
+    seq {{serial}},
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    model TEXT NOT NULL,
+    weights TEXT NOT NULL,
+    seed BIGINT NOT NULL,
+    sampling TEXT NOT NULL,
+    photo TEXT NOT NULL,
+    photo_name TEXT NOT NULL,
+    photo_sha256 TEXT NOT NULL,
+    photo_pixels BIGINT NOT NULL,
+    videos TEXT NOT NULL,
+    prompt TEXT,
+    negative_prompt TEXT,
+    created_at DOUBLE PRECISION NOT NULL,
+    priority INTEGER NOT NULL,
+    idempotency_key TEXT,
+    due DOUBLE PRECISION NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ({", ".join(repr(str(state)) for state in JobState)})),
+    server TEXT,
+    token BIGINT NOT NULL,
+    lease_until DOUBLE PRECISION,
+    lost INTEGER NOT NULL DEFAULT 0,
+    turn BIGINT NOT NULL DEFAULT 0,
+    step INTEGER NOT NULL,
+    started_at DOUBLE PRECISION,
+    finished_at DOUBLE PRECISION,
+    attempts INTEGER NOT NULL,
+    cancel_asked BOOLEAN NOT NULL,
+    promised_seconds DOUBLE PRECISION,
+    error TEXT,
+    metadata TEXT NOT NULL,
+    proof TEXT NOT NULL,
+    proof_reason TEXT,
+    callback_url TEXT,
+    callback_due DOUBLE PRECISION,
+    callback_attempts INTEGER NOT NULL,
+    callback_error TEXT
+);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, turn BIGINT NOT NULL);
+CREATE TABLE servers (id TEXT PRIMARY KEY, about TEXT NOT NULL, seen_at DOUBLE PRECISION NOT NULL);
+CREATE UNIQUE INDEX jobs_idempotency ON jobs (owner, idempotency_key)
+    WHERE idempotency_key IS NOT NULL;
+CREATE INDEX jobs_owner ON jobs (owner);
+CREATE INDEX jobs_state ON jobs (state);
+CREATE INDEX jobs_owner_state ON jobs (owner, state);
+CREATE INDEX jobs_waiting ON jobs (owner, due) WHERE state = 'queued';
+CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, due, seq)
+    WHERE state = 'queued';
+CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
+"""
+# What each later version adds to the one before it. Additions only, with defaults: a server of the
+# version before goes on while its neighbours are upgraded.
+_ADDED: dict[int, str] = {}
+
+
+def upgrade(version: int, serial: str) -> str:
+    """The statements that make the newest tables of those of a version; 0: there are none.
+
+    `serial` is the type of a key that counts up.
+    """
+    if version not in (0, *(number - 1 for number in _ADDED), VERSION):
+        raise RequestError(
+            f"the queue has version {version}, and this svdpp reads version {VERSION}",
+            "use the svdpp that wrote it, or name another --data or --queue",
+        )
+    added = [text for number, text in sorted(_ADDED.items()) if number > version]
+    return "".join([*([] if version else [_SCHEMA.format(serial=serial)]), *added])

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -31,17 +30,15 @@ from svdpp.launch.process_lifetime import (
     helper_environment,
 )
 from svdpp.redaction import without_folders
-from svdpp.serve.background import Background
+from svdpp.serve.database import Background
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 
 Verdict = Literal["equal", "different"]
 
 _POLL_SECONDS = 0.05
-# How often idle time is looked for.
-_LOOK_SECONDS = 0.5
-# Each look of each server of a fleet is a query of the same database.
-_SHARED_LOOK_SECONDS = 10.0
+# How often idle time is looked for; in a fleet each look of each server is a query of one database.
+_LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
 _MAX_REQUESTED = 1000
 # Until it has removed its temporary files.
 _END_SECONDS = 5.0
@@ -69,16 +66,12 @@ class Prover:
         self._is_idle = is_idle
         self._when_idle = when_idle
         self._on_verdict = on_verdict
-        self._changed = threading.Condition()
         self.running: str | None = None
         """The id of the job that is being verified."""
-        self._is_dropped = False  # that job
-        self.background = Background(
-            "prover",
-            self._turn,
-            _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS,
-            failure="the verification of a clip failed",
-        )
+        self._dropped: str | None = None
+        seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
+        failure = "the verification of a clip failed"
+        self.background = Background("prover", self._turn, seconds, failure=failure)
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
@@ -89,20 +82,17 @@ class Prover:
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
-        with self._changed:
-            known = self._queue.to_prove()
-            is_taken = id in known or (
-                len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
-            )
+        known = self._queue.to_prove()
+        is_taken = id in known or (
+            len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
+        )
         self.background.wake()
         return is_taken
 
-    def stop(self, id: str) -> None:
-        """Drops the request to verify a clip, and waits until nothing reads its files."""
-        with self._changed:
-            self._queue.set_proof(id, "none")
-            self._is_dropped |= id == self.running
-            self._changed.wait_for(lambda: self.running != id)
+    def drop(self, id: str) -> None:
+        """Drops the request to verify a clip; soon nothing reads its files."""
+        self._queue.set_proof(id, "none")
+        self._dropped = id
 
     # --- the prover's thread ----------------------------------------------------------------------
 
@@ -120,34 +110,23 @@ class Prover:
         if not self._is_idle():
             return False
         with self._queue.database.lock(id) as is_held:
-            job = self._begin(id) if is_held else None
-            if job is None:
-                return False
-            try:
-                answer = self._answer(job)
-                with self._changed:
-                    if answer is not None and not self._is_dropped:
-                        self._take(job, answer)
-            finally:
-                with self._changed:
-                    self.running = None
-                    self._changed.notify_all()
-        return True
-
-    def _begin(self, id: str) -> Job | None:
-        """The job of a clip that is to be verified; its proof is `running` from now on."""
-        with self._changed:
-            job = self._queue.get(id)
+            job = self._queue.get(id) if is_held else None
             is_wanted = ("running", "none") if self._when_idle else ("running",)
             if job is None or job.proof not in is_wanted:
-                return None
-            if not self._queue.set_proof(id, "running"):
-                return None
-            self.running, self._is_dropped = id, False
-            return job
+                return False
+            self._dropped, self.running = None, id
+            try:
+                if not self._queue.set_proof(id, "running"):
+                    return False
+                answer = self._answer(job)
+                if answer is not None and self._dropped != id:
+                    self._take(job, answer)
+            finally:
+                self.running = None
+        return True
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
-        missing = self._missing(job)
+        missing = self._missing(job)  # it may have been removed meanwhile
         if answer["equal"] is None or missing:
             error = missing or answer["error"]["message"]
             logger.warning("{} could not be verified: {}", job.id, error)
@@ -179,7 +158,8 @@ class Prover:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
                     return _parsed(output, process.returncode)
-                if self.background.is_closing or self._is_dropped or not self._is_idle():
+                is_dropped = self._dropped == job.id or self.background.is_closing
+                if is_dropped or not self._is_idle():
                     return None
 
     @contextlib.contextmanager

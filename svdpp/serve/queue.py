@@ -1,9 +1,8 @@
 """The queue of jobs: each change of a job's state, which is durable at once, and each question.
 
-Every change names the states that it may start from, so a late one changes nothing. The tables are
-in `database`. Owners take turns: the owner whose last job was taken longest ago is next. An
-owner's `turn` is 0 before the first job, and becomes the largest of all each time that one of its
-jobs is taken.
+Every change names the states that it may start from, so a late one changes nothing. Owners take
+turns: next is the owner whose last job was taken longest ago. An owner's `turn` is 0 before the
+first job, and becomes the largest of all each time that one of its jobs is taken.
 
 A job in progress is a claim of one server. In a queue that servers share, a claim is a lease: it
 ends unless it is renewed, and then another server claims the job. Each claim counts up the job's
@@ -13,30 +12,21 @@ fencing token, and only the server whose claim has the job's present token can e
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from svdpp.config import SamplingConfig, sampling_from
+from svdpp.config import SamplingConfig
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
-from svdpp.serve.database import QueueFile
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.database import QueueFile, QueueServer, Statements
+from svdpp.serve.job import COLUMNS, Job, JobState, Proof, job_of, row_of, sampling_of, to_json
 from svdpp.serve.store import FileStore
-
-if TYPE_CHECKING:
-    import sqlite3
-
-    from svdpp.serve.queue_postgres import Connection, QueueServer
-
-    Statements = sqlite3.Connection | Connection
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -59,9 +49,8 @@ def _any_of(states: Iterable[JobState]) -> str:
     return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
 
-_NAMES = tuple(column.name for column in fields(Job))
-_COLUMNS = ", ".join(_NAMES)
-_SAMPLING = _NAMES.index("sampling")
+_COLUMNS = ", ".join(COLUMNS)
+_SAMPLING = COLUMNS.index("sampling")
 _FINAL = _any_of(state for state in JobState if state.is_final)
 
 # --- the transitions that depend on more than the state -------------------------------------------
@@ -139,7 +128,7 @@ WHERE callback_due <= clock() AND id = (
 """
 _SET_CALLBACK = """
 UPDATE jobs SET callback_due = clock() + ?, callback_error = ?
-WHERE id = ? AND callback_attempts = ?
+WHERE id = ? AND callback_attempts = ? RETURNING id
 """
 
 
@@ -157,14 +146,10 @@ class _CannotMakeError(Exception):
 class JobQueue:
     """The jobs of a server. Any thread may call any method; each is durable before it returns.
 
-    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`.
-
-    Args:
-        folder: the data folder, which has the queue too unless there is a `url`.
-        adopts: whether a folder that has other files becomes a data folder.
-        url: of a PostgreSQL database, which other servers may share.
-        store: of the files, if they are not in the data folder alone; only with a `url`.
-        lease_seconds: how long a claim lasts that is not renewed; only with a `url`.
+    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The data
+    `folder` has the queue and all files, unless there is the `url` of a PostgreSQL database, and a
+    `store` of files. One that has other files is taken if the queue `adopts`. A claim that is not
+    renewed ends after `lease_seconds`, in a database.
     """
 
     def __init__(
@@ -178,14 +163,12 @@ class JobQueue:
     ) -> None:
         self.store = store or FileStore(folder)
         """The files of the jobs."""
-        self.database: QueueFile | QueueServer
+        self.database: QueueFile | QueueServer = (
+            QueueFile(folder, adopts=adopts)
+            if url is None
+            else QueueServer(url, self.store, adopts=adopts)
+        )
         """What the queue is stored in."""
-        if url is None:
-            self.database = QueueFile(folder, adopts=adopts)
-        else:
-            from svdpp.serve.queue_postgres import QueueServer  # needs the extra
-
-            self.database = QueueServer(url, self.store, adopts=adopts)
         self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
@@ -197,8 +180,6 @@ class JobQueue:
         """Why this server cannot make a job of its kind, by its parameters; None: it can."""
         # Ids and tokens of what this server has claimed, without what it ends now.
         self._claims: set[tuple[str, int]] = set()
-        # Of these, what it has tried to end: the database may have done it, and not answered.
-        self._unanswered: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
         self._passed = deque[str](maxlen=_MAX_PASSED)
 
@@ -242,14 +223,13 @@ class JobQueue:
     ) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
-        That one, of the same idempotency key and parameters, has another id: the caller then
-        removes the new image. QueueFullError: a limit is reached. After the unix time `until` it
-        is refused, because others may have removed its image.
+        QueueFullError: a limit is reached. After the unix time `until` it is refused, because
+        others may have removed its image.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.database.change(alone="add") as database:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
-                return _same_request(_job_of(row), job)
+                return _same_request(job_of(row), job)
             self._check_limits(database, job.owner, max_open, max_open_of_owner)
             if time.time() > until:
                 raise OutputError("the server was stopped for too long during a request")
@@ -294,18 +274,14 @@ class JobQueue:
             rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
-            job = self._to_make(rows[0])
+            try:
+                job = job_of(rows[0])
+            except RequestError as error:  # a newer svdpp has accepted it
+                raise _CannotMakeError(rows[0][_SAMPLING]) from error
+            if self.why_not(job.sampling) is not None:
+                raise _CannotMakeError(rows[0][_SAMPLING])
             database.execute(_SPEND_TURN, (job.owner,))
         self._claims.add((job.id, job.token))
-        return job
-
-    def _to_make(self, row: tuple[Any, ...]) -> Job:
-        try:
-            job = _job_of(row)
-        except RequestError as error:  # a newer svdpp has accepted it
-            raise _CannotMakeError(row[_SAMPLING]) from error
-        if self.why_not(job.sampling) is not None:
-            raise _CannotMakeError(row[_SAMPLING])
         return job
 
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
@@ -321,7 +297,7 @@ class JobQueue:
         """
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
-        values = _json(error_to_dict(_LOST)), time.time(), int(counts), id, token
+        values = to_json(error_to_dict(_LOST)), time.time(), int(counts), id, token
         with self._ending(id, token), self.database.change() as database:
             rows = database.execute(statement, values).fetchall()
             for state, turn, owner in rows:
@@ -332,12 +308,12 @@ class JobQueue:
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
-        return self._end(id, token, JobState.COMPLETED, metadata=_json(metadata), error=None)
+        return self._end(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: dict[str, Any] | BaseException, token: int = 0) -> bool:
         """IN_PROGRESS to FAILED, with an exception or what `errors.error_to_dict` makes of it."""
         error = error_to_dict(error) if isinstance(error, BaseException) else error
-        return self._end(id, token, JobState.FAILED, error=_json(error))
+        return self._end(id, token, JobState.FAILED, error=to_json(error))
 
     def cancel_waiting(self, id: str) -> bool:
         """QUEUED to CANCELLED."""
@@ -365,9 +341,8 @@ class JobQueue:
 
     def take_callback(self, seconds: float) -> Job | None:
         """The next job whose webhook is due, which is not due again for so many seconds."""
-        with self.database.change() as database:
-            rows = database.execute(_TAKE_CALLBACK, (seconds,)).fetchall()
-        return _job_of(rows[0]) if rows else None
+        rows = self._rows_of(_TAKE_CALLBACK, seconds)
+        return job_of(rows[0]) if rows else None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
         """Set the outcome of a try: after how long to try next, None: never, and what went wrong.
@@ -375,14 +350,11 @@ class JobQueue:
         It changes nothing once a later try has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
-        with self.database.change() as database:
-            return database.execute(_SET_CALLBACK, values).rowcount == 1
+        return bool(self._rows_of(_SET_CALLBACK, *values))
 
     def remove(self, id: str) -> bool:
-        """Remove the row of a job in a final state; `retention.remove_job` also removes files."""
-        with self.database.change() as database:
-            query = f"DELETE FROM jobs WHERE id = ? AND {_FINAL}"
-            return database.execute(query, (id,)).rowcount == 1
+        """Remove the row of a job in a final state; `store.remove_job` also removes files."""
+        return bool(self._rows_of(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id))
 
     def recover(self) -> list[Job]:
         """Put back and return the jobs in progress whose claims have ended, as they are now.
@@ -400,17 +372,8 @@ class JobQueue:
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         values |= {"state": state, "finished_at": time.time()}
-        try:
-            with self._ending(id, token), self.database.change() as database:
-                is_ended = _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
-        except OutputError:
-            self._unanswered.add((id, token))
-            raise
-        if not is_ended and (id, token) in self._unanswered:
-            job = self.get(id)
-            is_ended = job is not None and (job.state, job.token) == (state, token)
-        self._unanswered.discard((id, token))
-        return is_ended
+        with self._ending(id, token), self.database.change() as database:
+            return _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
 
     @contextlib.contextmanager
     def _ending(self, id: str, token: int) -> Iterator[None]:
@@ -426,6 +389,10 @@ class JobQueue:
     def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
         with self.database.change() as database:
             return _change(database, id, states, **values)
+
+    def _rows_of(self, change: str, *values: Any) -> list[Any]:
+        with self.database.change() as database:
+            return database.execute(change, values).fetchall()
 
     # --- a queue that servers share ---------------------------------------------------------------
 
@@ -448,8 +415,7 @@ class JobQueue:
         """At the end of a server: put back what it has claimed, and strike it off."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
             self.put_back(job.id, job.token, counts=False)
-        with self.database.change() as database:
-            database.execute("DELETE FROM servers WHERE id = ?", (self.server,))
+        self._rows_of("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Say that this server lives, and what it can make."""
@@ -481,20 +447,18 @@ class JobQueue:
         states: Sequence[JobState] = (),
     ) -> list[Job]:
         """Jobs by the time of request: of one owner, in some states, after the job of an id."""
-        conditions, values = ["true", _any_of(states)] if states else ["true"], []
         seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
-        for condition, value in (("owner = ?", owner), (seq, after)):
-            if value is not None:
-                conditions.append(condition)
-                values.append(value)
+        wanted = {"owner = ?": owner, seq: after}
+        values = {condition: value for condition, value in wanted.items() if value is not None}
+        conditions = [_any_of(states) if states else "true", *values]
         tail = f"WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
-        return self._jobs(tail, *values, limit)
+        return self._jobs(tail, *values.values(), limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
         own, values = self._own
         rows = self.database.rows(_IN_TURN.format(own), *values)
-        return [(id, _sampling_of(text)) for id, text in rows]
+        return [(id, sampling_of(text)) for id, text in rows]
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -516,12 +480,6 @@ class JobQueue:
         query = f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {own} GROUP BY state"
         numbers = dict(self.database.rows(query, *values))
         return {state: numbers.get(str(state), 0) for state in JobState}
-
-    def num_held(self) -> int:
-        """The number of queued jobs that wait for another server."""
-        own, values = self._own
-        query = f"SELECT count(*) FROM jobs WHERE state = 'queued' AND NOT ({own})"
-        return int(self.database.rows(query, *values)[0][0])
 
     def num_open(self) -> int:
         """The number of jobs that are queued, and not held, or in progress."""
@@ -568,10 +526,7 @@ class JobQueue:
         return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [
-            _job_of(row)
-            for row in self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values)
-        ]
+        return [*map(job_of, self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
 
 
 def _marks(values: Iterable[Any]) -> str:
@@ -579,11 +534,7 @@ def _marks(values: Iterable[Any]) -> str:
 
 
 def _insert(database: Statements, job: Job) -> None:
-    values = {name: getattr(job, name) for name in _NAMES}
-    values |= {"sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
-    values |= {"error": _json(job.error), "metadata": _json(job.metadata)}
-    values |= {"videos": json.dumps(job.videos)}
-    values["due"] = job.created_at - job.priority * AGEING_SECONDS
+    values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
     database.execute(query, tuple(values.values()))
     database.execute(_NEW_OWNER, (job.owner,))
@@ -601,37 +552,6 @@ def _change(
     has_token = "true" if token is None else f"token = {token}"
     query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
     return database.execute(query, (*values.values(), id)).rowcount == 1
-
-
-def _job_of(row: tuple[Any, ...]) -> Job:
-    values = dict(zip(_NAMES, row, strict=True))
-    parsed = {
-        "sampling": _sampling_of(values["sampling"]),
-        "state": JobState(values["state"]),
-        "cancel_asked": bool(values["cancel_asked"]),
-        "error": json.loads(values["error"] or "null"),
-        "metadata": json.loads(values["metadata"]),
-        "videos": json.loads(values["videos"]),
-    }
-    return Job(**values | parsed)
-
-
-def _json(value: dict[str, Any] | None) -> str | None:
-    """`value` as JSON for a column; numbers that are not finite become null."""
-    return None if value is None else json.dumps(_finite(value), allow_nan=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
-def _sampling_of(text: str) -> SamplingConfig:
-    return sampling_from(json.loads(text))
 
 
 def _same_request(known: Job, job: Job) -> Job:

@@ -33,15 +33,14 @@ from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
 from svdpp.serve import api_errors, routes
 from svdpp.serve.auth import Keys
-from svdpp.serve.background import Background
+from svdpp.serve.database import Background
 from svdpp.serve.form import MAX_PRIORITY
 from svdpp.serve.guard import Guard, KeyCheck
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import LOOK_SECONDS, set_strangers_aside, sweep
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.store import FileStore
+from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
 from svdpp.serve.views import ERRORS, EngineStatus, Health, Model, ModelList, ServerList
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -86,8 +85,6 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         service = Service(settings, queue)
         if not queue.is_shared:
             queue.recover()
-            if num_held := queue.num_held():
-                logger.warning("queued clips that wait for another model: {}", num_held)
         set_strangers_aside(queue, service.folder)
     except BaseException:
         queue.close()

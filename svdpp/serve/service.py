@@ -15,20 +15,18 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.config import PipelineConfig, SamplingConfig
+from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS
-from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
-from svdpp.serve.eta import Estimate
-from svdpp.serve.fleet import Fleet
+from svdpp.serve.fleet import Estimate, Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.guard import Limits
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
@@ -36,7 +34,7 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
-from svdpp.serve.retention import LOOK_SECONDS, Seen, remove_job, remove_leftovers
+from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
 from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
@@ -67,8 +65,6 @@ class ServerSettings:
     keep_seconds: float | None = None
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
-    costs: Costs | None = None
-    """For ETAs before there is a measurement; None: until then there are no ETAs."""
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
     callback_hosts: Sequence[str] = ()
@@ -128,7 +124,7 @@ class Service:
         self.photos = PhotoFolder(self.folder / PHOTOS, settings.max_pixels)
         self._leftovers: Seen = set()
         self.followers = Followers()
-        self.engine = Engine(config, queue, on_changed=self._on_changed, costs=settings.costs)
+        self.engine = Engine(config, queue, on_changed=self._on_changed)
         self.metrics = Metrics(queue, self.engine, lambda: self.followers.number)
         self.engine.observe(self.metrics)
         self.prover = Prover(
@@ -152,7 +148,6 @@ class Service:
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
         queue.kind, queue.why_not = self.capabilities.kind, self.admission.why_no_route
         self.fleet = Fleet(queue, self.engine, self.capabilities)
-        self.engine.estimates.others = lambda: len(self.fleet.others_of(queue.kind))
         self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
@@ -171,7 +166,8 @@ class Service:
             text = "the server is ending: it takes no more clips"
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
-        if (why_not := self.queue.why_unusable) and not self.queue.database.is_there:
+        why_not = self.queue.why_unusable
+        if not self.queue.database.is_there:
             raise AwayError(why_not)
         if why_not:
             text = "the server's disk is nearly full: it takes no more clips"
@@ -191,12 +187,10 @@ class Service:
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
-            num_open = self.queue.num_open()
+            is_full = self.queue.num_open() >= self.settings.max_open
         except OutputError:
             return "the queue cannot be used"
-        if num_open >= self.settings.max_open:
-            return "the queue is full"
-        return None
+        return "the queue is full" if is_full else None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
         """Checks and stores image and job durably; the same request may have created the job.
@@ -213,41 +207,33 @@ class Service:
         image = files.pop(IMAGE_FIELD, None)
         self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
         id = new_id()
-        stored = self._stored(id, request, sampling, owner, idempotency_key, prompts)
+        job = Job(
+            id=id,
+            owner=owner.name,
+            model=self.capabilities.model,
+            weights=self.capabilities.weights,
+            seed=seed_of(request.seed, owner.name, idempotency_key),
+            sampling=sampling,
+            **prompts,
+            created_at=time.time(),
+            priority=request.priority,
+            idempotency_key=idempotency_key,
+            callback_url=request.callback_url,
+        )
+        stored = self._stored(job, request, owner)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
-            estimate = self.engine.estimates.of(id)
+            estimate = self.fleet.estimates.of(id)
             if estimate is not None and estimate.eta_seconds is not None:
                 self.queue.set_promise(id, estimate.eta_seconds)
         return self.video(self.queue.get(stored.id) or stored)
 
-    def _stored(
-        self,
-        id: str,
-        request: VideoRequest,
-        sampling: SamplingConfig,
-        owner: Owner,
-        idempotency_key: str | None,
-        prompts: Mapping[str, Any],
-    ) -> Job:
-        """The job of a request; its files are removed again unless it is stored under `id`."""
+    def _stored(self, job: Job, request: VideoRequest, owner: Owner) -> Job:
+        """Stores files and job; the files are removed again unless it is stored under its id."""
         until = time.time() + LOOK_SECONDS / 2
         with ExitStack() as uploads:
-            job = Job(
-                id=id,
-                owner=owner.name,
-                model=self.capabilities.model,
-                weights=self.capabilities.weights,
-                seed=seed_of(request.seed, owner.name, idempotency_key),
-                sampling=sampling,
-                **self._keep(request, id, sampling, uploads),
-                **prompts,
-                created_at=time.time(),
-                priority=request.priority,
-                idempotency_key=idempotency_key,
-                callback_url=request.callback_url,
-            )
+            job = replace(job, **self._keep(request, job, uploads))
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
@@ -255,21 +241,20 @@ class Service:
             except AwayError:
                 uploads.pop_all()  # the database may have the job nevertheless
                 raise
-            if stored.id == id:
+            if stored.id == job.id:
                 uploads.pop_all()
         return stored
 
-    def _keep(
-        self, request: VideoRequest, id: str, sampling: SamplingConfig, uploads: ExitStack
-    ) -> dict[str, Any]:
+    def _keep(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
         """Stores the files of a request, which `uploads` can remove; what the job says of them."""
         about: dict[str, Any] = {"videos": {}}
         for where, upload in request.files.items():
             is_image = where == IMAGE_FIELD
-            name = shown_name(upload.filename)
+            name, sampling = shown_name(upload.filename), job.sampling
             frames = (sampling.video_frames or 0) if is_image else sampling.frames
             try:
-                photo = self.photos.keep(upload.file, id, name, frames, "" if is_image else where)
+                end = "" if is_image else where
+                photo = self.photos.keep(upload.file, job.id, name, frames, end)
             except InputError as error:
                 error.details["field"] = where
                 raise
@@ -284,35 +269,27 @@ class Service:
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
-        seconds = min(_MAX_RETRY, max(1, math.ceil(self.engine.estimates.seconds_until_room())))
+        seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_room())))
         whose = "of this key" if "owner" in details else "of this server"
         self.metrics.refused("queue_full")
-        return ApiError(
-            429,
-            "queue_full",
-            f"the queue {whose} is full: {details['open']} open, the limit is {details['limit']}",
-            f"the next place is free in about {seconds} s",
-            retry=seconds,
-            open=details["open"],
-            limit=details["limit"],
-        )
+        num_open, limit = details["open"], details["limit"]
+        text = f"the queue {whose} is full: {num_open} open, the limit is {limit}"
+        hint = f"the next place is free in about {seconds} s"
+        return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
     def remove_leftovers(self) -> None:
         """Removes what no job needs, and did not at the call before."""
-        self._leftovers = remove_leftovers(self.queue, self._leftovers, self._in_use())
+        in_use = [clip.job.id for clip in self.engine.feeder.clips()]
+        in_use += [self.prover.running] if self.prover.running else []
+        self._leftovers = remove_leftovers(self.queue, self._leftovers, in_use)
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
-
-    def _in_use(self) -> list[str]:
-        """The ids of the jobs whose files the ranks and the prover use."""
-        ids = (clip.job.id for clip in self.engine.feeder.clips())
-        return [id for id in (*ids, self.prover.running) if id]
 
     def delete(self, id: str, owner: Owner) -> DeletedVideo:
         """Removes a job with its files, and cancels it before if it is open."""
         job = self.cancel(id, owner)
         if job.proof == "running":
-            self.prover.stop(id)
+            self.prover.drop(id)
         remove_job(self.queue, self.folder, id)
         return DeletedVideo(id=id, status=job.state)
 
@@ -348,11 +325,11 @@ class Service:
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept
             return video_of(job, expires_at=expires_at)
         if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
-            eta = self.engine.estimates.elsewhere(job) if job.kind == self.queue.kind else None
+            eta = self.fleet.estimates.elsewhere(job) if job.kind == self.queue.kind else None
             return video_of(job, eta_seconds=eta, step=job.step)
         if (why_not := self._why_not(job)) is not None:
             return video_of(job, held=None if self.fleet.others_of(job.kind) else why_not)
-        estimate = self.engine.estimates.of(job.id) or Estimate(0, None)
+        estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
@@ -383,11 +360,9 @@ class Service:
         if after is not None:
             self.job(after, owner)
         states = [] if status is None else [status]
-        most = limit
         if status is JobState.QUEUED:  # also what the ranks have, and none of them has begun
             states.append(JobState.IN_PROGRESS)
-        if JobState.IN_PROGRESS in states:
-            most += len(self.queue.running())
+        most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
         jobs = self.queue.page(
             owner=owner.name, limit=most, after=after, order=order, states=states
         )
@@ -399,11 +374,7 @@ class Service:
         job = self.job(id, owner)
         if job.state is not JobState.COMPLETED:
             status = job.state if job.state.is_final else self.video(job).status
-            raise ApiError(
-                409,
-                "not_completed",
-                f"the video is {status}, not completed",
-                "request it again" if job.state.is_final else "its status says how far it is",
-                status=str(status),
-            )
+            text = f"the video is {status}, not completed"
+            hint = "request it again" if job.state.is_final else "its status says how far it is"
+            raise ApiError(409, "not_completed", text, hint, status=str(status))
         return job

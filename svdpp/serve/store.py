@@ -1,7 +1,11 @@
-"""The store: what the servers of a fleet must all reach, in a bucket if they share no folder.
+"""The files of the jobs: where they are, in a folder or in a bucket, and when they go.
 
-Each server then works in a data folder of its own. An object has the name that its file has there.
-It is put before a row of the queue names it, and no other content gets the same name later.
+Servers that share no folder have a bucket, the store, and each works in a data folder of its own.
+An object has the name that its file has there. It is put before a row of the queue names it, and no
+other content gets the same name later.
+
+The files of a job go before its row. If the server is killed in between, the row is still there to
+be removed again; so what has no row was never meant to go, and is kept.
 """
 
 from __future__ import annotations
@@ -9,24 +13,28 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import secrets
 import stat
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
 from svdpp.errors import RequestError
 from svdpp.media import output_files
 from svdpp.redaction import redact
-from svdpp.serve.database import AwayError, free_and_low
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
+from svdpp.serve.database import LOST, MARK, AwayError, free_and_low
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, clip_file
 
-#: The name of the file, or object, that says which queue the files belong to.
-MARK = "queue.id"
+if TYPE_CHECKING:
+    from svdpp.serve.queue import JobQueue
 
 # Of a store that answers; one that does not is asked each time.
 _LOOK_SECONDS = 10.0
@@ -35,10 +43,10 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """The files of all servers: in the store of a URL, or without one in the data folder itself.
+    """The files of all servers: in the store of a URL, or without one in the folder alone.
 
     Any thread may call any method. After a failure all raise AwayError at once, until `look` finds
-    that the store answers again. Without a URL the methods change the folder alone.
+    that the store answers again.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -57,18 +65,18 @@ class FileStore:
 
     # --- files of the folder ----------------------------------------------------------------------
 
-    def put(self, path: Path, name: str = "") -> None:
-        """Puts a file of the folder, if there is one, completely; `name` is another name for it."""
+    def put(self, path: Path) -> None:
+        """Puts a file of the folder, if there is one, completely."""
         if not (self.is_remote and path.exists()):
             return
         try:
             with self._errors():
-                self._system.put_file(str(path), self._at(name or self._name(path)))
+                self._system.put_file(str(path), self._at(path))
         except FileNotFoundError as error:
             if path.exists():  # else it was removed meanwhile
                 raise self._away(output_files.reason(error)) from error
 
-    def fetch(self, path: Path, name: str = "") -> None:
+    def fetch(self, path: Path) -> None:
         """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
         if not self.is_remote:
             return
@@ -78,7 +86,7 @@ class FileStore:
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
-                self._system.get_file(self._at(name or self._name(path)), str(temporary))
+                self._system.get_file(self._at(path), str(temporary))
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
@@ -95,29 +103,28 @@ class FileStore:
     def remove(self, path: Path) -> None:
         """Removes a file, if it exists, from the folder and the store."""
         path.unlink(missing_ok=True)
-        self.remove_object(self._name(path))
+        self._remove_object(path)
 
     def discard(self, path: Path) -> None:
         """Removes a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
         with contextlib.suppress(AwayError):
-            self.remove_object(self._name(path))
+            self._remove_object(path)
 
     # --- objects ----------------------------------------------------------------------------------
 
-    def remove_object(self, name: str) -> None:
-        """Removes an object, if it exists."""
+    def _remove_object(self, path: Path) -> None:
         if self.is_remote:
             with contextlib.suppress(FileNotFoundError), self._errors():
-                self._system.rm_file(self._at(name))
+                self._system.rm_file(self._at(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
         """Bytes and unix time of every object in a folder of the store, or of all, by name."""
         if not self.is_remote:
             return {}
         with self._errors():
-            found = self._system.find(self._at(folder), detail=True)
-        start = len(self._at("")) + 1
+            found = self._system.find(self._at(self.folder / folder), detail=True)
+        start = len(self._root) + 1
         return {name[start:]: (about["size"], _time_of(about)) for name, about in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
@@ -144,7 +151,7 @@ class FileStore:
                 return (self.folder / MARK).read_text()
             return ""
         with contextlib.suppress(FileNotFoundError), self._errors(looks=True):
-            found: bytes = self._system.cat_file(self._at(MARK))
+            found: bytes = self._system.cat_file(self._at(self.folder / MARK))
             return found.decode()
         return ""
 
@@ -195,17 +202,14 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, looks: bool = False) -> Iterator[None]:
-        """Refuses a use while the store is away, unless it `looks` whether it is.
-
-        Translates what the backend raises, each of which has exceptions of its own.
-        """
+        """Refuses a use while the store is away, unless it `looks` whether it is."""
         if not looks:
             self.check()
         try:
             yield
         except FileNotFoundError:
             raise
-        except Exception as error:
+        except Exception as error:  # each backend has exceptions of its own
             raise self._away(output_files.reason(error)) from error
 
     def _away(self, reason: str) -> AwayError:
@@ -215,21 +219,20 @@ class FileStore:
         self.why_away = text
         return AwayError(text, "check --files, and the credentials for it")
 
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}".rstrip("/")
-
-    def _name(self, path: Path) -> str:
-        return path.absolute().relative_to(self.folder).as_posix()
+    def _at(self, path: Path) -> str:
+        """Where the object of a file is, or the objects of a folder."""
+        name = path.absolute().relative_to(self.folder).as_posix()
+        return self._root if name == "." else f"{self._root}/{name}"
 
 
 def _open(url: str) -> tuple[Any, str]:
     import fsspec  # of the extra
 
-    options = {"config_kwargs": _S3} if url.startswith(("s3:", "s3a:")) else {}
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if url.startswith(("s3:", "s3a:")):
+        options["config_kwargs"] = _S3
     try:
-        system, root = fsspec.core.url_to_fs(
-            url, use_listings_cache=False, skip_instance_cache=True, **options
-        )
+        system, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         raise RequestError(f"--files {redact(url)!r} cannot be opened: {error}") from error
     return system, root.rstrip("/")
@@ -239,3 +242,157 @@ def _time_of(about: Mapping[str, Any]) -> float:
     """When an object was put; never, if the backend does not say so as that of S3 does."""
     put_at = about.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf
+
+
+# --- what goes ------------------------------------------------------------------------------------
+
+_ID = re.compile(r"video_[0-9a-f]{32}")
+#: The names that servers and ranks give to files; others are left alone.
+_OWN = re.compile(
+    rf"photos/(?P<photo>{_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
+    rf"|clips/(?P<clip>{_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
+    rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
+    rf"|[a-z]+/\.(upload-{_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
+    rf"|fetched-[0-9a-f]{{16}})"
+)
+_LATENT = re.compile(r"latents/[^.]")
+#: Between two looks for leftovers. A request that takes longer is refused.
+LOOK_SECONDS = 3600.0
+# Clips that wait or run for longer may have to begin again.
+_LATENTS_SECONDS = 7 * 86400.0
+
+#: Files of one look for leftovers: name, bytes and unix time.
+Seen = set[tuple[str, tuple[int, float]]]
+
+
+def sweep(
+    queue: JobQueue,
+    folder: Path,
+    now: float,
+    max_age_seconds: float | None,
+    max_bytes: int | None,
+) -> list[str]:
+    """Remove jobs in final states, the first to finish first; returns the ids of the removed.
+
+    The age counts from the final state; the bytes are those of all jobs, also of open ones.
+    """
+    sizes = Counter[str]() if max_bytes is None else _sizes(queue)
+    excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
+    oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
+    removed = []
+    for id, finished_at in queue.finished(math.inf if excess > 0 else oldest).items():
+        if (finished_at < oldest or excess > 0) and remove_job(queue, folder, id):
+            excess -= sizes[id]
+            removed.append(id)
+    return removed
+
+
+def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
+    """Remove a job in a final state, files and row; False if there is no such job."""
+    job = queue.get(id)
+    if job is None or not job.state.is_final:
+        return False
+    # Also the clips of servers that have lost it.
+    clips = [clip_file(folder, id, token) for token in range(min(job.token, 1), job.token + 1)]
+    with _errors(folder):
+        for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.uploads_in(folder)):
+            queue.store.remove(path)
+    if is_removed := queue.remove(id):
+        logger.info("{} is removed", id)
+    return is_removed
+
+
+def _sizes(queue: JobQueue) -> Counter[str]:
+    sizes, ids = Counter[str](), queue.clips()
+    for name, (num_bytes, _) in queue.store.files().items():
+        if (found := _ID.search(name)) and found[0] in ids:
+            sizes[found[0]] += num_bytes
+    return sizes
+
+
+def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()) -> Seen:
+    """Remove what no job needs, and no job did at the look before; returns what this look sees.
+
+    That is what servers that do not live any more have left: images of requests that have stored no
+    job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
+    look before, `LOOK_SECONDS` ago, is not of a request or of a rank that is at work; so no clocks
+    are compared. With a store, copies that were not used since then go as well, but not those of
+    the jobs `in_use` by this server.
+    """
+    store = queue.store
+    # Listed before the queue is asked: what is begun meanwhile is not among them.
+    files = store.files()
+    copies = store.local_files() if store.is_remote else {}
+    clips = queue.clips()
+    # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
+    oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
+    left: Seen = {file for file in files.items() if _is_leftover(file, clips, oldest)}
+    unused: Seen = {
+        copy
+        for copy in copies.items()
+        # What the store lacks is no copy: the folder may have had it before there was a store.
+        if (copy[0] in files and _OWN.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
+        or _is_leftover(copy, clips, oldest, is_copy=True)
+        if not any(id in copy[0] for id in in_use)
+    }
+    with _errors(store.folder):
+        for name, _ in left & before:
+            store.remove(store.folder / name)
+        for name, (_, used_at) in unused & before:
+            store.evict(store.folder / name, used_at)
+    return left | unused
+
+
+def _is_leftover(
+    file: tuple[str, tuple[int, float]],
+    clips: Mapping[str, int | None],
+    oldest: float,
+    *,
+    is_copy: bool = False,
+) -> bool:
+    """Whether no job needs a file; latent checkpoints are left if they are older than `oldest`."""
+    name, (_, written_at) = file
+    own = _OWN.fullmatch(name)
+    if own is None or (_LATENT.match(name) and written_at > oldest):
+        return False
+    if (id := own["clip"]) is None:
+        return own["photo"] not in clips
+    if id not in clips:
+        return is_copy  # the last one of a clip is kept: the queue may be an older copy
+    return own["token"] is not None and clips[id] != int(own["token"])
+
+
+def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
+    """At the start of a server, move old images and clips of no job to `lost+found`.
+
+    They are there if the queue's file was lost, or replaced by an older one. What was written
+    within the last hour may be of a request, unless the queue is new. Only regular files with the
+    names that a server gives are touched. Returns the files at their new places.
+    """
+    if queue.store.is_remote:  # the folder has only copies
+        return []
+    files, ids = queue.store.files(), queue.clips()
+    oldest = time.time() - LOOK_SECONDS if ids or queue.is_shared else math.inf
+    strangers = [
+        folder / name
+        for name, (_, written_at) in sorted(files.items())
+        if (own := _OWN.fullmatch(name))
+        and (id := own["photo"] or own["clip"])
+        and id not in ids
+        and written_at <= oldest
+    ]
+    if not strangers:
+        return []
+    try:
+        (folder / LOST).mkdir(mode=0o700, exist_ok=True)
+        lost = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST))
+        moved = [path.rename(lost / path.name) for path in strangers]
+    except OSError as error:
+        logger.warning("files of no video stay, such as {}: {}", strangers[0], error)
+        return []
+    logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
+    return moved
+
+
+def _errors(folder: Path) -> AbstractContextManager[None]:
+    return output_files.disk_errors(f"cannot read or write the files in {str(folder)!r}")

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import httpx2
 from loguru import logger
 
-from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.errors import RequestError
 from svdpp.serve.api_errors import ApiError
-from svdpp.serve.background import Background
+from svdpp.serve.database import Background
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
@@ -48,10 +48,8 @@ _UNICAST = ipaddress.IPv6Network("2000::/3")
 class Webhooks:
     """Sends the webhooks of a queue, in a thread. Any thread may call it.
 
-    Args:
-        hosts: where they may go; each as in a URL, with its port unless that is the scheme's.
-        secrets: each signs every webhook, so that a receiver can go from an old one to a new one.
-        view: the video as the API shows it.
+    They go to `hosts`, each as in a URL, with its port unless that is the scheme's. Each of the
+    `secrets` signs every webhook, so that a receiver can go from an old one to a new one.
     """
 
     def __init__(
@@ -71,11 +69,7 @@ class Webhooks:
         self._view = view
         self._tls = ssl.create_default_context()
         self.background = Background(
-            "webhooks",
-            self._send_due,
-            _POLL_SECONDS,
-            failure="webhooks wait",
-            last=self._send_due,
+            "webhooks", self._send_due, _POLL_SECONDS, failure="webhooks wait", last=self._send_due
         )
         """The thread, which at its end sends what is due, each once."""
 
@@ -99,35 +93,34 @@ class Webhooks:
                 jobs.append(job)
             if not jobs:
                 return
-            asyncio.run(self._attempt_all(jobs))
+            errors = asyncio.run(self._post_all(jobs))
+            for job, error in zip(jobs, errors, strict=True):
+                self._note(job, error)
 
-    async def _attempt_all(self, jobs: Sequence[Job]) -> None:
-        await asyncio.gather(*map(self._attempt, jobs))
-
-    async def _attempt(self, job: Job) -> None:
-        error = seconds = None
-        try:
-            async with asyncio.timeout(ATTEMPT_SECONDS):
-                status = await self._post(job)
-            if not 200 <= status < 300:
-                error = f"the answer was {status}"
-        except TimeoutError:
-            error = f"no answer within {ATTEMPT_SECONDS:g} s"
-        except Exception as fault:  # whatever one receiver does, the others get theirs
-            error = str(fault) or type(fault).__name__
+    def _note(self, job: Job, error: str | None) -> None:
+        """Stores the outcome of a try; one that is not stored is tried again."""
+        seconds = None
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
             seconds = min(seconds, _MAX_RETRY_SECONDS)
+        self._queue.set_callback(job, seconds, error)
+        if error is not None:
+            level, what = ("ERROR", "given up") if seconds is None else ("INFO", "tried again")
+            logger.log(level, "{}: its webhook is {}: {}", job.id, what, error)
+
+    async def _post_all(self, jobs: Sequence[Job]) -> list[str | None]:
+        return await asyncio.gather(*map(self._error_of, jobs))
+
+    async def _error_of(self, job: Job) -> str | None:
+        """Tries once; what went wrong."""
         try:
-            await asyncio.to_thread(self._queue.set_callback, job, seconds, error)
-        except (OutputError, ClosedError) as fault:  # it is tried again when its lease ends
-            logger.error("the outcome of a webhook is not stored: {}", fault)
-        if error is None:
-            logger.info("{}: its webhook is delivered", job.id)
-        elif seconds is None:
-            logger.error("{}: its webhook is given up: {}", job.id, error)
-        else:
-            logger.info("{}: its webhook is tried again: {}", job.id, error)
+            async with asyncio.timeout(ATTEMPT_SECONDS):
+                status = await self._post(job)
+        except TimeoutError:
+            return f"no answer within {ATTEMPT_SECONDS:g} s"
+        except Exception as error:  # whatever one receiver does, the others get theirs
+            return str(error) or type(error).__name__
+        return None if 200 <= status < 300 else f"the answer was {status}"
 
     async def _post(self, job: Job) -> int:
         """The status of the answer, whose body is not read; a redirect is not followed."""
@@ -137,11 +130,12 @@ class Webhooks:
         host = url.hostname or ""
         port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
-        body = _event(job, self._view(job))
+        id = f"evt_{job.id.removeprefix('video_')}"  # the same in each try
+        body = _event(id, job, self._view(job))
         headers = {
             "host": url.netloc,
             "content-type": "application/json",
-            **signed(event_id(job), int(time.time()), body, self._secrets),
+            **signed(id, int(time.time()), body, self._secrets),
         }
         async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
             request = client.build_request(
@@ -166,11 +160,6 @@ class Webhooks:
         return addresses[attempt % len(addresses)]
 
 
-def event_id(job: Job) -> str:
-    """The id of the webhook of a job, the same in each try."""
-    return f"evt_{job.id.removeprefix('video_')}"
-
-
 def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
     """The headers of Standard Webhooks, with one signature for each secret."""
     content = f"{id}.{timestamp}.".encode() + body
@@ -182,10 +171,10 @@ def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> di
     }
 
 
-def _event(job: Job, video: Video) -> bytes:
+def _event(id: str, job: Job, video: Video) -> bytes:
     """The body, in the shape of OpenAI's webhooks, with the whole video as data."""
     about = {
-        "id": event_id(job),
+        "id": id,
         "object": "event",
         "type": f"video.{job.state}",
         "created_at": int(job.finished_at or 0),

@@ -15,7 +15,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
-from tests.serve.engines import demo_config, demo_job, dummy_config, hashes, latents, serving
+from tests.serve.engines import dummy_config, hashes, latents, serving
 
 pytestmark = pytest.mark.processes
 
@@ -95,31 +95,14 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
     assert list((tmp_path / "latents").iterdir()) == []
 
 
-def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
+def test_an_observer_that_raises_stops_nothing(tmp_path: Path) -> None:
     def fail(*_: object) -> Any:
         raise ZeroDivisionError
 
-    with serving(tmp_path, dummy_config(2), on_changed=fail, observer=fail) as service:
+    with serving(tmp_path, dummy_config(2), observer=fail) as service:
         jobs = service.wait_final(service.add(1, 2))
         assert service.engine.restarts == 0
     assert {job.state for job in jobs} == {JobState.COMPLETED}
-
-
-@pytest.mark.long
-def test_a_clip_that_a_killed_server_had_finished_is_not_made_again(tmp_path: Path) -> None:
-    job = demo_job(tmp_path, 5)
-    with serving(tmp_path, demo_config()) as service:
-        (first,) = service.made(job)
-    clip = tmp_path / "clips" / f"{job.id}.mp4"
-    written_at = clip.stat().st_mtime_ns
-    again = tmp_path / "again"
-    again.mkdir()
-    for name in ("photos", "clips"):
-        (tmp_path / name).rename(again / name)
-    with serving(again, demo_config()) as service:  # as if the row had not been changed
-        (second,) = service.made(job)
-    assert second.metadata == first.metadata
-    assert (again / "clips" / clip.name).stat().st_mtime_ns == written_at
 
 
 def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None:

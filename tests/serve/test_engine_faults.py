@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -92,7 +91,6 @@ def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> N
             service.kill(0)
             doubled = pytest.approx(0.4 * restarts)
             service.wait(lambda: service.engine._back_off == doubled, "it does not double")  # noqa: B023
-            assert service.engine._retry_at - time.monotonic() <= 0.2 * restarts
             service.wait(lambda: service.engine.state == "ready", "not ready")
         service.wait_final(service.add(1))
         service.wait(lambda: service.engine._back_off == 0.2, "it is not reset")
@@ -140,7 +138,6 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
         service.go_on()
         ended = service.wait_final(ids)
         assert service.engine.restarts == 1
-        assert service.engine._costs.costs(config.sampling).decode_on(0) > 0
     failed = ended.pop(2)
     assert failed.state is JobState.FAILED
     assert failed.error is not None

@@ -1,194 +1,117 @@
-"""The ETA of a clip is that of a replay of the action lists, with measured costs of its size."""
+"""The ETA of a clip: the work before it, divided among all ranks, and its own, as measured."""
 
 from __future__ import annotations
 
-import random
-from contextlib import closing
+import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from svdpp.config import SvdSampling
-from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.forecast import Span, replay
-from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Route, build_schedule
-from svdpp.serve import eta
-from svdpp.serve.eta import ClipAhead, Estimate, JobEstimates, MeasuredCosts, estimate
+from svdpp.config import ClipRequest
+from svdpp.driver.clips import ClipProgress
+from svdpp.plan.actions import Action
+from svdpp.serve import fleet
+from svdpp.serve.clips import RunningClip
+from svdpp.serve.fleet import Estimate, Estimates
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import ActionDone, StepDone, TransferDone
-from tests.serve.engines import SAMPLING as STORED
-from tests.serve.engines import dummy_config, dummy_job
+from svdpp.worker.messages import ActionDone, StepDone
+from tests.serve.engines import SAMPLING, STEPS, dummy_job
 
-COSTS = Costs(step_seconds=1.0, encode_seconds=0.5, decode_seconds=4.0, transfer_seconds=0.1)
-LAYOUTS = [
-    Layout(num_steps=28, world_size=4, split="alternating", costs=COSTS),
-    Layout(num_steps=28, world_size=7, split="uniform", costs=COSTS),
-    Layout(num_steps=28, world_size=4, split="alternating", decoders=2, costs=COSTS),
-    Layout(num_steps=28, world_size=6, split="balanced", replicas=2, costs=COSTS),
-    Layout(num_steps=28, world_size=3, replicas=3, costs=COSTS),
-]
+HALF = replace(SAMPLING, width=SAMPLING.width // 2)
 
 
-def _route(layout: Layout, clip: int, num_steps: int = 28, steps_done: int = 0) -> Route:
-    route = replace(layout, num_steps=num_steps, split="balanced").route(clip)
-    return route.resumed(steps_done) if steps_done else route
+def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any) -> RunningClip:
+    """One that the ranks have; `steps_done` is None before it is begun."""
+    clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {}, clip=index)
+    rank = None if steps_done is None else 0
+    handle: Any = SimpleNamespace(progress=ClipProgress(steps_done or 0, STEPS, rank))
+    return replace(clip, handle=handle, moved_at=time.monotonic() - passed)
 
 
-def _ends(spans: list[Span]) -> dict[int, float]:
-    ends: dict[int, float] = {}
-    for span in spans:
-        ends[span.action.clip] = max(ends.get(span.action.clip, 0.0), span.end)
-    return ends
+def _estimates(
+    store: JobQueue, *clips: RunningClip, ranks: int = 1, servers: int = 1, preparing: Any = None
+) -> Estimates:
+    """Of a server whose clips take 1 s to encode, 2 s a step, and 4 s to decode."""
+    feeder = SimpleNamespace(
+        clips=lambda: list(clips), preparing=preparing, num_free=2, latest={0: _clip(0, 0)}
+    )
+    config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
+    engine: Any = SimpleNamespace(feeder=feeder, config=config)
+    estimates = Estimates(store, engine, lambda: servers)
+    for seconds in (9.0, 2.0, 2.0):  # the rank warms up
+        estimates(0, StepDone(clip=0, step=1, seconds=seconds))
+    for action, seconds in (("ENCODE c0 @0", 1.0), ("DECODE c0 @8", 4.0)):
+        end = 1.0 + seconds
+        estimates(0, ActionDone(action=Action.parse(action), start=1.0, end=end, waited=0.0))
+    return estimates
 
 
-def _clips(routes: list[Route], costs: Costs = COSTS) -> list[ClipAhead]:
-    return [ClipAhead(id=str(route.clip), route=route, costs=costs) for route in routes]
+WHOLE = 1 + 2 * STEPS + 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_it_equals_the_replay_of_the_action_lists(layout: Layout) -> None:
-    steps = [28, 10, 14, 28, 35, 7, 28, 21, 28, 28]
-    routes = [_route(layout, clip, num_steps) for clip, num_steps in enumerate(steps)]
-    expected = _ends(replay(build_schedule(routes, layout.world_size), COSTS))
-    found = estimate(_clips(routes), delay=3.0)
-    assert [found[str(clip)].place for clip in range(len(steps))] == list(range(len(steps)))
-    for clip, end in expected.items():
-        assert found[str(clip)].eta_seconds == pytest.approx(3.0 + end)
-
-
-def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
-    clips = [
-        ClipAhead(id="decoding", route=_route(LAYOUTS[1], 0, 28, 28), costs=COSTS, has_begun=True),
-        ClipAhead(
-            id="half",
-            route=_route(LAYOUTS[1], 1, 28, 14),
-            costs=COSTS,
-            has_begun=True,
-            begun_seconds=0.25,
-        ),
-        ClipAhead(id="next", route=_route(LAYOUTS[1], 2), costs=COSTS),
-        ClipAhead(id="resumed", route=_route(LAYOUTS[1], 3, 28, 24), costs=COSTS),
-    ]
-    found = estimate(clips)
-    assert found["decoding"] == Estimate(None, 4.0)
-    # 13.75 s of steps on four ranks, three transfers, the decode.
-    assert found["half"].place is None
-    assert found["half"].eta_seconds == pytest.approx(13.75 + 0.3 + 4)
-    assert found["next"].place == 0
-    assert found["next"].eta_seconds == pytest.approx(0.5 + 28 + 0.6 + 4)
-    assert found["resumed"].place == 1
+@pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (4, 1), (2, 3)])
+def test_clips_that_wait_share_all_ranks_in_the_order_of_their_turns(
+    store: JobQueue, ranks: int, servers: int
+) -> None:
+    for seed in range(7):
+        store.add(dummy_job(seed), max_open=None)
+    found = _estimates(store, ranks=ranks, servers=servers).all()
+    assert list(found) == [id for id, _ in store.waiting()]
+    assert [one.place for one in found.values()] == list(range(7))
+    expected = [WHOLE * (1 + place / (ranks * servers)) for place in range(7)]
+    assert [one.eta_seconds for one in found.values()] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("steps_done", "begun_seconds", "passed"), [(0, 1.25, 1.25), (0, 9, 1.5), (28, 3, 3), (5, 3, 1)]
+    ("steps_done", "passed", "left"),
+    [(0, 0.5, WHOLE - 0.5), (0, 99, WHOLE - 3), (5, 1, 9), (5, 99, 8), (STEPS, 3, 1)],
 )
-def test_a_clip_at_work_counts_down_until_its_next_event(
-    steps_done: int, begun_seconds: float, passed: float
+def test_of_a_clip_at_work_its_rest_counts_until_its_next_event(
+    store: JobQueue, steps_done: int, passed: float, left: float
 ) -> None:
-    route = _route(LAYOUTS[1], 0, 28, steps_done)
-    clip = ClipAhead(id="clip", route=route, costs=COSTS, has_begun=True)
-    later = replace(clip, begun_seconds=begun_seconds)
-    before, after = (estimate([each])["clip"].eta_seconds for each in (clip, later))
-    assert before is not None
-    assert after == pytest.approx(before - passed)
+    clip = _clip(1, steps_done, passed)
+    found = _estimates(store, clip).all()[clip.job.id]
+    assert found.place is None
+    assert found.eta_seconds == pytest.approx(left, abs=0.1)
 
 
-def test_an_eta_counts_down_between_two_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_clip_begins_once_the_first_rank_is_free(store: JobQueue) -> None:
+    begun, following = _clip(0, 1), _clip(1, None)
+    waiting = store.add(dummy_job(2, sampling=HALF), max_open=None)
+    found = _estimates(store, begun, following, ranks=4).all()
+    free = WHOLE / 4 - 1 - 2
+    assert found[following.job.id].eta_seconds == pytest.approx(free + WHOLE, abs=0.1)
+    expected = free + WHOLE / 4 + WHOLE / 2
+    assert found[waiting.id].eta_seconds == pytest.approx(expected, abs=0.1)
+    assert [one.place for one in found.values()] == [None, 0, 1]
+
+
+def test_others_go_before_a_large_image(store: JobQueue) -> None:
+    jobs = [store.add(dummy_job(seed), max_open=None) for seed in range(4)]
+    assert store.take_next() is not None
+    found = _estimates(store, preparing=_clip(0, None)).all()
+    assert [found[job.id].place for job in jobs] == [2, 0, 1, 3]
+
+
+def test_an_eta_counts_down_between_two_looks(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
-    monkeypatch.setattr(eta.time, "monotonic", lambda: now[0])
-    known: Any = MeasuredCosts(COSTS, SAMPLING)
-    nothing: Any = None
-    etas = JobEstimates(dummy_config(1), nothing, nothing, known, lambda: 0.0)
-    monkeypatch.setattr(etas, "_estimate", lambda: {"clip": Estimate(0, 10.0)})
-    assert etas.of("clip") == Estimate(0, 10.0)
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: now[0])
+    estimates = _estimates(store)
+    monkeypatch.setattr(estimates, "_new", lambda: {"clip": Estimate(0, 10.0)})
+    assert estimates.of("clip") == Estimate(0, 10.0)
     now[0] += 0.25
-    assert etas.of("clip") == Estimate(0, 9.75)
+    assert estimates.of("clip") == Estimate(0, 9.75)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_long_queue_is_extrapolated_closely(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chance, replayed = random.Random(0), eta.MAX_REPLAYED
-    steps = [chance.choice([28, 14, 35]) for _ in range(2 * replayed)]
-    routes = [_route(layout, clip, num_steps) for clip, num_steps in enumerate(steps)]
-    found = estimate(_clips(routes))
-    monkeypatch.setattr(eta, "MAX_REPLAYED", 2 * replayed)
-    whole = estimate(_clips(routes))
-    for clip in (str(replayed), str(2 * replayed - 1)):
-        assert found[clip].eta_seconds == pytest.approx(whole[clip].eta_seconds, rel=0.03)
-
-
-def test_the_servers_of_a_fleet_begin_as_many_clips_at_a_time(tmp_path: Path) -> None:
-    with closing(JobQueue(tmp_path)) as store:
-        ids = [store.add(dummy_job(seed), max_open=None).id for seed in range(7)]
-        assert store.take_next() is not None
-        feeder: Any = SimpleNamespace(clips=list, preparing=None, num_free=1)
-        costs: Any = MeasuredCosts(Costs(step_seconds=1.0), STORED)
-        etas = JobEstimates(dummy_config(1), store, feeder, costs, lambda: 0.0)
-        etas.others = lambda: 2
-        found = etas.all()
-    assert [found[id].place for id in ids] == list(range(7))
-    turns = [1, 1, 1, 2, 2, 2]  # the first one is taken
-    steps = STORED.num_inference_steps
-    expected = [steps] + [steps + turn * steps for turn in turns]
-    assert [found[id].eta_seconds for id in ids] == pytest.approx(expected)
-
-
-# --- measured costs -------------------------------------------------------------------------------
-
-SAMPLING = SvdSampling(num_frames=25)
-HALF = replace(SAMPLING, width=512)
-
-
-def _step(seconds: float) -> StepDone:
-    return StepDone(clip=0, step=1, seconds=seconds)
-
-
-def test_before_a_measurement_the_preset_is_scaled_by_size() -> None:
-    costs_of = MeasuredCosts(None, HALF)
-    preset = PRESETS["svd-xt-a100"]
-    assert costs_of.costs(SAMPLING) == preset
-    assert costs_of.costs(HALF).step_on(0) == pytest.approx(preset.step_on(0) / 2)
-
-
-def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
-    costs_of = MeasuredCosts(Costs(step_seconds=2.0, decode_seconds=6.0), SAMPLING)
-    costs_of.add(_step(9.0), SAMPLING)
-    assert costs_of.costs(SAMPLING).step_on(0) == 9.0, "the only one, though the rank warms up"
-    for seconds in (1.0, 1.0, 9.0):
-        costs_of.add(_step(seconds), SAMPLING)
-    costs = costs_of.costs(SAMPLING)
-    assert (costs.step_on(0), costs.decode_on(0)) == (1.0, 3.0)
-    for event in (
-        ActionDone(action="DECODE c0 @28", start=1.0, end=5.0, waited=0.0),
-        TransferDone(
-            direction="recv", clip=0, next_step=7, peer=0, num_bytes=1, seconds=0.5, end=1.0
-        ),
-    ):
-        costs_of.add(event, SAMPLING)
-    costs = costs_of.costs(SAMPLING)
-    assert (costs.decode_on(0), costs.transfer(0, 1)) == (4.0, 0.5)
-    assert costs_of.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
-
-
-def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
-    costs_of = MeasuredCosts(None, SAMPLING)
-    waits = {"image": 3.0, "send": 9.0}
-    encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
-    for event in (_step(1.0), encode):
-        costs_of.add(event, SAMPLING)
-    assert costs_of.costs(SAMPLING).encode_on(0) == 4.0
-
-
-def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
-    costs_of = MeasuredCosts(None, SAMPLING)
-    for width in range(64, 64 + 8 * 50, 8):
-        costs_of.add(_step(float(width)), replace(SAMPLING, width=width))
-    assert costs_of.costs(replace(SAMPLING, width=448)).step_on(0) == 448
-    assert costs_of.costs(replace(SAMPLING, width=64)).step_on(0) == pytest.approx(64)
-    assert len(costs_of._samples) == 32
+def test_before_a_step_is_measured_there_are_places_alone(store: JobQueue) -> None:
+    job = store.add(dummy_job(1), max_open=None)
+    estimates = _estimates(store)
+    assert estimates.elsewhere(replace(job, step=5)) == pytest.approx(2 * (STEPS - 5) + 4)
+    estimates._samples["step"].clear()
+    assert estimates.of(job.id) == Estimate(0, None)
+    assert estimates.elsewhere(job) is None
+    assert estimates.seconds_until_room() == 5.0

@@ -20,7 +20,7 @@ from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_leftovers
+from svdpp.serve.store import remove_leftovers
 from tests.serve.engines import Serving, demo_config, demo_job, serving
 from tests.serve.http_server import DEMO, DUMMY, HANG_SECONDS, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres

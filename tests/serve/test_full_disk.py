@@ -54,7 +54,7 @@ def test_clips_wait_for_space(tmp_path: Path) -> None:
         with full(disk):
             own.wait(lambda: own.engine.feeder.why_waits, "the disk is not looked at")
             ids = own.add(1, 2)
-            own.wait(lambda: own.engine.estimates.all(), "the queue is not read")
+            own.wait(lambda: own.store.waiting(), "the queue is not read")
             assert own.states(ids) == [JobState.QUEUED] * 2
             has_space_at = time.time()
         jobs = own.wait_final(ids)

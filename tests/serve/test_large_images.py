@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from PIL import Image
 
 from svdpp.config import ClipRequest
 from svdpp.driver.pipeline import Pipeline
-from svdpp.plan.costs import Costs
-from svdpp.serve.clips import RunningClip
-from svdpp.serve.eta import JobEstimates, MeasuredCosts
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
 from tests.faults.processes import allowing_for_others
-from tests.serve.engines import (
-    SAMPLING,
-    demo_config,
-    demo_job,
-    dummy_config,
-    dummy_job,
-    latents,
-    serving,
-)
+from tests.serve.engines import demo_config, demo_job, latents, serving
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +78,3 @@ def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
         done = service.wait_final(ids)
         service.wait(lambda: service.engine.is_idle, "it is not idle")
     assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]
-
-
-def test_the_eta_of_others_is_without_the_image_and_that_of_the_clip_with_it(
-    tmp_path: Path,
-) -> None:
-    config, costs = dummy_config(1), Costs(step_seconds=1.0)
-    store = JobQueue(tmp_path)
-    jobs = [dummy_job(1, photo_pixels=24_000_000), dummy_job(2), dummy_job(3), dummy_job(4)]
-    for job in jobs:
-        store.add(job, max_open=None)
-    assert store.take_next() is not None
-    large_clip = RunningClip(jobs[0], cast(Any, None), {}, ranks_left=1, prepare_seconds=100.0)
-    feeder = SimpleNamespace(clips=list, preparing=large_clip, num_free=2)
-    known = MeasuredCosts(costs, SAMPLING)
-    estimates = JobEstimates(config, store, cast(Any, feeder), known, lambda: 0.0).all()
-    large, *others = (estimates[job.id] for job in jobs)
-    steps = SAMPLING.num_inference_steps
-    assert [each.place for each in (others[0], others[1], large, others[2])] == [0, 1, 2, 3]
-    assert [each.eta_seconds for each in others[:2]] == pytest.approx([steps, 2 * steps])
-    assert large.eta_seconds == pytest.approx(100 + 3 * steps, abs=2)
-    store.close()

@@ -181,8 +181,8 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert not proving.prover.request("video_unknown")
         assert proving.prover.request(proving.ids[0])
         for id in proving.ids:
-            proving.prover.stop(id)
-        assert _children() == []
+            proving.prover.drop(id)
+        wait_until(lambda: _children() == [], HANG_SECONDS, "it goes on")
         assert proving.proofs() == ["none"] * 3
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from svdpp.errors import RankError, RequestError
-from svdpp.serve import database
+from svdpp.serve import job
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all, token_of
@@ -58,14 +58,14 @@ def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(
     store: JobQueue, tmp_path: Path, queue_url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PostgreSQL's server of that version goes on; a file has one server."""
-    first, newest = add(store), database.VERSION + 1
+    first, newest = add(store), job.VERSION + 1
     if queue_url is None:
         store.close()
     added = "ALTER TABLE jobs ADD COLUMN more INTEGER NOT NULL DEFAULT 7;\n"
     with monkeypatch.context() as patch:
-        for module in ("database", *(["queue_postgres"] if queue_url else [])):
+        for module in ("job", "database"):
             patch.setattr(f"svdpp.serve.{module}.VERSION", newest)
-        patch.setattr(database, "_ADDED", {newest: added})
+        patch.setattr(job, "_ADDED", {newest: added})
         for _ in range(2):  # the second time there is nothing to upgrade
             with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as newer:
                 assert newer.database.rows("SELECT id, more FROM jobs") == [(first, 7)]

@@ -17,10 +17,16 @@ import pytest
 from svdpp.errors import OutputError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import _sizes, remove_job, remove_leftovers, set_strangers_aside, sweep
 from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings
-from svdpp.serve.store import FileStore
+from svdpp.serve.store import (
+    FileStore,
+    _sizes,
+    remove_job,
+    remove_leftovers,
+    set_strangers_aside,
+    sweep,
+)
 from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import add
 

@@ -24,8 +24,7 @@ from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import MAX_LOST, JobQueue
-from svdpp.serve.retention import remove_leftovers
-from svdpp.serve.store import FileStore
+from svdpp.serve.store import FileStore, remove_leftovers
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
 from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
@@ -232,7 +231,10 @@ def test_a_claim_that_ends_during_a_renewal_is_not_lost(opened: Open) -> None:
     with lost_answers(queue), pytest.raises(OutputError):
         queue.complete(ids[2], {}, tokens[ids[2]])
     assert queue.renew(lambda _: 0) == ([(ids[2], 1)], [])
-    assert queue.complete(ids[2], {}, tokens[ids[2]]), "what is asked again"
+    assert not queue.complete(ids[2], {"again": True}, tokens[ids[2]])
+    done = queue.get(ids[2])
+    assert done is not None
+    assert (done.state, done.metadata) == (JobState.COMPLETED, {})
 
 
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
@@ -242,7 +244,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     taken(holder)
     wait_until(lambda: holder.database.rows(_ENDED) == [(1,)], 30, "no lease ends")
     feeder = Mock(num_free=0, clips=list)
-    engine = Mock(feeder=feeder, state="ready", config=Mock(world_size=2))
+    engine = Mock(feeder=feeder, state="ready", config=Mock(world_size=2, cfg_parallel=1))
     fleet = Fleet(other, engine, Capabilities(model="svd", sampling=SAMPLING, sizes=()))
     rows = other.database.rows
     fleet._recover_at = 0.0  # as after some time
@@ -470,7 +472,7 @@ def test_a_start_that_fails_can_be_repeated(
     monkeypatch.setattr(FileStore, "set_mark", counted)
     for store in stores:
         with monkeypatch.context() as patch:
-            patch.setattr("svdpp.serve.queue_postgres.schema", lambda *_: "WRONG")
+            patch.setattr("svdpp.serve.database.upgrade", lambda *_: "WRONG")
             with pytest.raises(OutputError, match="WRONG"):
                 JobQueue(store.folder, url=database, store=store)
         failed = store.mark()

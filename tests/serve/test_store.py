@@ -15,8 +15,7 @@ from svdpp.serve.clips import ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import _sizes, remove_leftovers
-from svdpp.serve.store import FileStore
+from svdpp.serve.store import FileStore, _sizes, remove_leftovers
 from svdpp.worker import tensor_files
 from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import DEMO, DUMMY, PHOTO, HttpServer, error_of, wait
@@ -196,18 +195,18 @@ def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
     for step in (2, 4):
         path = tensor_files.path_of(to_request.latents_folder, key, step)
         path.write_bytes(b"of another server")
-        store.put(path, f"latents/{key}/{path.name}")
+        store.put(path)
         path.unlink()
     fetch = store.fetch
 
-    def published(path: Path, name: str = "") -> None:
+    def published(path: Path) -> None:
         to_request.publish()
-        fetch(path, name)
+        fetch(path)
 
     monkeypatch.setattr(store, "fetch", published)
     assert to_request(job).request.done_steps == 4
     to_request.publish()
-    assert set(store.objects()) == {f"latents/{key}/{path.name}"}
+    assert set(store.objects()) == {f"latents/{path.name}"}
 
 
 def test_an_unknown_kind_of_store_is_refused(tmp_path: Path) -> None:

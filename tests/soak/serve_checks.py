@@ -19,7 +19,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfi
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.retention import remove_leftovers
+from svdpp.serve.store import remove_leftovers
 from tests.soak.serve_clients import Request, photos
 from tests.soak.serve_server import FaultyServer
 
