@@ -1,32 +1,159 @@
-"""`svdpp serve`: the HTTP service."""
+"""`svdpp serve`: the HTTP service, and its options: address, data, keys, limits, retention."""
 
 from __future__ import annotations
 
+import re
 import socket
-import sys
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.files import LogOptions
-from svdpp.cli.options.serve import ServeOptions
+from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
+from svdpp.cli.options.files import ImageOptions, LogOptions
+from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.cli.request import PipelineRequest
+from svdpp.config import SamplingConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
-    from svdpp.serve.auth import Keys
     from svdpp.serve.service import ServerSettings
 
-#: What the extra `serve` installs, by the names of its modules.
-_EXTRA = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
-#: What the extra `fleet` installs.
-_FLEET = ("psycopg", "fsspec", "s3fs")
+#: What each extra installs, by the names of its modules.
+_EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client"),
+    "fleet": ("psycopg", "fsspec", "s3fs"),
+}
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
+_MAX_UPLOAD_MB = 256  # as media.image reads at most
+_DATABASES = ("postgresql://", "postgres://")
+
+
+def _limit(metavar: str, help: str, default: int, most: int) -> Any:
+    return SERVICE.setting(metavar, help, default=default, between=(1, most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(PipelineOptions, ImageOptions):
+    """The options of the pipeline; where the service listens, what it keeps, and limits."""
+
+    host: str = SERVICE.setting(
+        "HOST",
+        "Address to listen on. One that other machines reach needs --api-key-file.",
+        default="127.0.0.1",
+    )
+    port: int = SERVICE.setting(
+        "PORT", "Port; 0 takes a free one.", default=8000, between=(0, 65535)
+    )
+    data: Path = SERVICE.setting(
+        "DIR",
+        "Folder of queue, images and clips; a new start with it goes on.",
+        default=Path("svdpp-data"),
+    )
+    queue: str | None = SERVICE.setting(
+        "URL",
+        "PostgreSQL database of a queue that several servers share, such as "
+        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too, or --files.",
+        shown="a file in --data",
+    )
+    files: str | None = SERVICE.setting(
+        "URL",
+        "With --queue: the store that all its servers reach, such as s3://bucket/prefix; then each "
+        "has a --data folder of its own.",
+        shown="the --data folder",
+    )
+    lease: float = SERVICE.setting(
+        "SECONDS", "With --queue: silence after which others take a server's clips.", default=30.0
+    )
+    adopt: bool = SERVICE.switch(
+        "Start a new queue in a --data folder that has other files; they are left alone."
+    )
+    api_key_file: Path | None = SERVICE.setting(
+        "FILE",
+        "Serve only requests with a key in this file, each its own clips.",
+        shown="no keys: this machine only",
+    )
+    new_key: str | None = SERVICE.setting(
+        "NAME", "Add a new key to --api-key-file, print it, and end.", shown="start the server"
+    )
+    callback_hosts: list[str] | None = SERVICE.setting(
+        "HOST[:PORT]",
+        "Let requests name a callback_url of this host, repeatable; without a port, that of the "
+        "URL's scheme. A private address must be listed itself. Needs --callback-secret-file.",
+        shown="none",
+    )
+    callback_secret_file: Path | None = SERVICE.setting(
+        "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
+    )
+    max_queue: int = _limit("N", "Clips that may wait or be made.", 1000, 100_000)
+    max_upload_mb: int = _limit("MIB", "Largest image, in MiB.", 32, _MAX_UPLOAD_MB)
+    max_steps: int = _limit("N", "Steps that a request may ask for.", MAX_STEPS, MAX_STEPS)
+    max_frames: int = _limit("N", "Frames that a request may ask for.", MAX_FRAMES, MAX_FRAMES)
+    keep_days: float | None = SERVICE.setting(
+        "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
+    )
+    keep_gb: float | None = SERVICE.setting(
+        "GB", "Remove the oldest finished clips beyond this size.", shown="no limit"
+    )
+    verify_when_idle: bool = SERVICE.switch(
+        "While nothing waits, make finished clips again on one device and compare their bits."
+    )
+    sizes: str | None = VIDEO.setting("WxH,WxH", "Further sizes, such as 768x448.", shown="none")
+    time_scale: float | None = COSTS.setting(
+        "X", "Make --model dummy sleep for the time of --costs times X.", shown="no sleep"
+    )
+    grace: float = RECOVERY.setting(
+        "SECONDS", "On SIGTERM, finish the clips in progress within this time.", default=30.0
+    )
+    heartbeat_timeout: float = RECOVERY.setting(
+        "SECONDS", "Start the ranks again if one is silent for this long.", default=15.0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seconds("--lease", self.lease)
+        if self.queue is not None and not self.queue.startswith(_DATABASES):
+            raise RequestError("--queue takes a URL such as postgresql://svdpp@db/svdpp")
+        if self.files is not None and (self.queue is None or "://" not in self.files):
+            raise RequestError("--files takes a URL such as s3://bucket/prefix, and needs --queue")
+        if self.callback_hosts and self.callback_secret_file is None:
+            raise RequestError("--callback-hosts needs --callback-secret-file")
+        if self.grace:
+            check_seconds("--grace", self.grace)
+        for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
+            if value is not None and not (is_number(value) and value > 0):
+                raise RequestError(f"{name} must be a finite number above 0, got {shown(value)}")
+
+    def check_own(self, sampling: SamplingConfig) -> None:
+        """Refuses limits that the server's own defaults, resolved, are beyond."""
+        steps, frames = sampling.num_inference_steps, sampling.frames
+        for name, most, own in (
+            ("steps", self.max_steps, steps),
+            ("frames", self.max_frames, frames),
+        ):
+            if own > most:
+                text = f"--max-{name} {most} is less than the {own} {name} of a clip by default"
+                raise RequestError(text, f"add --{name} {most} or less")
+
+    def all_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Width and height of the default size and of all others."""
+        sampling = self.sampling_config()
+        sizes = [(sampling.width, sampling.height)]
+        for part in () if self.sizes is None else self.sizes.split(","):
+            match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
+            if match is None:
+                text = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
+                raise RequestError(text)
+            width, height = int(match[1]), int(match[2])
+            replace(sampling, width=width, height=height)  # checks them
+            sizes.append((width, height))
+        return tuple(dict.fromkeys(sizes))
 
 
 @command(
@@ -51,12 +178,7 @@ _MANY_CLIPS = 1000
         "timeout": "Start the ranks again if one makes no progress for this long.",
     },
 )
-def serve(
-    console: Console,
-    launched: World | None,
-    options: ServeOptions,
-    log: LogOptions,
-) -> None:
+def serve(console: Console, launched: World | None, options: ServeOptions, log: LogOptions) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
 
     The first SIGTERM or Ctrl-C takes no more requests and finishes the clips in progress; what is
@@ -65,45 +187,43 @@ def serve(
     if options.new_key is not None:
         _create_key(console, options.new_key, options.api_key_file)
         return
-    from svdpp.cli.log import serve_member
-    from svdpp.driver.pipeline import Pipeline
-    from svdpp.serve.auth import check_host
-
-    sizes = options.all_sizes()
-    _check_extra("serve", _EXTRA)
+    _check_extra("serve")
     if options.queue is not None:
-        _check_extra("fleet", _FLEET)
-    keys = None if is_member(launched) else check_host(options.host, options.api_key_file)
+        _check_extra("fleet")
     try:
         if is_member(launched):
-            config, _ = _config(options, launched)
-            log.open(console, launched, warns=True)
-            pipeline = Pipeline(
-                config,
-                latents_folder=str(options.data.absolute() / "latents"),
-                history_clips=1,
-                ranks_ignore_signals=True,
-            )
-            serve_member(pipeline, launched, console)
+            _serve_rank(console, options, launched, log)
         else:
-            _serve(console, options, keys, sizes, launched, log)
+            _serve(console, options, launched, log)
     except Interrupted:
         console.info("ended before it served")
 
 
-def _serve(
-    console: Console,
-    asked: ServeOptions,
-    keys: Keys | None,
-    sizes: tuple[tuple[int, int], ...],
-    launched: World | None,
-    log: LogOptions,
-) -> None:
+def _serve_rank(console: Console, asked: ServeOptions, launched: World, log: LogOptions) -> None:
+    """Works for rank 0, which serves."""
+    from svdpp.cli.log import serve_member
+    from svdpp.driver.pipeline import Pipeline
+
+    config, _ = _config(asked, launched)
+    log.open(console, launched, warns=True)
+    pipeline = Pipeline(
+        config,
+        latents_folder=str(asked.data.absolute() / "latents"),
+        history_clips=1,
+        ranks_ignore_signals=True,
+    )
+    serve_member(pipeline, launched, console)
+
+
+def _serve(console: Console, asked: ServeOptions, launched: World | None, log: LogOptions) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.cli.log import EventLog
     from svdpp.launch.group import start_fork_server_early
+    from svdpp.serve.auth import check_host
     from svdpp.serve.server import Server, build
 
+    sizes = asked.all_sizes()
+    keys = check_host(asked.host, asked.api_key_file)
     with _bind(asked.host, asked.port) as bound:
         config, why = _config(asked, launched)
         if launched is None:
@@ -119,7 +239,7 @@ def _serve(
             service,
             bound,
             grace_seconds=asked.grace,
-            on_listening=lambda: _announce(console, asked, settings.config, bound, keys),
+            on_listening=lambda: _announce(console, asked.data, settings.config, bound),
             on_ready=lambda: console.info("ready to make clips"),
         )
         server.run()
@@ -141,12 +261,13 @@ def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig
 def _settings(
     asked: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
 ) -> ServerSettings:
-    from svdpp.serve.guard import Limits
+    from svdpp.serve.auth import read_secrets
     from svdpp.serve.server import check_config
     from svdpp.serve.service import ServerSettings
 
     config = check_config(config, sizes)
     asked.check_own(config.sampling)
+    secret_file = asked.callback_secret_file
     return ServerSettings(
         config=config,
         folder=asked.data,
@@ -154,64 +275,34 @@ def _settings(
         max_open=asked.max_queue,
         max_steps=asked.max_steps,
         max_frames=asked.max_frames,
-        limits=Limits(upload_bytes=asked.max_upload_mb * 2**20),
+        upload_bytes=asked.max_upload_mb * 2**20,
         max_pixels=asked.max_pixels,
         keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
         keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
         adopts=asked.adopt,
         callback_hosts=asked.callback_hosts or (),
-        callback_secrets=_secrets(asked),
+        callback_secrets=() if secret_file is None else read_secrets(secret_file),
         queue_url=asked.queue,
         store_url=asked.files,
         lease_seconds=asked.lease,
     )
 
 
-def _secrets(asked: ServeOptions) -> list[bytes]:
-    from svdpp.serve.auth import NEW_SECRET, read_secrets
-
-    if asked.callback_secret_file is not None:
-        return read_secrets(asked.callback_secret_file)
-    if asked.callback_hosts:
-        raise RequestError("--callback-hosts needs --callback-secret-file", NEW_SECRET)
-    return []
-
-
-def _announce(
-    console: Console,
-    asked: ServeOptions,
-    config: PipelineConfig,
-    bound: socket.socket,
-    keys: Keys | None,
-) -> None:
-    url, ranks = _url_of(bound), counted(config.world_size, "rank")
+def _announce(console: Console, data: Path, config: PipelineConfig, bound: socket.socket) -> None:
+    model, url, ranks = config.model.name, _url_of(bound), counted(config.world_size, "rank")
     console.info(
-        f"starting {config.model.name} at {url} with {ranks} on {config.device}; data in "
-        f"{str(asked.data)!r}"
+        f"starting {model} at {url} with {ranks} on {config.device}; data in {str(data)!r}"
     )
-    if sys.stderr.isatty():
-        key = "" if keys is None else " -H 'Authorization: Bearer KEY'"
-        sampling = config.sampling
-        has_prompt = sampling.family != "svd"
-        fields = " -F prompt='the sea at night'" if has_prompt else ""
-        if not has_prompt or getattr(sampling, "from_image", False):
-            name = "video.mp4" if sampling.from_video else "photo.jpg"
-            fields += f" -F input_reference=@{name}"
-            fields += "".join(f" -F {video}=@{video}.mp4" for video in sampling.videos)
-        console.info(f"first clip: curl{key}{fields} {url}/v1/videos", "Ctrl-C ends it")
-    console.json(
-        {"schema_version": 1, "url": url, "data": str(asked.data), "model": config.model.name}
-    )
+    console.json({"schema_version": 1, "url": url, "data": str(data), "model": model})
 
 
-def _check_extra(extra: str, modules: tuple[str, ...]) -> None:
-    missing = [name for name in modules if find_spec(name) is None]
+def _check_extra(extra: str) -> None:
+    missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
     if missing:
         raise RequestError(
             f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed",
             f"pip install 'svdpp[{extra}]'",
-            details={"missing": missing},
         )
 
 
@@ -230,22 +321,20 @@ def _create_key(console: Console, name: str, path: Path | None) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet; port 0 takes a free one."""
+    bound = None
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"--host {host!r} is not found: {reason}") from error
-    family, kind, protocol, _, address = addresses[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        bound.close()
+    except (OSError, UnicodeError) as error:
+        if bound is not None:
+            bound.close()
         raise RequestError(
-            f"cannot listen on {host} port {port}: {error.strerror}",
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
             f"--port {port + 1} or --port 0 takes another one" if port else "",
-            details={"host": host, "port": port},
         ) from error
     return bound
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, LiteralString, Self
+from typing import Annotated, Any, Self
 
 from fastapi import UploadFile
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,18 +25,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError, from_json
+from pydantic_core import PydanticKnownError, from_json
 
-from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
+from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
 from svdpp.models.checkpoint import Checkpoint, Use
-from svdpp.serve.api_errors import ApiError, in_words, invalid_request
 from svdpp.serve.views import (
-    FIELDS,
     IMAGE_FIELD,
-    Fit,
-    FormField,
-    Model,
+    ApiError,
+    invalid_request,
     params_by_field,
     params_view,
     size_of,
@@ -45,17 +43,9 @@ MAX_PRIORITY = 9
 MAX_URL_CHARACTERS = 2000
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
-_SIDES = "width x height"
-
-#: Other names of fields: those of an image that is text, which are vLLM-Omni's and what
-#: OpenAI's client makes of `{"image_url": ...}`; then those of diffusers, which vLLM-Omni's clients
-#: send.
-_SYNONYMS: Mapping[str, str] = {
-    "image_reference": "input_reference",
-    "input_reference[image_url]": "input_reference",
-    **{p.name: p.api for p in params_of(PromptedSampling).values() if p.api},
-    _SIDES: "size",
-}
+#: Names of an image that is text: vLLM-Omni's, and what OpenAI's client makes of
+#: `{"image_url": ...}`.
+_IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[image_url]")
 
 
 def _photo_of(value: Any) -> Any:
@@ -75,12 +65,6 @@ def _photo_of(value: Any) -> Any:
     return UploadFile(io.BytesIO(content), size=len(content))
 
 
-def _fault(field: str, kind: LiteralString | PydanticCustomError) -> ValidationError:
-    """What a validator of the whole form raises about one field."""
-    fault = InitErrorDetails(type=kind, loc=(field,), input=None)
-    return ValidationError.from_exception_data("VideoRequest", [fault])
-
-
 _NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
 
@@ -92,41 +76,24 @@ class VideoRequest(BaseModel):
     `width` with `height`, as vLLM-Omni's clients send them.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", loc_by_alias=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _by_our_names(cls, given: Any) -> Any:
-        """The fields by the names of this API; an empty one is left out, as in a browser's form."""
-        if not isinstance(given, dict):
-            return given
+    def _without_empty(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Empty fields are left out, as in a browser's form; width and height are the size."""
         named = {name: value for name, value in given.items() if value != ""}
-        sides = named.keys() & {"width", "height"}
-        if len(sides) == 1:
-            raise _fault(({"width", "height"} - sides).pop(), "missing")
-        if sides:
-            named[_SIDES] = f"{named.pop('width')}x{named.pop('height')}"
-        for theirs, ours in _SYNONYMS.items():
-            if theirs in named and ours in cls.model_fields:
-                if ours in named:
-                    same = PydanticCustomError("value_error", f"it is the same as {ours}, give one")
-                    raise _fault(theirs, same)
-                named[ours] = named.pop(theirs)
+        if named.keys() & {"width", "height"} and "size" not in named:
+            named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
         return named
 
-    model: Annotated[
-        str | None, Field(description="The id in `/v1/models`; by default that model.")
-    ] = None
-    seed: Annotated[
-        int | None, Field(ge=0, le=MAX_SEED, description="Of the noise; by default drawn.")
-    ] = None
+    model: Annotated[str | None, Field(description="The id in `/v1/models`, or nothing.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="By default drawn.")] = None
     seconds: Annotated[
-        float | None,
-        Field(gt=0, le=MAX_FRAMES, description="Length of the clip, instead of `frames`."),
+        float | None, Field(gt=0, le=MAX_FRAMES, description="Length, instead of `frames`.")
     ] = None
     size: Annotated[
-        str | None,
-        Field(pattern=_SIZE, description="Width x height, one of `sizes` in `/v1/models`."),
+        str | None, Field(pattern=_SIZE, description="One of `sizes` in `/v1/models`.")
     ] = None
     priority: Annotated[
         int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
@@ -136,8 +103,7 @@ class VideoRequest(BaseModel):
         Field(
             pattern=r"^https?://[!-~]+$",
             max_length=MAX_URL_CHARACTERS,
-            description="Where a webhook goes when the clip is completed or failed; one of the "
-            "hosts that the server allows.",
+            description="Where a webhook goes when the clip is completed or failed.",
         ),
     ] = None
 
@@ -164,22 +130,21 @@ _VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
 
 
 def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
-    text = "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
-    text = f"The video: {_VIDEO}" if videos else text
+    if use == "refused":
+        return {}
+    text = f"The video: {_VIDEO}" if videos else "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    if use == "needed":
+        photo: Any = (_PhotoFile, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
+    else:
+        text += "; without it the clip is made from text alone."
+        photo = (_PhotoFile | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
     fit = Field(None, description="How an image of another shape becomes the frame.")
-    match use:
-        case "refused":
-            return {}
-        case "needed":
-            photo: Any = (_PhotoFile, Field(description=f"{text}."))
-        case _:
-            text += "; without it the clip is made from text alone."
-            photo = (_PhotoFile | None, Field(None, description=text))
     return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
 
 
-def _video_field(name: str) -> Any:
-    return (_PhotoFile, Field(description=f"The {name.replace('_', ' ')}: {_VIDEO}."))
+def _video_fields(names: Iterable[str]) -> dict[str, Any]:
+    about = {name: f"The {name.replace('_', ' ')}: {_VIDEO}." for name in names}
+    return {name: (_PhotoFile, Field(description=text)) for name, text in about.items()}
 
 
 def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
@@ -195,55 +160,34 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _param_field(param: Param, highest: float) -> Any:
-    lowest: dict[str, Any] = {"gt" if param.above else "ge": param.lowest}
+    """Also taken by diffusers' name, which vLLM-Omni's clients send."""
     default = f" By default {param.shown_default}." if param.shown_default else ""
-    text = f"{param.help}{default}"
-    return (param.kind | None, Field(None, **lowest, le=highest, description=text))
-
-
-def form_of(
-    family: str, photo: Use, *, max_steps: int = MAX_STEPS, max_frames: int = MAX_FRAMES
-) -> type[VideoRequest]:
-    """The form of a server's requests, by the family of its model and its use of images."""
-    kind = SAMPLING_CLASSES[family]
-    highest = {"steps": max_steps, "frames": max_frames}
-    return create_model(
-        "VideoRequest",
-        __base__=VideoRequest,
-        __doc__=VideoRequest.__doc__,
-        **_photo_fields(photo, videos=kind.from_video),
-        **{name: _video_field(name) for name in kind.videos},
-        **_prompt_fields(kind),
-        **{
-            field: _param_field(param, highest.get(field, param.highest))
-            for field, param in params_by_field(kind).items()
-        },
-    )
+    about: dict[str, Any] = {
+        "gt" if param.above else "ge": param.lowest,
+        "le": highest,
+        "description": f"{param.help}{default}",
+    }
+    names = AliasChoices(*dict.fromkeys((param.field, param.name)))
+    return (param.kind | None, Field(None, validation_alias=names, **about))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What clients may request.
-
-    Args:
-        model: its id.
-        sampling: the defaults, resolved.
-        sizes: width and height of the frames that clients may choose.
-        weights: fingerprint or commit of the model's weights; empty if they never change.
-        photo: whether an image is `needed`, `optional` or `refused`.
-        prompt: the same; a negative prompt is optional wherever there is a prompt.
-        unused: sampling parameters of the family that have no effect on the model.
-        max_steps: of a clip.
-        max_frames: of a clip.
-    """
+    """What clients may request."""
 
     model: str
+    """Its id."""
     sampling: SamplingConfig
+    """The defaults, resolved."""
     sizes: tuple[tuple[int, int], ...]
+    """Width and height of the frames that clients may choose."""
     weights: str = ""
+    """Fingerprint or commit of the model's weights; empty if they never change."""
     photo: Use = "needed"
     prompt: Use = "refused"
+    """A negative prompt is optional wherever there is a prompt."""
     unused: tuple[str, ...] = ()
+    """Parameters of the family that have no effect on the model."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
 
@@ -275,11 +219,23 @@ class Capabilities:
     @cached_property
     def form(self) -> type[VideoRequest]:
         """The form of a request."""
-        limits = {"max_steps": self.max_steps, "max_frames": self.max_frames}
-        return form_of(self.sampling.family, self.photo, **limits)
+        kind = type(self.sampling)
+        highest = {"steps": self.max_steps, "frames": self.max_frames}
+        return create_model(
+            "VideoRequest",
+            __base__=VideoRequest,
+            __doc__=VideoRequest.__doc__,
+            **_photo_fields(self.photo, videos=kind.from_video),
+            **_video_fields(kind.videos),
+            **_prompt_fields(kind),
+            **{
+                field: _param_field(param, highest.get(field, param.highest))
+                for field, param in params_by_field(kind).items()
+            },
+        )
 
-    def to_json(self, **limits: Any) -> Model:
-        """The model as `/v1/models` lists it."""
+    def to_json(self, **limits: Any) -> dict[str, Any]:
+        """The model as `/v1/models` lists it, with what a request may have."""
         inputs: dict[str, Use] = {
             IMAGE_FIELD: self.photo,
             "prompt": self.prompt,
@@ -290,21 +246,23 @@ class Capabilities:
         schemas = self.form.model_json_schema()["properties"]
         fields = {name: _field(each) for name, each in schemas.items() if name not in left_out}
         defaults = params_view(self.sampling)
-        return Model(
-            id=self.model,
-            family=self.sampling.family,
-            inputs=inputs,
-            input_kind="video" if self.sampling.from_video else "image",
-            fields=fields,
-            defaults={name: value for name, value in defaults.items() if name in fields},
-            sizes=[size_of(*size) for size in self.sizes],
-            limits={
+        return {
+            "id": self.model,
+            "object": "model",
+            "family": self.sampling.family,
+            "inputs": inputs,
+            "input_kind": "video" if self.sampling.from_video else "image",
+            "fields": fields,
+            "defaults": {name: value for name, value in defaults.items() if name in fields},
+            "sizes": [size_of(*size) for size in self.sizes],
+            "limits": {
                 "max_frames": self.max_frames,
                 "max_steps": self.max_steps,
                 "frames_unit": self.sampling.frames_unit,
+                "priority": [0, MAX_PRIORITY],
                 **limits,
             },
-        )
+        }
 
     def check_model(self, id: str | None) -> None:
         """Refuses another model than the server's own; None stands for that."""
@@ -312,21 +270,12 @@ class Capabilities:
             text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
-    def checked(self, given: Any) -> VideoRequest:
+    def checked(self, given: Mapping[str, Any]) -> VideoRequest:
         """The fields of a request."""
         try:
             return self.form.model_validate(given)
         except ValidationError as error:
-            raise invalid_request(map(self._in_words, error.errors(include_url=False))) from None
-
-    def _in_words(self, fault: Mapping[str, Any]) -> dict[str, str]:
-        name = next(iter(fault["loc"]), "body")
-        if fault["type"] == "extra_forbidden" and name in FIELDS:
-            why = f"a model of the family {self.sampling.family}"
-            if name in (IMAGE_FIELD, "fit"):
-                why = "which makes clips from text alone"
-            return {"field": name, "reason": f"is not for {self.model}, {why}"}
-        return in_words({**fault, "loc": fault["loc"] or ("body",)})
+            raise invalid_request(error.errors(include_url=False)) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip."""
@@ -350,15 +299,8 @@ class Capabilities:
     def _size(self, text: str) -> tuple[int, int]:
         known = {size_of(*size): size for size in self.sizes}
         if text not in known:
-            raise ApiError(
-                422,
-                "wrong_size",
-                f"this server makes clips of {', '.join(known)}, not {text}",
-                "whoever starts the server can add sizes",
-                field="size",
-                size=text,
-                sizes=list(known),
-            )
+            why = f"this server makes clips of {', '.join(known)}, not {text}"
+            raise ApiError(422, "wrong_size", why, field="size")
         return known[text]
 
     def _frames(self, request: VideoRequest) -> int:
@@ -371,25 +313,20 @@ class Capabilities:
         fps, unit = request.value("fps") or self.sampling.fps, self.sampling.frames_unit
         frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
         if frames > self.max_frames:
-            raise ApiError(
-                422,
-                "too_many_frames",
+            text = (
                 f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
-                f"makes {self.max_frames} at most",
-                "ask for fewer seconds or fps",
-                field="seconds",
-                frames=frames,
-                max_frames=self.max_frames,
+                f"makes {self.max_frames} at most"
             )
+            raise ApiError(422, "too_many_frames", text, field="seconds")
         return frames
 
 
-def _field(schema: Mapping[str, Any]) -> FormField:
+def _field(schema: Mapping[str, Any]) -> dict[str, Any]:
     value = next(iter(schema.get("anyOf", [schema])))
-    return FormField(
-        type=value["type"],
-        description=schema.get("description", ""),
-        minimum=value.get("minimum", value.get("exclusiveMinimum")),
-        maximum=value.get("maximum"),
-        choices=value.get("enum"),
-    )
+    return {
+        "type": value["type"],
+        "description": schema["description"],
+        "minimum": value.get("minimum", value.get("exclusiveMinimum")),
+        "maximum": value.get("maximum"),
+        "choices": value.get("enum"),
+    }

@@ -1,16 +1,11 @@
-"""What stands before every route: hosts, keys, the size of a body, HEAD, headers, the access log.
-
-It is the outermost layer, so that it also sees the answers to errors, and refuses a request before
-its body is read.
-"""
+"""What stands around all routes: hosts, keys, the size of a body, HEAD, headers, the access log."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from anyio import CancelScope
@@ -20,13 +15,18 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from svdpp.serve.api_errors import ApiError, error_answer
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.views import ApiError, error_answer
 
 #: The routes whose body has an image.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON = "application/json"
+#: The default limit of a body with an image.
+UPLOAD_BYTES = 32 * 2**20
+#: Bodies with an image that arrive at the same time, and of these, those of one key.
+UPLOADS = 32
+UPLOADS_OF_KEY = 8
 #: A body of JSON is in memory as a whole, unlike a form.
 JSON_BYTES = 16 * 2**20
 #: Paths that need no key, beside the files of the page, which asks for it.
@@ -36,7 +36,6 @@ _PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready", "/openapi.j
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
-_CLOSE = {"Connection": "close"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -49,54 +48,31 @@ _HEADERS = {
     "x-frame-options": "DENY",
 }
 
-#: The owner of a key; None: the key is unknown.
-KeyCheck = Callable[[str], Owner | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The limits of one request.
-
-    Args:
-        upload_bytes: of the body of a request for a clip.
-        uploads: bodies that arrive at the same time.
-        uploads_of_key: of these, those of one key.
-    """
-
-    upload_bytes: int = 32 * 2**20
-    uploads: int = 32
-    uploads_of_key: int = 8
-
 
 @dataclass
 class Guard:
     """An ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
 
-    Without `owner_of` there are no keys, and only loopback hosts are served.
+    It refuses a request before its body is read, and also sees the answers to errors. `owner_of` is
+    that of a key, None if the key is unknown. Without it there are no keys, and only loopback hosts
+    are served. `upload_bytes` is the limit of the body of a request for a clip.
     """
 
     app: ASGIApp
     metrics: Metrics
-    limits: Limits = field(default_factory=Limits)
-    owner_of: KeyCheck | None = None
+    upload_bytes: int = UPLOAD_BYTES
+    owner_of: Callable[[str], Owner | None] | None = None
     _uploads: Counter[str] = field(default_factory=Counter)
     """By owner."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         answer = _Answer(scope, send)
         try:
             await self._serve(scope, receive, answer)
-        except Exception:
-            # Starlette raises what it has answered by 500 and the error handler has logged.
-            if not answer.status:
-                with suppress(Exception):
-                    error = ApiError(500, "internal_error", "the request failed")
-                    await error_answer(error)(scope, receive, answer)
         finally:
             self._note(scope, answer)
 
@@ -120,10 +96,9 @@ class Guard:
                     await self.app(scope, body, answer)
 
     def _count_upload(self, owner: str) -> None:
-        places = [(503, self._uploads.total(), self.limits.uploads, "")]
+        places = [(503, self._uploads.total(), UPLOADS, "")]
         if self.owner_of is not None:
-            own = self._uploads[owner]
-            places = [(429, own, self.limits.uploads_of_key, "of this key "), *places]
+            places.insert(0, (429, self._uploads[owner], UPLOADS_OF_KEY, "of this key "))
         for status, used, limit, whose in places:
             if used >= limit:
                 text = f"{used} images {whose}are being uploaded already"
@@ -140,23 +115,16 @@ class Guard:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         owner = self.owner_of(key.strip()) if scheme.lower() == "bearer" and key else None
         if owner is None:
-            raise ApiError(
-                401,
-                "invalid_api_key",
-                "the API key is unknown" if key else "an API key is needed",
-                "send the header Authorization: Bearer KEY",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            text = "the API key is unknown" if key else "an API key is needed"
+            hint = "send the header Authorization: Bearer KEY"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, "invalid_api_key", text, hint, headers=challenge)
         return owner
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
-        limit = self.limits.upload_bytes if is_upload else _MAX_OTHER_BODY
+        limit = self.upload_bytes if is_upload else _MAX_OTHER_BODY
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
             limit = min(limit * 4 // 3, JSON_BYTES)
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy before this server may take the other one, and find two requests in one.
-            text = "a request has Content-Length or Transfer-Encoding, not both"
-            raise ApiError(400, "two_lengths", text, headers=_CLOSE)
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(limit)
@@ -164,12 +132,11 @@ class Guard:
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        seconds = (answer.first_byte or time.perf_counter()) - answer.begun
         status = answer.status or 499  # the client went away
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self.metrics.requested(method, route, status, seconds)
+        self.metrics.requested(method, route, status)
         if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
-            logger.debug("{} {} {} after {:.0f} ms", method, scope["path"], status, seconds * 1000)
+            logger.debug("{} {} {}", method, scope["path"], status)
 
 
 class _Answer:
@@ -177,15 +144,12 @@ class _Answer:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
-        self.begun = time.perf_counter()
-        self.first_byte: float | None = None
         self._is_api = scope["path"].startswith("/v1/")
         self._send = send
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.first_byte = time.perf_counter()
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
@@ -232,13 +196,9 @@ def _kind_of(content_type: str) -> str:
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
     if shown not in ("multipart/form-data", JSON):
-        raise ApiError(
-            415,
-            "unsupported_media_type",
-            f"the body must be multipart/form-data or {JSON}, "
-            + (f"not {shown}" if shown else "and its Content-Type must say so"),
-            "send the fields as curl -F does; an image is the field input_reference",
-        )
+        text = f"Content-Type must be multipart/form-data or {JSON}, not {shown!r}"
+        hint = "send the fields as curl -F does; an image is the field input_reference"
+        raise ApiError(415, "unsupported_media_type", text, hint)
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
         text = f"the body must be in UTF-8, not {charset[:60]!r}"
@@ -247,14 +207,10 @@ def _kind_of(content_type: str) -> str:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        "content_too_large",
-        f"the body is larger than {limit / 2**20:g} MiB",
-        "make the image smaller; the clip is no larger than its size",
-        limit_bytes=limit,
-        headers=_CLOSE,
-    )
+    text = f"the body is larger than {limit / 2**20:g} MiB"
+    hint = "make the image smaller; the clip is no larger than its size"
+    headers = {"Connection": "close"}
+    return ApiError(413, "content_too_large", text, hint, limit_bytes=limit, headers=headers)
 
 
 def _check_host(headers: Headers) -> None:
@@ -266,14 +222,10 @@ def _check_host(headers: Headers) -> None:
     host = headers.get("host", "")
     name = HOST.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
-        raise ApiError(
-            403,
-            "wrong_host",
-            f"without API keys only local hosts are served, not {host[:100]!r}",
-            "use http://127.0.0.1, or start the server with --api-key-file",
-        )
+        text = f"without API keys only local hosts are served, not {host[:100]!r}"
+        hint = "use http://127.0.0.1, or start the server with --api-key-file"
+        raise ApiError(403, "wrong_host", text, hint)
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
-        raise ApiError(
-            403, "wrong_origin", f"pages of {origin[:100]!r} may not use this server without a key"
-        )
+        text = f"pages of {origin[:100]!r} may not use this server without a key"
+        raise ApiError(403, "wrong_origin", text)

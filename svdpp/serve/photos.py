@@ -1,29 +1,31 @@
-"""The folder of uploaded images, each decoded in another process before it is kept."""
+"""The folder of uploaded images, and the process that decodes each one before it is kept.
+
+The process limits itself before it reads the file: memory, CPU time, no files written, no core
+dumped.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import resource
 import secrets
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import BinaryIO
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from PIL import Image
 
 from svdpp.errors import InputError, SvdppError
-from svdpp.launch.process_lifetime import helper_command, signals_blocked
+from svdpp.launch.process_lifetime import end_with_parent, helper_command, signals_blocked
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS, Photo
+from svdpp.media.image import FORMATS, MAX_PIXELS, Photo, demuxer_of, read_bytes, read_photo
+from svdpp.media.inputs import read_video
 
 # Of the process that decodes an image. The largest images that `media.image` takes, 50 million
 # pixels, need up to 1.1 GB and 3 seconds.
@@ -41,10 +43,21 @@ _WAIT_SECONDS = 30.0
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
-#: Longer answers are not a decoder's own.
+#: Longer answers are not a decoder's own. It fits in a pipe, so that a decoder need not be read.
 _MAX_ANSWER = 16 * 1024
 #: Of this process's variables, those that a Python process may need to start.
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
+#: SHA-256, suffix, width and height. What a decoder says is checked, as a hostile file could have
+#: taken it over.
+_ANSWER = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
+#: Before the message and the hint of an error.
+_REFUSED = "refused\0"
+#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name.
+_SUFFIXES = {
+    "JPEG": ".jpg",
+    "MPO": ".jpg",  # a JPEG with further images behind the first
+    "TIFF": ".tif",
+}
 
 
 class DecoderBusyError(SvdppError):
@@ -61,27 +74,27 @@ class PhotoFolder:
         self._folder = folder.absolute()
         self._max_pixels = max_pixels
         self._places = threading.BoundedSemaphore(AT_ONCE)
-        with self._errors():
+        self._errors = f"cannot keep an image in {str(self._folder)!r}"
+        with output_files.disk_errors(self._errors):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def keep(
         self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
     ) -> Photo:
-        """Store the image in `source` under the id of its job, once it is decoded; durable.
+        """Store the image in `source` durably, once it is decoded; if it raises, no file is left.
 
-        The call blocks until then. If it raises, no file is left. `name` is for messages, by
-        `shown_name`; the name of the returned path is `Job.photo`, or that of the `video` in
-        `Job.videos_in`. With `video_frames` it may also be a video with as many.
+        `name` is for messages, by `shown_name`; the name of the returned path is `Job.photo`, or
+        that of the `video` in `Job.videos_in`. With `video_frames` it may also be a video with as
+        many.
         """
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
-            with self._errors():
+            with output_files.disk_errors(self._errors):
                 with open(upload, "xb", opener=_private) as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
-                with self._place():
-                    decoded = _decode(upload, name, video_frames, self._max_pixels)
-                final = self._folder / f"{id}{f'.{video}' if video else decoded.suffix}"
+                sha256, suffix, *size = self._decoded(upload, name, video_frames)
+                final = self._folder / f"{id}{f'.{video}' if video else suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
                 output_files.sync(self._folder)
@@ -89,19 +102,15 @@ class PhotoFolder:
             for path in {upload, final}:
                 output_files.remove(path)
             raise
-        return Photo(final, decoded.sha256, decoded.width, decoded.height)
+        return Photo(final, sha256, *map(int, size))
 
-    @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
+    def _decoded(self, upload: Path, name: str, video_frames: int) -> tuple[str, ...]:
         if not self._places.acquire(timeout=_WAIT_SECONDS):
             raise DecoderBusyError("too many images are being checked", "try again later")
         try:
-            yield
+            return _run_decoder(upload, name, video_frames, self._max_pixels)
         finally:
             self._places.release()
-
-    def _errors(self) -> AbstractContextManager[None]:
-        return output_files.disk_errors(f"cannot keep an image in {str(self._folder)!r}")
 
 
 def _private(path: str, flags: int) -> int:
@@ -115,11 +124,14 @@ def shown_name(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-def _decode(upload: Path, name: str, video_frames: int, max_pixels: int) -> _Decoded:
+# --- the process, as the server sees it -----------------------------------------------------------
+
+
+def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
     numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = subprocess.Popen(
-            helper_command("svdpp.serve.decode_photo", str(upload), *map(str, numbers)),
+            helper_command("svdpp.serve.photos", str(upload), *map(str, numbers)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -127,37 +139,33 @@ def _decode(upload: Path, name: str, video_frames: int, max_pixels: int) -> _Dec
             cwd="/",
             start_new_session=True,
         )
-    with contextlib.suppress(ProcessLookupError):
-        os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     with process:
         try:
-            text = _read(process, SECONDS)
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGXCPU
         finally:
             process.kill()
-    if text is None or process.returncode == -signal.SIGXCPU:
-        raise InputError(
-            f"{name!r} takes too long to decode",
-            "save it again as PNG or JPEG",
-            details={"seconds": SECONDS, "cpu_seconds": CPU_SECONDS},
-        )
-    return _parsed(text, process.returncode, upload, name)
+        text = "" if code == -signal.SIGXCPU else _answer_of(process)
+    if match := _ANSWER.fullmatch(text):
+        return match.groups()
+    if text.startswith(_REFUSED):
+        message, _, hint = text.removeprefix(_REFUSED).partition("\0")
+        raise InputError(message.replace(repr(str(upload)), repr(name)), hint)
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    why = f"cannot be decoded: the decoder ended with {how}"
+    if code == -signal.SIGXCPU:
+        why = "takes too long to decode"
+    raise InputError(f"{name!r} {why}", "save it again as PNG or JPEG")
 
 
-def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """What the process wrote at once; None if it has not ended in time, or writes too much.
-
-    Whoever else holds the other end of the pipe does not keep this waiting.
-    """
+def _answer_of(process: subprocess.Popen[bytes]) -> str:
+    """What an ended process has written; another one that holds the pipe is not waited for."""
     assert process.stdout is not None
-    deadline = time.monotonic() + seconds
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    if poll.poll(1000 * seconds):
-        text = os.read(process.stdout.fileno(), _MAX_ANSWER)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-            return text
-    return None
+    os.set_blocking(process.stdout.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(process.stdout.fileno(), _MAX_ANSWER).decode(errors="replace")
+    return ""
 
 
 def _environment() -> dict[str, str]:
@@ -167,30 +175,45 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-class _Decoded(BaseModel):
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    suffix: Annotated[str, Field(pattern=r"^\.[a-z0-9]{3,4}$")]
-    width: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
-    height: Annotated[int, Field(ge=1, le=MAX_PIXELS)]
+# --- the process itself ---------------------------------------------------------------------------
 
 
-class _Refused(BaseModel):
-    message: str
-    hint: str
+def main(path: str, *numbers: str) -> None:
+    """Write to stdout what is known of the image, or the error.
+
+    `numbers` are the server's process id, whose end also ends this process, the frames that a clip
+    takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,
+    after which the kernel sends SIGXCPU.
+    """
+    parent, video_frames, max_pixels, max_bytes, cpu_seconds = map(int, numbers)
+    end_with_parent(parent)
+    os.nice(_NICE)
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    # At the hard limit the kernel would send SIGKILL, which does not say why.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+    try:
+        answer = _decode(Path(path), video_frames, max_pixels)
+    except InputError as error:
+        answer = f"{_REFUSED}{error.message}\0{error.hint}"
+    except MemoryError:
+        answer = f"{_REFUSED}{path!r} does not fit in memory\0"
+    os.write(1, answer.encode(errors="replace"))
 
 
-#: What the decoder says; it is checked, as a hostile file could have taken it over.
-_ANSWER: TypeAdapter[_Decoded | _Refused] = TypeAdapter(_Decoded | _Refused)
+def _decode(path: Path, video_frames: int, max_pixels: int) -> str:
+    if video_frames and (demuxer := demuxer_of(read_bytes(path))):
+        photo = read_video(path, video_frames, max_pixels)
+        suffix = ".mp4" if demuxer == "mov" else ".mkv"
+    else:
+        image, photo = read_photo(path, max_pixels)
+        image.close()
+        with Image.open(path, formats=FORMATS) as header:
+            format = str(header.format)
+            suffix = _SUFFIXES.get(format, f".{format.lower()}")
+    return f"{photo.sha256} {suffix} {photo.width} {photo.height}"
 
 
-def _parsed(text: bytes, code: int, upload: Path, name: str) -> _Decoded:
-    with contextlib.suppress(ValidationError):
-        answer = _ANSWER.validate_json(text)
-        if isinstance(answer, _Decoded):
-            return answer
-        message = answer.message.replace(repr(str(upload)), repr(name))
-        raise InputError(message, answer.hint)
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    raise InputError(
-        f"{name!r} cannot be decoded: the decoder ended with {how}", "save it again as PNG or JPEG"
-    )
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import mimetypes
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -24,13 +25,12 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from svdpp.config import SAMPLING_CLASSES
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
-from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.form import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
-from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, VideoPage
+from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 
 #: Event streams that are open at the same time.
 MAX_STREAMS = 1000
@@ -41,9 +41,6 @@ _WAITERS = 256
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
-
-
-# --- what the routes share ------------------------------------------------------------------------
 
 
 async def in_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
@@ -68,24 +65,12 @@ async def _owner(request: Request) -> Owner:
     return owner
 
 
-async def _idempotency_key(
-    key: Annotated[
-        str | None,
-        Header(
-            alias="Idempotency-Key",
-            description="A repeated request with the same key returns the first one's video.",
-        ),
-    ] = None,
-) -> str | None:
-    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
-        text = f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces"
-        raise ApiError(400, "invalid_idempotency_key", text)
-    return key
-
-
 Served = Annotated[Service, Depends(_service)]
 Owned = Annotated[Owner, Depends(_owner)]
-IdempotencyKey = Annotated[str | None, Depends(_idempotency_key)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(alias="Idempotency-Key", description="Requests with one key make one clip."),
+]
 LastEventId = Annotated[
     str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
 ]
@@ -93,17 +78,11 @@ LastEventId = Annotated[
 
 # --- requests of clips, whose fields are those of the server's model ------------------------------
 
-_TEXT = {"schema": {"type": "string"}}
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_Responses = dict[int | str, dict[str, Any]]
-_STORED: _Responses = {202: {"description": "Stored durably.", "headers": {"Location": _TEXT}}}
-_MADE: _Responses = {
-    200: {
-        "description": "The clip.",
-        "headers": {"X-Request-Id": _TEXT, "X-Model": _TEXT, "X-Inference-Time-S": _TEXT},
-        "content": {"video/mp4": _BINARY},
-    }
-}
+
+def _file(kind: str) -> dict[str, Any]:
+    """About a route that answers with a file, for FastAPI."""
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
 
 
 def create_routes(form_type: type[VideoRequest]) -> APIRouter:
@@ -111,20 +90,22 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
     routes = APIRouter(tags=["videos"])
     body = {"requestBody": _described(form_type)}
 
-    @routes.post("/v1/videos", status_code=202, responses=_STORED, openapi_extra=body)
+    @routes.post("/v1/videos", status_code=202, openapi_extra=body)
     async def create_video(
-        request: Request, response: Response, service: Served, owner: Owned, key: IdempotencyKey
+        request: Request,
+        response: Response,
+        service: Served,
+        owner: Owned,
+        key: IdempotencyKey = None,
     ) -> Video:
         """Requests a clip. It is stored durably before the answer."""
         video = await _requested(request, service, owner, key)
         response.headers["Location"] = f"/v1/videos/{video.id}"
         return video
 
-    @routes.post(
-        "/v1/videos/sync", response_class=FileResponse, responses=_MADE, openapi_extra=body
-    )
+    @routes.post("/v1/videos/sync", openapi_extra=body, **_file("video/mp4"))
     async def make_video(
-        request: Request, service: Served, owner: Owned, key: IdempotencyKey
+        request: Request, service: Served, owner: Owned, key: IdempotencyKey = None
     ) -> Response:
         """Requests a clip, waits until it is made, and answers with the mp4.
 
@@ -140,25 +121,24 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
 
 
 def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
-    """The body for the OpenAPI document: a form, or JSON, in which an image is text."""
+    """The body for the OpenAPI document: a form, or JSON, in which files are text."""
     form = form_type.model_json_schema()
-    as_json = {**form, "properties": dict(form["properties"])}
-    url = {"type": "object", "properties": {"image_url": {"type": "string"}}}
-    videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
-    for name in as_json["properties"].keys() & {IMAGE_FIELD, *videos}:
-        about = form["properties"][name]["description"]
-        as_json["properties"][name] = {
-            "description": f"{about} In base64, or as a data URL.",
-            "anyOf": [
-                {"type": "string", "contentEncoding": "base64"},
-                {**url, "required": ["image_url"], "additionalProperties": False},
-            ],
-        }
+    text = {"type": "string", "contentEncoding": "base64"}
+    files = {IMAGE_FIELD, *(name for kind in SAMPLING_CLASSES.values() for name in kind.videos)}
+    fields = form["properties"]
+    as_text = {
+        name: {**text, "description": f"{fields[name]['description']} Or a data URL."}
+        for name in fields.keys() & files
+    }
+    as_json = {**form, "properties": fields | as_text}
     kinds = {"multipart/form-data": {"schema": form}, JSON: {"schema": as_json}}
     return {"required": True, "content": kinds}
 
 
 async def _requested(request: Request, service: Service, owner: Owner, key: str | None) -> Video:
+    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
+        text = f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces"
+        raise ApiError(400, "invalid_idempotency_key", text)
     try:
         if request.headers["content-type"].lower().startswith(JSON):
             return await in_thread(_create, service, await request.body(), owner, key)
@@ -206,7 +186,7 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
         raise error_from_dict(job.error)
     if not job.state.is_final:
         text = f"the server ends before {id} is made"
-        hint = "it goes on when the server starts again: ask for the video then"
+        hint = "it goes on when the server starts again"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
     answer = get_content(id, service, owner, request)
     answer.headers["X-Request-Id"] = id
@@ -251,8 +231,7 @@ def get_video(id: str, service: Served, owner: Owned) -> Video:
 async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
     """Removes a video with its files; one that is not finished is cancelled before.
 
-    The answer comes once no rank works on the video any more. A repeated request changes nothing:
-    it is answered by 404, as every other one about a removed video.
+    The answer comes once no rank works on the video any more. A repeated request gets 404.
     """
     return await in_thread(service.delete, id, owner)
 
@@ -261,25 +240,20 @@ async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
 async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
     """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
 
-    The answer comes once no rank works on the video any more. A repeated request changes nothing,
-    nor does one for a video that is finished: the answer has its status.
+    The answer comes once no rank works on the video any more. A repeated request changes nothing.
     """
     return service.video(await in_thread(service.cancel, id, owner))
 
 
-def _file_answers(kind: str) -> _Responses:
-    return {
-        200: {"content": {kind: _BINARY}},
-        206: {"description": "The requested range."},
-        304: {"description": "The client has it: `If-None-Match` names it."},
-    }
-
-
-def _private_file(path: Path, media_type: str, request: Request) -> Response:
-    """A file that never changes, for its owner alone."""
+def _private_file(service: Service, path: Path | None, request: Request, code: str) -> Response:
+    """A file that never changes, for its owner alone; if there is none, the error `code`."""
+    if path is not None:
+        service.queue.store.fetch(path)
+    if path is None or not path.is_file():
+        raise ApiError(404, code, "the video has no such file")
     answer = FileResponse(
         path,
-        media_type=media_type,
+        media_type=mimetypes.guess_type(path.name, strict=False)[0] or "application/octet-stream",
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
@@ -290,42 +264,21 @@ def _private_file(path: Path, media_type: str, request: Request) -> Response:
     return answer
 
 
-@routes.get(
-    "/v1/videos/{id}/content",
-    response_class=FileResponse,
-    responses=_file_answers("video/mp4"),
-)
+@routes.get("/v1/videos/{id}/content", **_file("video/mp4"))
 def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
     """The clip as mp4; takes Range requests."""
     path = service.completed(id, owner).clip_in(service.folder)
-    service.queue.store.fetch(path)
-    if not path.is_file():
-        raise ApiError(404, "no_content", "the video has no file")
-    return _private_file(path, "video/mp4", request)
+    return _private_file(service, path, request, "no_content")
 
 
-@routes.get(
-    "/v1/videos/{id}/input",
-    response_class=FileResponse,
-    responses=_file_answers("image/*"),
-)
+@routes.get("/v1/videos/{id}/input", **_file("image/*"))
 def get_input(
     id: str, service: Served, owner: Owned, request: Request, field: str = IMAGE_FIELD
 ) -> Response:
     """The image, or the video of another field, as the client sent it."""
-    job = service.job(id, owner)
-    path = {IMAGE_FIELD: job.photo_in(service.folder), **job.videos_in(service.folder)}.get(field)
-    if path is None:
-        without = "text alone" if field == IMAGE_FIELD else f"no {field[:60]!r}"
-        raise ApiError(404, "no_input", f"the video was made from {without}")
-    service.queue.store.fetch(path)
-    if not path.is_file():
-        raise ApiError(404, "no_input", "the video has no image any more")
-    if field != IMAGE_FIELD:
-        return _private_file(path, "application/octet-stream", request)
-    kinds = {".jpg": "image/jpeg", ".tif": "image/tiff", ".mkv": "video/matroska"}
-    default = f"{'video' if path.suffix == '.mp4' else 'image'}/{path.suffix[1:]}"
-    return _private_file(path, kinds.get(path.suffix, default), request)
+    job, folder = service.job(id, owner), service.folder
+    path = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}.get(field)
+    return _private_file(service, path, request, "no_input")
 
 
 @routes.get("/v1/videos/{id}/metadata")
@@ -364,10 +317,7 @@ def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = Non
     "/v1/videos/{id}/events",
     response_class=_Events,
     responses={
-        200: {
-            "description": "Events named `video`. The data of each is the video as JSON, its id is "
-            "for `Last-Event-ID`."
-        },
+        200: {"description": "Events named `video`, each with the video as JSON."},
         204: {"description": "The client has the last event: it must not come back."},
     },
 )

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from loguru import logger
@@ -31,19 +32,20 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
-from svdpp.serve import api_errors, routes
+from svdpp.serve import routes
 from svdpp.serve.auth import Keys
 from svdpp.serve.database import Background
-from svdpp.serve.form import MAX_PRIORITY
-from svdpp.serve.guard import Guard, KeyCheck
+from svdpp.serve.guard import Guard
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
-from svdpp.serve.views import ERRORS, EngineStatus, Health, Model, ModelList, ServerList
+from svdpp.serve.views import (
+    ErrorAnswer,
+    install_error_handlers,
+)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
 # For answers that are being sent when the last clip is finished.
@@ -51,17 +53,13 @@ _SHUTDOWN_SECONDS = 5
 _SWEEP_SECONDS = 60.0
 # For each thread; what it does may not answer, such as a store.
 _END_SECONDS = 30.0
-_MAX_FILES = 16384
 # A request changes threads several times, and each time waits so long for a thread that computes,
 # such as the ETAs of a long queue.
 _SWITCH_SECONDS = 0.0005
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
-    """Checks what could keep the ranks from starting; returns `config`, resolved.
-
-    `sizes` are width and height of other frames that clients may request.
-    """
+    """Checks what could keep the ranks from starting, also other sizes; returns it resolved."""
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
     for width, height in sizes:
@@ -89,16 +87,14 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     except BaseException:
         queue.close()
         raise
-    return create_app(service, owner_of=None if keys is None else keys.find), service
+    return create_app(service, keys), service
 
 
 class Server:
-    """Serves `app` until a signal, then ends all parts in order.
+    """Serves `app` until a signal, then ends all parts in order; `service` is started here.
 
     The first SIGTERM, SIGINT or SIGHUP refuses new jobs and lets the ranks finish or checkpoint
-    what they do, while clients still read. The second one ends the process at once. `service` is
-    started and closed here; `on_listening` is called once requests are accepted, `on_ready` each
-    time that the ranks become ready.
+    what they do, while clients still read. The second one ends the process at once.
     """
 
     def __init__(
@@ -119,51 +115,44 @@ class Server:
         self._on_ready = on_ready
         self._http = _Http(app)
         self._look_at = 0.0
-        store, publish = service.queue.store, service.engine.to_request.publish
-        why = "latent checkpoints are not put into the store"
-        threads = {
-            service.webhooks.background: bool(service.settings.callback_hosts),
-            service.fleet.background: service.queue.is_shared,
-            service.prover.background: True,
-            Background(
-                "retention", self._sweep, _SWEEP_SECONDS, failure="old files cannot be removed"
-            ): True,
-            Background("store", publish, 1.0, failure=why): store.is_remote,
-        }
-        self._threads = [background for background, is_needed in threads.items() if is_needed]
+        why = "old files cannot be removed"
+        retention = Background("retention", self._sweep, _SWEEP_SECONDS, failure=why)
+        self._threads = [service.prover.background, retention]
+        if service.settings.callback_hosts:
+            self._threads.append(service.webhooks.background)
+        if service.queue.is_shared:
+            self._threads.append(service.fleet.background)
+        if service.queue.store.is_remote:
+            why = "latent checkpoints are not put into the store"
+            publish = service.engine.to_request.publish
+            self._threads.append(Background("store", publish, 1.0, failure=why))
 
     def run(self) -> None:
         """Serves until a signal, or until the engine gives up, and raises why."""
-        _allow_connections()
+        # The soft limit of open files is often 1024.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         sys.setswitchinterval(_SWITCH_SECONDS)
         # A garbage collection stops all threads, and would visit every object of torch each time.
         gc.collect()
         gc.freeze()
-        with self._signals():
-            self._service.engine.start()
-            for background in self._threads:
-                background.start()
-            watch = threading.Thread(target=self._watch, name="watch", daemon=True)
-            watch.start()
-            try:
-                self._bound.listen(_BACKLOG)
-                self._on_listening()
-                self._http.run([self._bound])
-            finally:
-                self._ending.set()
-                watch.join()
-                self._service.queue.close()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._service.engine.start()
+        for background in self._threads:
+            background.start()
+        watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+        watch.start()
+        try:
+            self._bound.listen(_BACKLOG)
+            self._on_listening()
+            self._http.run([self._bound])
+        finally:
+            self._ending.set()
+            watch.join()
+            self._service.queue.close()
         if self._service.engine.fatal is not None:
             raise self._service.engine.fatal
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._ending.is_set():
@@ -201,14 +190,6 @@ class Server:
             sweep(service.queue, service.folder, time.time(), *limits)
 
 
-def _allow_connections() -> None:
-    """Raises the limit of open files, which is often 1024, to what an administrator allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _MAX_FILES:  # infinity is negative
-        most = _MAX_FILES if hard < 0 else min(hard, _MAX_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
 class _Http(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         # Its records go where all others go, not to a format of its own.
@@ -217,7 +198,6 @@ class _Http(uvicorn.Server):
             app,
             http="h11",
             ws="none",
-            lifespan="on",
             access_log=False,
             log_config=None,
             log_level=logging.CRITICAL,
@@ -251,10 +231,11 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, if the server ha
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
 """What needs no key, beside the files of the page."""
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the body of 200."}}
 
 
-def create_app(service: Service, *, owner_of: KeyCheck | None = None) -> ASGIApp:
-    """The whole application, for an ASGI server; without `owner_of` there are no keys."""
+def create_app(service: Service, keys: Keys | None) -> ASGIApp:
+    """The whole application, for an ASGI server."""
     app = FastAPI(
         title="svdpp",
         version=__version__,
@@ -262,39 +243,39 @@ def create_app(service: Service, *, owner_of: KeyCheck | None = None) -> ASGIApp
         docs_url=None,  # their scripts come from another host
         redoc_url=None,
         redirect_slashes=False,
-        responses=ERRORS,
+        responses={statuses: {"model": ErrorAnswer} for statuses in ("4XX", "5XX")},
     )
     app.state.service = service
-    api_errors.install(app)
+    install_error_handlers(app)
     for router in (routes.create_routes(service.capabilities.form), routes.routes, server):
-        app.include_router(router, dependencies=[Depends(_bearer)] if owner_of else [])
+        app.include_router(router, dependencies=[] if keys is None else [Depends(_bearer)])
     app.include_router(public)
     app.mount("/page", StaticFiles(directory=_PAGE))
-    return Guard(app, service.metrics, service.settings.limits, owner_of)
+    owner_of = None if keys is None else keys.find
+    return Guard(app, service.metrics, service.settings.upload_bytes, owner_of)
 
 
 @server.get("/v1/models")
-def list_models(service: Served) -> ModelList:
+def list_models(service: Served) -> dict[str, Any]:
     """The model of this server, with its defaults and limits."""
     settings = service.settings
     model = service.capabilities.to_json(
-        max_upload_bytes=settings.limits.upload_bytes,
+        max_upload_bytes=settings.upload_bytes,
         max_megapixels=settings.max_pixels // 10**6,
         max_open=settings.max_open,
-        priority=[0, MAX_PRIORITY],
     )
-    return ModelList(data=[model])
+    return {"object": "list", "data": [model]}
 
 
 @server.get("/v1/models/{id:path}")
-def get_model(id: str, service: Served) -> Model:
+def get_model(id: str, service: Served) -> dict[str, Any]:
     """The model of this server, if that is its id."""
     service.capabilities.check_model(id)
-    return list_models(service).data[0]
+    return dict(list_models(service)["data"][0])
 
 
 @server.get("/v1/engine")
-def get_engine(service: Served, owner: Owned) -> EngineStatus:
+def get_engine(service: Served, owner: Owned) -> dict[str, Any]:
     """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
     engine = service.engine
 
@@ -303,54 +284,47 @@ def get_engine(service: Served, owner: Owned) -> EngineStatus:
         job = service.queue.get(id or "")
         return id if id is None or (job is not None and job.owner == owner.name) else "other"
 
-    return EngineStatus(
-        state=engine.state,
-        restarts=engine.restarts,
-        queue=service.queue.counts(),
-        ranks=[replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
-        spans=[replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
-        eta_error=service.metrics.eta_error(),
-    )
+    return {
+        "state": engine.state,
+        "restarts": engine.restarts,
+        "queue": service.queue.counts(),
+        "ranks": [replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
+        "spans": [replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
+        "eta_error": service.metrics.eta_error(),
+    }
 
 
 @server.get("/v1/servers")
-def list_servers(service: Served) -> ServerList:
+def list_servers(service: Served) -> dict[str, Any]:
     """The servers that share the queue: this one first, and the others as they were seen last."""
-    return ServerList(data=service.fleet.servers())
+    return {"object": "list", "data": service.fleet.servers()}
 
 
-@public.get("/health", responses={503: {"model": Health}})
+@public.get("/health", responses=_NOT_READY)
 async def get_health(service: Served) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
-@public.get("/ready", responses={503: {"model": Health}})
+@public.get("/ready", responses=_NOT_READY)
 def get_ready(service: Served) -> JSONResponse:
-    """Whether the server takes requests that ranks begin at once or after those before.
-
-    Not if the queue or the disk is full, either.
-    """
+    """Whether the server takes requests: the ranks live, and neither queue nor disk is full."""
     return _health(service, service.why_not_ready())
 
 
 def _health(service: Service, reason: str | None) -> JSONResponse:
     engine = service.engine
-    body = Health(
-        status="unavailable" if reason else "ok",
-        reason=reason,
-        state=engine.state,
-        ranks=sum(bool(rank.device) for rank in engine.rank_view.now()),
-        restarts=engine.restarts,
-    )
-    return JSONResponse(body.model_dump(), 503 if reason else 200)
+    body = {
+        "status": "unavailable" if reason else "ok",
+        "reason": reason,
+        "state": engine.state,
+        "ranks": sum(bool(rank.device) for rank in engine.rank_view.now()),
+        "restarts": engine.restarts,
+    }
+    return JSONResponse(body, 503 if reason else 200)
 
 
-@server.get(
-    "/metrics",
-    response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-)
+@server.get("/metrics", response_class=PlainTextResponse)
 def get_metrics(service: Served) -> Response:
     """Prometheus metrics."""
     return Response(service.metrics.exposed(), media_type=CONTENT_TYPE)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,21 +21,20 @@ from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.image import MAX_PIXELS
-from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
-from svdpp.serve.guard import Limits
+from svdpp.serve.guard import UPLOAD_BYTES
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
-from svdpp.serve.views import IMAGE_FIELD, DeletedVideo, Video, video_of
+from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
@@ -59,7 +58,8 @@ class ServerSettings:
     """Jobs that may be queued or in progress."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
-    limits: Limits = field(default_factory=Limits)
+    upload_bytes: int = UPLOAD_BYTES
+    """Of the body of a request for a clip."""
     max_pixels: int = MAX_PIXELS
     """Of an image."""
     keep_seconds: float | None = None
@@ -271,7 +271,6 @@ class Service:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
         seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_room())))
         whose = "of this key" if "owner" in details else "of this server"
-        self.metrics.refused("queue_full")
         num_open, limit = details["open"], details["limit"]
         text = f"the queue {whose} is full: {num_open} open, the limit is {limit}"
         hint = f"the next place is free in about {seconds} s"

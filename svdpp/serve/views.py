@@ -1,19 +1,53 @@
-"""The JSON of the API: the names of fields, and what the answers look like."""
+"""What the API answers: the names of its fields, videos, the server's state, errors."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.routing import Match
 
-from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
-from svdpp.models.checkpoint import Use
-from svdpp.redaction import redact_all, without_folders
-from svdpp.serve.engine import Rank, RankSpan
-from svdpp.serve.job import EngineState, FleetServer, Job, JobState, Proof
+from svdpp import errors
+from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
+from svdpp.errors import SvdppError, describe_fault
+from svdpp.redaction import redact, redact_all, without_folders
+from svdpp.serve.database import AwayError
+from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.photos import DecoderBusyError
 
-Fit = Literal["stretch", "crop", "pad"]
+#: Kind of an error, for people, by status.
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+#: Status and code of what other layers raise; the first type that fits.
+_RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
+    (errors.OutOfMemoryError, 422, "too_large_for_memory"),
+    (errors.InputError, 422, "invalid_image"),
+    (errors.RequestError, 422, "invalid_request"),
+    (errors.OutputError, 503, "storage_failed"),
+    (errors.ClosedError, 503, "closing"),
+    (DecoderBusyError, 503, "decoder_busy"),
+    (SvdppError, 500, "internal_error"),
+)
+#: Answers that are no faults: a client that tries again must not fill the log.
+_REFUSALS = (errors.ClosedError, DecoderBusyError, AwayError)
+_RETRY_SECONDS = 10
+#: An option of the command line. A limit of the server is named as whoever started it knows it.
+_OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")
 
 #: Parameters that requests name in another way, or not at all.
 _NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
@@ -34,6 +68,8 @@ FIELDS = frozenset(
     | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
+# --- videos ---------------------------------------------------------------------------------------
+
 
 class ErrorBody(BaseModel):
     """What is wrong with a request, or what happened to a clip."""
@@ -44,74 +80,16 @@ class ErrorBody(BaseModel):
     details: dict[str, Any] = {}
 
 
-class TypedError(ErrorBody):
-    """An error as the API answers it."""
-
-    type: str
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every answer of 400 and above."""
-
-    error: TypedError
-
-
-#: Answers of 400 and above for the OpenAPI document.
-ERRORS: dict[int | str, dict[str, Any]] = {
-    statuses: {"model": ErrorAnswer} for statuses in ("4XX", "5XX")
-}
-
-
-class Callback(BaseModel):
-    """The webhook of a clip."""
-
-    url: str
-    status: Annotated[
-        Literal["pending", "delivered", "failed"], Field(description="`failed`: it was given up.")
-    ]
-    attempts: int
-    error: Annotated[str | None, Field(description="Of the last attempt.")]
-
-
-class Input(BaseModel):
-    """The image of a clip."""
-
-    name: str
-    sha256: str
-
-
-def _document_params(schema: dict[str, Any]) -> None:
-    """Adds the parameters that only clips of some families have."""
-    families: defaultdict[tuple[str, type, str], list[str]] = defaultdict(list)
-    for family, kind in SAMPLING_CLASSES.items():
-        for field, param in params_by_field(kind).items():
-            families[field, param.kind, param.help].append(family)
-    for (field, kind, help), names in families.items():
-        if field not in Video.model_fields:
-            schema["properties"][field] = {
-                "type": ["integer" if kind is int else "number", "null"],
-                "description": f"{help} Of {', '.join(names)}.",
-            }
-
-
 class Video(BaseModel):
-    """One requested clip, with the parameters of its family. Times are unix seconds.
+    """One requested clip, with the parameters and prompts of its family. Times are unix seconds."""
 
-    A queue may hold clips of a model that its server ran earlier. Those of families with prompts
-    have `prompt` and `negative_prompt`.
-    """
-
-    model_config = ConfigDict(
-        json_schema_serialization_defaults_required=True,
-        extra="allow",
-        json_schema_extra=_document_params,
-    )
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True, extra="allow")
 
     id: str
     object: Literal["video"] = "video"
     model: str
     status: JobState
-    progress: Annotated[int, Field(ge=0, le=100, description="Percent.")]
+    progress: Annotated[int, Field(description="Percent.")]
     created_at: int
     started_at: int | None
     completed_at: int | None
@@ -124,117 +102,16 @@ class Video(BaseModel):
     seed: int
     fit: Fit
     priority: int
-    place: Annotated[int | None, Field(description="Clips before it; null once it is begun.")] = (
-        None
-    )
-    held: Annotated[
-        str | None,
-        Field(
-            description="Why the queued clip waits for another start of the server, such as one "
-            "with its model; null if the ranks take it."
-        ),
-    ]
+    place: Annotated[int | None, Field(description="Clips that begin before it.")] = None
+    held: Annotated[str | None, Field(description="Why ranks of this start cannot make it.")] = None
     eta_seconds: float | None
     step: int
-    rank: int | None
-    input: Annotated[Input | None, Field(description="Null for a clip from text alone.")]
+    rank: int | None = None
+    input: Annotated[dict[str, str] | None, Field(description="Its image.")]
     error: ErrorBody | None
     proof: Proof
-    proof_reason: Annotated[
-        str | None,
-        Field(description="Why a `failed` comparison was not possible, or what is `different`."),
-    ]
-    callback: Annotated[
-        Callback | None,
-        Field(description="The webhook; null without one, and of a cancelled clip."),
-    ]
-
-
-class VideoPage(BaseModel):
-    """A page of the list of clips."""
-
-    object: Literal["list"] = "list"
-    data: list[Video]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedVideo(BaseModel):
-    """The answer to `DELETE`: row and files are removed."""
-
-    id: str
-    object: Literal["video.deleted"] = "video.deleted"
-    deleted: Literal[True] = True
-    status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
-
-
-class FormField(BaseModel):
-    """One field of a request, for programs that show a form."""
-
-    type: Literal["integer", "number", "string"]
-    description: str = ""
-    minimum: int | float | None = None
-    maximum: int | float | None = None
-    choices: list[str] | None = None
-
-
-class Model(BaseModel):
-    """The model that this server runs."""
-
-    id: str
-    object: Literal["model"] = "model"
-    family: str
-    inputs: Annotated[
-        dict[str, Use],
-        Field(description="What a request does with its files and prompts."),
-    ]
-    input_kind: Annotated[
-        Literal["image", "video"],
-        Field(description="Of `input_reference`; an image stands for a video that stands still."),
-    ]
-    fields: Annotated[
-        dict[str, FormField],
-        Field(description="The fields that a request may have, beside `model` and the inputs."),
-    ]
-    defaults: dict[str, Any]
-    sizes: list[str]
-    limits: dict[str, Any]
-
-
-class ModelList(BaseModel):
-    """The models of this server: one."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class ServerList(BaseModel):
-    """The servers that share the queue."""
-
-    object: Literal["list"] = "list"
-    data: list[FleetServer]
-
-
-class EngineStatus(BaseModel):
-    """The ranks now and in the last minute."""
-
-    state: EngineState
-    restarts: int
-    queue: dict[JobState, int]
-    ranks: list[Rank]
-    spans: list[RankSpan]
-    eta_error: dict[str, float | int | None]
-
-
-class Health(BaseModel):
-    """Whether the ranks live, or whether requests are taken."""
-
-    status: Literal["ok", "unavailable"]
-    reason: str | None
-    state: EngineState
-    ranks: int
-    restarts: int
+    proof_reason: Annotated[str | None, Field(description="If it is `failed` or `different`.")]
+    callback: Annotated[dict[str, Any] | None, Field(description="Its webhook.")]
 
 
 def params_view(sampling: SamplingConfig) -> dict[str, Any]:
@@ -257,11 +134,9 @@ def video_of(
     job: Job,
     *,
     step: int = 0,
-    place: int | None = None,
-    held: str | None = None,
-    rank: int | None = None,
     eta_seconds: float | None = None,
     expires_at: float | None = None,
+    **more: Any,
 ) -> Video:
     """The API's view of a job.
 
@@ -271,9 +146,9 @@ def video_of(
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(step, steps)
-    values = params_view(job.sampling)
+    values = params_view(job.sampling) | more
     if job.videos:
-        values |= {"videos": {name: {"sha256": sha256} for name, sha256 in job.videos.items()}}
+        values["videos"] = {name: {"sha256": sha256} for name, sha256 in job.videos.items()}
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(
@@ -286,14 +161,11 @@ def video_of(
         completed_at=_whole(job.finished_at) if is_done else None,
         expires_at=_whole(expires_at),
         **values,
-        input=Input(name=job.photo_name, sha256=job.photo_sha256) if job.photo else None,
+        input={"name": job.photo_name, "sha256": job.photo_sha256} if job.photo else None,
         seed=job.seed,
         priority=job.priority,
-        place=place,
-        held=held,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,
-        rank=rank,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
         proof_reason=job.proof_reason,
@@ -301,28 +173,198 @@ def video_of(
     )
 
 
-def _callback_of(job: Job) -> Callback | None:
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)
+
+
+def _callback_of(job: Job) -> dict[str, Any] | None:
     if job.callback_url is None or job.state is JobState.CANCELLED:
         return None
-    settled: Literal["delivered", "failed"] = "failed" if job.callback_error else "delivered"
-    return Callback(
-        url=job.callback_url,
-        status=settled if job.callback_due is None else "pending",
-        attempts=job.callback_attempts,
-        error=job.callback_error,
-    )
+    settled = "failed" if job.callback_error else "delivered"
+    return {
+        "url": job.callback_url,
+        "status": settled if job.callback_due is None else "pending",
+        "attempts": job.callback_attempts,
+        "error": job.callback_error,
+    }
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
     """What `errors.error_to_dict` wrote, by the names of the API, without folders of the server."""
     shown = redact_all(record, without_folders)
-    return ErrorBody(
-        code=shown.get("type") or "SvdppError",
-        message=str(shown.get("message", "")),
-        hint=str(shown.get("hint", "")),
-        details=dict(shown.get("details") or {}),
-    )
+    return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)
 
 
-def _whole(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds)
+class VideoPage(BaseModel):
+    """A page of the list of clips."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedVideo(BaseModel):
+    """The answer to `DELETE`: row and files are removed."""
+
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+    status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
+
+
+# --- errors: one shape for every answer of 400 and above ------------------------------------------
+
+
+class TypedError(ErrorBody):
+    """An error as the API answers it."""
+
+    type: str
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer of 400 and above."""
+
+    error: TypedError
+
+
+class ApiError(SvdppError):
+    """A request that is answered by an error; `code` is for programs, such as `queue_full`.
+
+    `retry` are the seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        hint: str = "",
+        /,
+        *,
+        retry: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        **details: Any,
+    ) -> None:
+        super().__init__(message, hint, details=details)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry is not None:
+            self.headers["Retry-After"] = str(retry)
+
+
+def error_answer(error: ApiError) -> JSONResponse:
+    """The answer for `error`."""
+    otherwise = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {
+        "type": _TYPES.get(error.status, otherwise),
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "details": error.details,
+    }
+    return JSONResponse({"error": redact_all(body)}, error.status, headers=error.headers)
+
+
+def as_api_error(error: SvdppError) -> ApiError:
+    """`error` of another layer by the names of the API."""
+    if isinstance(error, ApiError):
+        return error
+    status, code = next((status, code) for kind, status, code in _RAISED if isinstance(error, kind))
+    message, hint = without_folders(error.message), without_folders(error.hint)
+    details = error.details
+    if code == "storage_failed":  # the message names files of the server: only for the log
+        message, hint, details = "the server cannot store its data", "", {}
+    if status == 422:
+        details = {**_field_at_fault(error), **details}
+        # What only whoever starts the server can do is no help.
+        hint = hint if _KNOWN.issuperset(_options_in(hint)) else ""
+        message, hint = _without_options(message), _without_options(hint)
+    retry = _RETRY_SECONDS if status == 503 else None
+    return ApiError(status, code, message, hint, retry=retry, **details)
+
+
+_KNOWN = FIELDS | {"height", "width"}
+
+
+def _options_in(text: str) -> list[str]:
+    return [name.replace("-", "_") for name in _OPTION.findall(text)]
+
+
+def _without_options(text: str) -> str:
+    """`text` with the fields of requests in place of the options that they are."""
+    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
+    return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
+
+
+def _field_at_fault(error: SvdppError) -> dict[str, str]:
+    """The first field of the form that `error` names as an option; empty if it names none."""
+    if isinstance(error, errors.InputError):
+        return {"field": IMAGE_FIELD}
+    for name in _options_in(f"{error.message} {error.hint}"):
+        if name in _KNOWN:
+            return {"field": "size" if name in ("width", "height") else name}
+    return {}
+
+
+def invalid_request(faults: Iterable[Mapping[str, Any]]) -> ApiError:
+    """The answer for what pydantic has found."""
+    told = [
+        {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}
+        for fault in faults
+    ]
+    message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in told[:5])
+    return ApiError(422, "invalid_request", message, faults=told[:20])
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes `app` answer every error by `error_answer`."""
+    app.add_exception_handler(SvdppError, _on_svdpp_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SvdppError)
+    api_error = as_api_error(error)
+    if api_error.status >= 500 and not isinstance(error, (ApiError, *_REFUSALS)):
+        logger.error("{} {}: {}", request.method, request.url.path, redact(error.message))
+    return error_answer(api_error)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    in_place = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # of "query" ...
+    return error_answer(invalid_request(in_place))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    if status < 400:
+        return Response(status_code=status)
+    headers = {"Allow": _methods(request)} if status == 405 else error.headers
+    code = re.sub("[ -]", "_", HTTPStatus(status).phrase.lower())
+    return error_answer(ApiError(status, code, error.detail, headers=headers))
+
+
+def _methods(request: Request) -> str:
+    """Those that the path has; Starlette names only those of the first route that has it."""
+    scopes = [{**request.scope, "method": method} for method in ("DELETE", "GET", "POST")]
+    found = [
+        scope["method"]
+        for scope in scopes
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
+    return ", ".join(sorted([*found, "HEAD"] if "GET" in found else found))  # of HEAD: `guard`
+
+
+async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    # Not by loguru's own format, which shows the values of variables: keys are among them.
+    trace = "".join(traceback.format_exception(error))
+    logger.error("{} {} failed: {}", request.method, request.url.path, trace)
+    message = f"unexpected {type(error).__name__}"
+    return error_answer(ApiError(500, "internal_error", message, "the server's log has the reason"))

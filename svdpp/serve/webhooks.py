@@ -23,12 +23,11 @@ import httpx2
 from loguru import logger
 
 from svdpp.errors import RequestError
-from svdpp.serve.api_errors import ApiError
 from svdpp.serve.database import Background
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.views import Video
+from svdpp.serve.views import ApiError, Video
 
 #: The tries after which a webhook is given up: 20 hours after the first one.
 MAX_ATTEMPTS = 10

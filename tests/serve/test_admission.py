@@ -16,12 +16,12 @@ from svdpp.driver import resolve as memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
-from svdpp.serve.api_errors import as_api_error
 from svdpp.serve.clips import Admission
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.views import as_api_error
 from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import SAMPLING as STORED
 from tests.serve.store_jobs import add, new_job, take_all

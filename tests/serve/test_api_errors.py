@@ -17,9 +17,8 @@ from svdpp.errors import (
     RequestError,
     SvdppError,
 )
-from svdpp.serve.api_errors import ApiError, as_api_error, error_answer
 from svdpp.serve.photos import DecoderBusyError
-from svdpp.serve.views import error_body
+from svdpp.serve.views import ApiError, as_api_error, error_answer, error_body
 
 
 @pytest.mark.parametrize(

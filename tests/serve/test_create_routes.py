@@ -79,7 +79,7 @@ def frames_of(clip: bytes) -> bytes:
         ({"input_reference": BASE64, "num_inference_steps": 0}, "steps", "1 or more"),
         ({"image_reference": "a photograph"}, "input_reference", "base64"),
         ({"input_reference": BASE64, "seed": True}, "seed", "must be a whole number, got True"),
-        ({"input_reference": BASE64, "fit": {"a": "x" * 99}}, "fit", "got '...'"),
+        ({"input_reference": BASE64, "fit": {"a": "x" * 99}}, "fit", "got {'a': 'xxx"),
     ],
     ids=str,
 )

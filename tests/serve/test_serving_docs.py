@@ -10,9 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +18,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-import pynvml
-from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
-from svdpp.serve import metrics
 from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
 from tests.serve.http_server import PHOTO, HttpServer, schema_of_form
@@ -153,8 +147,8 @@ def test_the_fixed_limits_have_these_values() -> None:
 
 @pytest.fixture(scope="module")
 def exposed(used: HttpServer) -> dict[str, tuple[str, set[str]]]:
-    """The type and the labels of each metric, by name; those of GPUs from a stand-in for NVML."""
-    text = used.client.get("/metrics").text + _metrics_on_gpus()
+    """The type and the labels of each metric, by name."""
+    text = used.client.get("/metrics").text
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -163,23 +157,6 @@ def exposed(used: HttpServer) -> dict[str, tuple[str, set[str]]]:
         name: (kind, labels[name])
         for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
     }
-
-
-class _OnGpus(Collector):
-    def collect(self) -> Iterator[Metric]:
-        yield from metrics._of_gpus()
-
-
-def _metrics_on_gpus() -> str:
-    gpu = SimpleNamespace(index=0, uuid="GPU-0", total_bytes=2, free_bytes=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "visible_gpus", lambda: [gpu])
-        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID"):
-            patch.setattr(pynvml, name, lambda *_: None)
-        patch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _: SimpleNamespace(gpu=50))
-        registry = CollectorRegistry()
-        registry.register(_OnGpus())
-        return generate_latest(registry).decode()
 
 
 @pytest.mark.processes

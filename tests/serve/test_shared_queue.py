@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from svdpp.cli.options.serve import ServeOptions
+from svdpp.cli.serve import ServeOptions
 from svdpp.config import SamplingConfig
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.database import AwayError

@@ -28,10 +28,9 @@ pytest.importorskip("fastapi")
 
 from svdpp.errors import RequestError
 from svdpp.serve import webhooks
-from svdpp.serve.api_errors import ApiError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.views import video_of
+from svdpp.serve.views import ApiError, video_of
 from svdpp.serve.webhooks import Webhooks
 from tests.cli.shell import assert_error
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
@@ -484,8 +483,8 @@ def secret_file(folder: Path, text: str = f"# of May\nwhsec_{OLD}\n\nwhsec_{NEW}
 @pytest.mark.parametrize(
     ("host", "text", "exit_code", "words"),
     [
-        ("a.example", None, 2, ("--callback-hosts needs --callback-secret-file", "openssl rand")),
-        ("a.example", "", 7, ("has no secrets", "openssl rand")),
+        ("a.example", None, 2, ("--callback-hosts needs --callback-secret-file",)),
+        ("a.example", "", 7, ("has no entries", "openssl rand")),
         ("a.example", f"whsec_{OLD}\n{NEW}\n", 7, ("line 2: it is not whsec_ and 24 to 65 bytes",)),
         ("a.example", "whsec_c2hvcnQ=", 7, ("line 1: it is not whsec_",)),
         ("https://a.example/", f"whsec_{OLD}\n", 2, ("takes hosts such as",)),
