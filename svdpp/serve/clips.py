@@ -19,8 +19,7 @@ from svdpp.driver.memory import check_memory
 from svdpp.driver.resolve import ClipWork, resolved_for
 from svdpp.errors import InputError, OutOfMemoryError, OutputError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.media.image import Photo
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, Photo
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job

@@ -16,8 +16,7 @@ from PIL import Image
 
 from svdpp.errors import InputError, error_to_dict
 from svdpp.launch.process_lifetime import end_with_parent
-from svdpp.media.image import FORMATS, demuxer_of, read_bytes, read_photo
-from svdpp.media.inputs import read_video
+from svdpp.media.inputs import FORMATS, demuxer_of, read_bytes, read_photo, read_video
 
 #: Suffixes of the stored files, by Pillow's name of the format; the others' are that name.
 _SUFFIXES = {

@@ -24,7 +24,7 @@ from svdpp.errors import InputError, SvdppError
 from svdpp.launch.environment import helper_command
 from svdpp.launch.process_lifetime import signals_blocked
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS, Photo
+from svdpp.media.inputs import MAX_PIXELS, Photo
 
 # Of the process that decodes an image. The largest images that `media.image` takes, 50 million
 # pixels, need up to 1.1 GB and 3 seconds.

@@ -20,7 +20,7 @@ from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS
+from svdpp.media.inputs import MAX_PIXELS
 from svdpp.plan.costs import Costs
 from svdpp.serve.api_errors import ApiError
 from svdpp.serve.auth import Owner

@@ -36,8 +36,7 @@ from svdpp.driver.jobs import (
 from svdpp.driver.run_manifest import RunManifest
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files, video
-from svdpp.media.image import Photo, read_photo
-from svdpp.media.inputs import ClipInput, example_photos
+from svdpp.media.inputs import ClipInput, Photo, example_photos, read_photo
 from svdpp.media.video import Frames, write_clip
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
