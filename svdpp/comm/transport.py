@@ -185,7 +185,7 @@ class Transport:
         with translated_errors(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self._checksum and not packet.tombstone
-            crc = zlib.crc32(link.stream.to_host(staged, after).numpy()) if checked else None
+            crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
             packet = replace(packet, begun_at=packet.begun_at - self._wall_ahead)
             description = describe(packet, self._device, link.next_sequence(), crc)
             header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
@@ -214,7 +214,7 @@ class Transport:
             description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
             payload = self._receive_payload(link, header.num_bytes)
             if (sent := description.crc) is not None:
-                crc = zlib.crc32(link.stream.to_host(payload).numpy())
+                crc = zlib.crc32(link.stream.to_host(payload).numpy().data)
                 if crc != sent:
                     raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")
         self._report(link, ("recv", clip, next_step, link.peer), payload.numel(), begun, 0.0)

@@ -158,7 +158,8 @@ def find_ffmpeg() -> str:
     import imageio_ffmpeg  # 50 ms
 
     with contextlib.suppress(RuntimeError):  # it has none
-        if executable := shutil.which(imageio_ffmpeg.get_ffmpeg_exe()):
+        executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
+        if executable is not None:
             return executable
     raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
 

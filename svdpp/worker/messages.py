@@ -1,18 +1,14 @@
-"""The messages between ranks and their parent, one JSON text each."""
+"""The messages between ranks and their parent, one JSON text each.
+
+For the form of an `error` see `errors.error_to_dict`.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    Base64Bytes,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-)
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
@@ -80,7 +76,7 @@ class Started(_Message):
     uuid: str | None
     """Of the GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """What bits depend on besides the request; see `worker.device.conditions_of`."""
+    """See `worker.device.conditions_of`."""
 
 
 class Heartbeat(_Message):
@@ -129,8 +125,6 @@ class ActionDone(_Message):
     """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
     """`waited` by its causes."""
-    cpu_seconds: float = 0.0
-    """CPU time of the rank's process from `start` to `end`, all threads together."""
 
 
 class TransferDone(_Message):
@@ -146,35 +140,6 @@ class TransferDone(_Message):
     waited: float = 0.0
     """For a send: seconds before that, until the receiver took the header."""
     end: float
-
-
-class GpuSample(_Message):
-    """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
-
-    when: float
-    """By the rank's monotonic clock."""
-    utilisation: float | None = None
-    """Part of the last second in which a kernel ran, 0 to 1."""
-    memory_bytes: int | None = None
-    """In use by all processes."""
-    watts: float | None = None
-    celsius: float | None = None
-    sm_mhz: float | None = None
-    throttled: int = 0
-    """For how many reasons the clock is lower than it could be."""
-
-    def counters(self) -> dict[str, dict[str, float]]:
-        """The known values for a trace: name of the counter, then values by unit."""
-        mib = None if self.memory_bytes is None else self.memory_bytes / 2**20
-        known = {
-            "gpu load": ("percent", None if self.utilisation is None else 100 * self.utilisation),
-            "gpu memory": ("MiB", mib),
-            "gpu power": ("W", self.watts),
-            "gpu temperature": ("C", self.celsius),
-            "gpu clock": ("MHz", self.sm_mhz),
-            "gpu throttle reasons": ("count", self.throttled),
-        }
-        return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
 
 
 class ClipDone(_Message):
@@ -198,7 +163,6 @@ class CheckpointLost(_Message):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
 
 
 class StoredTensor(_Message):
@@ -210,11 +174,10 @@ class StoredTensor(_Message):
 
 
 class ImageReady(_Message):
-    """The rank has prepared the image of a clip that is submitted later."""
+    """The rank has prepared, in `seconds`, the image of a clip that is submitted later."""
 
     image: str | None
     seconds: float
-    """That it took."""
 
 
 class ClipFailed(_Message):
@@ -222,7 +185,6 @@ class ClipFailed(_Message):
 
     clip: int
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
 
 
 class ClipDropped(_Message):
@@ -235,7 +197,6 @@ class Failed(_Message):
     """The rank cannot go on and ends."""
 
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
     traceback: str
     action: ActionField | None
     step: int
@@ -248,9 +209,8 @@ class Finished(_Message):
     """
 
     allocated_bytes: int | None = None
-    """Peak of the bytes in tensors; see `worker.device`."""
     reserved_bytes: int | None = None
-    """Peak of all bytes."""
+    """The peaks of bytes in tensors and of all bytes; see `worker.device.peak_bytes`."""
 
 
 Event = (
@@ -260,7 +220,6 @@ Event = (
     | StepDone
     | ActionDone
     | TransferDone
-    | GpuSample
     | StoredTensor
     | ImageReady
     | CheckpointLost

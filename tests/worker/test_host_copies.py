@@ -24,9 +24,9 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.worker import side_threads, stage, tensor_files
-from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.messages import CheckpointLost, ClipJob, Work
 from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
-from svdpp.worker.steps import RankTools
+from svdpp.worker.stage import RankTools
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
 
@@ -133,8 +133,9 @@ def test_a_rank(tmp_path: Path) -> None:
     for text in texts + sent:
         rank.perform(Action.parse(text))
     rank.finish()
-    for bad in (written.clip_failed, written.failed, reporter.failed, reporter.checkpoint_lost):
+    for bad in (written.clip_failed, written.failed, reporter.failed):
         assert not bad.called, bad.call_args
+    assert not any(isinstance(sent.args[0], CheckpointLost) for sent in reporter.send.mock_calls)
     (done,) = written.send.call_args.args
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])
     assert done.metadata["frames_sha256"]
