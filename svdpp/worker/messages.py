@@ -6,7 +6,7 @@ For the form of an `error` see `errors.error_to_dict`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
@@ -66,10 +66,11 @@ class Cancel(_Message):
     clip: int
 
 
-Command = Work | Stop | Cancel
+class Event(_Message):
+    """A rank to its parent."""
 
 
-class Started(_Message):
+class Started(Event):
     """The rank has its device; sent before it loads the model."""
 
     device: str
@@ -79,7 +80,7 @@ class Started(_Message):
     """See `worker.device.conditions_of`."""
 
 
-class Heartbeat(_Message):
+class Heartbeat(Event):
     """Sent every second by a separate thread, whatever the rank is doing."""
 
     action: ActionField | None = None
@@ -98,7 +99,7 @@ class Heartbeat(_Message):
     """Before `Joined`: the rank it is opening a link to; -1 if none."""
 
 
-class Joined(_Message):
+class Joined(Event):
     """The rank's links are open, and it is ready for work."""
 
     device: str
@@ -107,7 +108,7 @@ class Joined(_Message):
     """Seconds by which the rank's monotonic clock is ahead of rank 0's, on another host."""
 
 
-class StepDone(_Message):
+class StepDone(Event):
     """One denoising step is done."""
 
     clip: int
@@ -115,7 +116,7 @@ class StepDone(_Message):
     seconds: float
 
 
-class ActionDone(_Message):
+class ActionDone(Event):
     """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
     action: ActionField
@@ -127,7 +128,7 @@ class ActionDone(_Message):
     """`waited` by its causes."""
 
 
-class TransferDone(_Message):
+class TransferDone(Event):
     """One packet has been received or sent; see `comm.transport.Transfer`."""
 
     direction: Literal["recv", "send"]
@@ -136,13 +137,11 @@ class TransferDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
-    """From the header to the last byte, measured at this end."""
     waited: float = 0.0
-    """For a send: seconds before that, until the receiver took the header."""
     end: float
 
 
-class ClipDone(_Message):
+class ClipDone(Event):
     """A clip is finished, and its file, if requested, is written."""
 
     clip: int
@@ -151,7 +150,7 @@ class ClipDone(_Message):
     """Hashes, video file and JSON together, in the writer's thread."""
 
 
-class PromptCut(_Message):
+class PromptCut(Event):
     """A prompt is longer than the model reads."""
 
     clip: int
@@ -159,13 +158,13 @@ class PromptCut(_Message):
     """The end that is cut off."""
 
 
-class CheckpointLost(_Message):
+class CheckpointLost(Event):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
     error: dict[str, Any]
 
 
-class StoredTensor(_Message):
+class StoredTensor(Event):
     """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
     name: str
@@ -173,27 +172,27 @@ class StoredTensor(_Message):
     data: Base64Bytes
 
 
-class ImageReady(_Message):
+class ImageReady(Event):
     """The rank has prepared, in `seconds`, the image of a clip that is submitted later."""
 
     image: str | None
     seconds: float
 
 
-class ClipFailed(_Message):
+class ClipFailed(Event):
     """A clip is lost; the rank goes on with the others."""
 
     clip: int
     error: dict[str, Any]
 
 
-class ClipDropped(_Message):
+class ClipDropped(Event):
     """The last rank of a lost or cancelled clip has done with it, as all others have before."""
 
     clip: int
 
 
-class Failed(_Message):
+class Failed(Event):
     """The rank cannot go on and ends."""
 
     error: dict[str, Any]
@@ -202,7 +201,7 @@ class Failed(_Message):
     step: int
 
 
-class Finished(_Message):
+class Finished(Event):
     """The rank has done all its work after `Stop`, and has received every packet sent to it.
 
     A rank that ends without it has failed.
@@ -213,25 +212,7 @@ class Finished(_Message):
     """The peaks of bytes in tensors and of all bytes; see `worker.device.peak_bytes`."""
 
 
-Event = (
-    Heartbeat
-    | Started
-    | Joined
-    | StepDone
-    | ActionDone
-    | TransferDone
-    | StoredTensor
-    | ImageReady
-    | CheckpointLost
-    | PromptCut
-    | ClipDone
-    | ClipFailed
-    | ClipDropped
-    | Failed
-    | Finished
-)
-
-_CLASSES = {kind.__name__: kind for kind in get_args(Command | Event)}
+_CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}
 
 
 def parse(message: bytes) -> Any:

@@ -168,15 +168,13 @@ def _prepared_stage(
         device=device,
         transport=transport,
         reporter=reporter,
+        clip_writer=ClipWriter(reporter, conditions, device, tensor_store, host=context.host),
+        checkpoint_writer=checkpoint_writer,
+        profiler=profiler,
         is_cancelled=inbox.is_cancelled,
         tensor_store=tensor_store,
     )
-    writer = ClipWriter(reporter, conditions, device, tensor_store, host=context.host)
-    return PipelineStage(
-        *(tools, model, writer, config.sampling),
-        checkpoint_writer=checkpoint_writer,
-        profiler=profiler,
-    )
+    return PipelineStage(tools, model, config.sampling)
 
 
 def _connected_transport(

@@ -58,6 +58,9 @@ class RankTools:
     device: torch.device
     transport: Transport
     reporter: Reporter
+    clip_writer: ClipWriter
+    checkpoint_writer: LatentCheckpointWriter | None = None
+    profiler: ClipProfiler | None = None
     is_cancelled: Callable[[int], bool] = lambda _: False
     """Whether the parent needs nothing more of a clip."""
     tensor_store: TensorStore | None = None
@@ -85,29 +88,14 @@ class PipelineStage:
     `model` has the parts that they need; `sampling` is of the clips whose requests have none.
     """
 
-    def __init__(
-        self,
-        tools: RankTools,
-        model: VideoModel,
-        clip_writer: ClipWriter,
-        sampling: SamplingConfig,
-        *,
-        checkpoint_writer: LatentCheckpointWriter | None = None,
-        profiler: ClipProfiler | None = None,
-    ) -> None:
-        self._tools = tools
+    def __init__(self, tools: RankTools, model: VideoModel, sampling: SamplingConfig) -> None:
+        self._tools, self._model, self._sampling = tools, model, sampling
         self._transport, self._reporter = tools.transport, tools.reporter
-        self._device = tools.device
-        self._clip_writer = clip_writer
-        self._model = model
-        self._sampling = sampling
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._photos = PhotoReader(self._prepare, model.device)
-        self._checkpoint_writer = checkpoint_writer
-        self._profiler = profiler
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
@@ -126,8 +114,8 @@ class PipelineStage:
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
-        if self._profiler is not None:
-            self._profiler.expect(work.actions)
+        if self._tools.profiler is not None:
+            self._tools.profiler.expect(work.actions)
 
     def perform(self, action: Action) -> None:
         """Performs one action; raises what concerns the rank, which cannot go on afterwards.
@@ -135,7 +123,8 @@ class PipelineStage:
         An error that concerns one clip is reported, and a tombstone takes its packet's place.
         """
         self._reporter.at(action)
-        profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
+        profiler = self._tools.profiler
+        profiled = nullcontext() if profiler is None else profiler.over(action)
         chunk = self._sampling_of(action).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
             self._performers[action.kind](action)
@@ -149,9 +138,9 @@ class PipelineStage:
         """Waits until every packet has left and every clip is written."""
         with self._waiting(None):
             self._transport.drain()
-            self._clip_writer.finish()
-            if self._checkpoint_writer is not None:
-                self._checkpoint_writer.finish()
+            self._tools.clip_writer.finish()
+            if self._tools.checkpoint_writer is not None:
+                self._tools.checkpoint_writer.finish()
         self._photos.close()
         self._transport.close()
 
@@ -182,19 +171,20 @@ class PipelineStage:
             with self._timed(action):
                 model = self._model_of(self._sampling_of(action))
                 packet.tensors = model.encode(prepared, request)
-                streams.wait_for_queue(self._device)
+                streams.wait_for_queue(self._tools.device)
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
     def _load(self, action: Action) -> None:
-        assert self._checkpoint_writer is not None, f"{action} without latent checkpoints"
+        writer = self._tools.checkpoint_writer
+        assert writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._tools.check_wanted(action.clip)
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
-            place = key, action.clip, action.start, self._device
-            self._packets[action.clip] = self._checkpoint_writer.folder.load(*place)
+            place = key, action.clip, action.start, self._tools.device
+            self._packets[action.clip] = writer.folder.load(*place)
 
     def _recv(self, action: Action) -> None:
         ends = action.clip, action.start, action.peer, _channel_of(action)
@@ -216,7 +206,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
+        writer, key = self._tools.checkpoint_writer, self._jobs[action.clip].request.latents_key
         if writer is not None and key is not None and not packet.tombstone:
             with self._waiting(action, "send"):
                 writer.put(key, packet)
@@ -238,7 +228,7 @@ class PipelineStage:
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
-            streams.wait_for_queue(self._device)
+            streams.wait_for_queue(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
 
     def _return(self, action: Action) -> None:
@@ -269,7 +259,7 @@ class PipelineStage:
             packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
-                self._clip_writer.put(job, packet, frames, self._audio.get(action.clip))
+                self._tools.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
         else:
             self._reporter.send(ClipDropped(clip=action.clip))
         self._forget(action.clip)

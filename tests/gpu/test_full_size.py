@@ -76,6 +76,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), ratios
 
 
+@pytest.mark.full
 def test_a_rank_alone_takes_diffusers_own_time_for_a_step(
     machine: Machine, report: Report, full_size: Path
 ) -> None:

@@ -76,7 +76,13 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     assert result.metadata["frames_sha256"] == whole.metadata["frames_sha256"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_that_is_gone_is_named(
     machine: Machine, report: Report, number: signal.Signals
 ) -> None:

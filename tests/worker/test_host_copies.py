@@ -118,13 +118,16 @@ def test_a_rank(tmp_path: Path) -> None:
     written = Mock()
     kept = TensorStore(tmp_path)
     checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
-    rank = stage.PipelineStage(
-        RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
-        _model(),
-        ClipWriter(written, {}, CPU, kept),
-        SvdSampling(),
+    tools = RankTools(
+        rank=0,
+        device=CPU,
+        transport=link,
+        reporter=reporter,
+        clip_writer=ClipWriter(written, {}, CPU, kept),
         checkpoint_writer=LatentCheckpointWriter(checkpoints, CPU, reporter),
+        tensor_store=kept,
     )
+    rank = stage.PipelineStage(tools, _model(), SvdSampling())
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
     requests = ClipRequest(seed=0), ClipRequest(seed=0, latents_key="0" * 64)

@@ -53,9 +53,10 @@ def _stage(doubles: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineS
         device=model.device,
         transport=doubles,
         reporter=doubles,
+        clip_writer=doubles,
         is_cancelled=is_cancelled,
     )
-    return stage.PipelineStage(tools, model, doubles, SvdSampling())
+    return stage.PipelineStage(tools, model, SvdSampling())
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,8 @@ class _Links:
 
 
 def _pair(links: Any, clip: Packet | None = None) -> Denoising:
-    tools = RankTools(rank=0, device=torch.device("cpu"), transport=links, reporter=Mock())
+    doubles = {"transport": links, "reporter": Mock(), "clip_writer": Mock()}
+    tools = RankTools(rank=0, device=torch.device("cpu"), **doubles)
     return Denoising(tools, Action.parse("DENOISE c0 2:4 =1"), clip or Packet(0, 2, 0.0, {}))
 
 
